@@ -1,13 +1,13 @@
 """A drop-in replacement for ``torch.utils.data.DataLoader`` with a Rust engine.
 
 The loader:
-    DataLoader: Loads batches with worker processes; torch's arguments, torch's batches in torch's order.
-    StatefulDataLoader: Saves and loads its position in the epoch, too.
+    DataLoader: Loads batches with worker processes. Takes torch's arguments; delivers torch's batches in torch's order.
+    StatefulDataLoader: Loads batches, too, and can save and restore its position in the epoch.
 
 Loaders that a framework builds:
     install, uninstall: Make every DataLoader of torch in this process use the engine, and undo this.
-    installed: Does the same for the body of a ``with`` statement.
-    is_installed: Returns True if torch's loaders use the engine now.
+    installed: Installs the engine for the body of a ``with`` statement.
+    is_installed: Returns True if torch's loaders currently use the engine.
     Options: The options of ``install``.
 
 Memory:
@@ -20,7 +20,7 @@ To a device:
     DeviceLoader: The result of ``prefetch_to_device``.
 
 Random numbers:
-    sample_seed: Returns the seed of the sample that is being made, with ``seed_by``.
+    sample_seed: Returns the seed of the sample that is being made, for loaders with ``seed_by``.
 
 Errors:
     WorkerDiedError: Raised when a worker process has died.
@@ -31,22 +31,23 @@ Errors:
 Statistics:
     stats: Returns the statistics of a loader as ``Stats``; ``stats(loader).verdict()`` names what limits the loader.
     report: Calls a function with the statistics every few seconds.
-    report_ranks: Returns the figures of all ranks as ``RankReport``, a table with the slowest one.
-    serve_metrics: Serves the metrics of all loaders for Prometheus; returns a ``MetricsServer``.
+    report_ranks: Returns the measurements of all ranks as a ``RankReport``, which names the slowest rank.
+    serve_metrics: Serves the metrics of all loaders to Prometheus; returns a ``MetricsServer``.
     engine_batches: Returns the number of batches that the engine has delivered in this process.
     trace: Writes what loaders and workers do, and when, to a file for Perfetto.
     Stats, WorkerStats, SlowBatch, SchedulingStats, LargeAttribute, ArenaStats, CacheEstimate, CopyStats, CoreUsers,
-    PinningStats, TransferStats, FaultStats, Failure, Fallback, Verdict, VerdictKind, RankStats: Parts of the results.
+    PinningStats, TransferStats, FaultStats, Failure, Fallback, Verdict, VerdictKind, RankStats: Parts of these results.
 
-All public names of ``torch.utils.data`` are also here, as torch's own objects, so a program only changes its import::
+This package also has all public names of ``torch.utils.data``, as torch's own objects, so a program needs to change
+only its import::
 
     from rustloader import DataLoader, Dataset, random_split
 
-A program whose loaders are built by a framework needs one line or none: ``rustloader.install()``, ``python -m
-rustloader run train.py``, or the environment variable RUSTLOADER_INSTALL=1 and ``import rustloader``.
+If a framework builds the program's loaders, there are three ways to use the engine: call ``rustloader.install()``; run
+``python -m rustloader run train.py``; or set the environment variable RUSTLOADER_INSTALL=1 and ``import rustloader``.
 
-``import rustloader`` does not import torch; the first use of a name does. On systems other than Linux there is no
-engine: all names exist, and loaders use torch's own loop.
+``import rustloader`` does not import torch; the first use of one of its names does. On systems other than Linux, there
+is no engine: all names exist, and loaders use torch's own loop.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ if TYPE_CHECKING:
     from rustloader.stateful_dataloader.loader import StatefulDataLoader as StatefulDataLoader
     from rustloader.tracing.core import trace as trace
 
-# The public names, by the modules that define them. All other public names are torch's.
+# The modules that define rustloader's own public names, with these names. All other public names are torch's.
 _HOMES = {
     "_core": ("engine_batches", "__version__"),
     "caching.core": ("cache",),
@@ -166,7 +167,7 @@ elif importlib.util.find_spec("rustloader._core") is None:
         name="rustloader._core",
     )
 
-# torch's modules that programs use as attributes, as in `data.distributed.DistributedSampler`.
+# torch's modules that programs access as attributes, as in `data.distributed.DistributedSampler`.
 _TORCH_MODULES = ("_utils", "datapipes", "dataset", "distributed", "graph", "graph_settings", "sampler")
 _MODULES = {"dataloader": "rustloader.dataloader"} | {name: f"torch.utils.data.{name}" for name in _TORCH_MODULES}
 
@@ -174,8 +175,8 @@ _MODULES = {"dataloader": "rustloader.dataloader"} | {name: f"torch.utils.data.{
 def __getattr__(name: str) -> Any:
     if name in _OURS:
         if _OURS[name] == "rustloader.installation.api":
-            # torch first: with RUSTLOADER_INSTALL, the end of its import calls `install`, for which the import of that
-            # module must not be in progress.
+            # torch must be imported first: with RUSTLOADER_INSTALL, `install` is called at the end of torch's import.
+            # The import of the module that defines `install` must not be in progress at that time.
             importlib.import_module("torch")
         value = getattr(importlib.import_module(_OURS[name]), name)
     elif name == "__all__":

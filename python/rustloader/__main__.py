@@ -1,4 +1,4 @@
-"""``python -m rustloader``."""
+"""The entry point of ``python -m rustloader``."""
 
 import sys
 

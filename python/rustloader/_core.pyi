@@ -1,4 +1,4 @@
-"""The Rust extension. Only ``engine_batches`` is public; the other names are for the modules of this package."""
+"""The Rust extension. Only ``engine_batches`` and ``__version__`` are public; the other names are for this package."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol, Self, final, type_check_only
@@ -88,28 +88,28 @@ __all__ = [
 
 __version__: Final[str]
 
-# Size of the smallest arena in bytes. An arena takes at most half of a limited address space.
+# Size of the smallest arena in bytes. If the address space is limited, an arena takes at most half of it.
 ARENA_MIN: Final[int]
-# Upper bounds of the classes of waits in `Totals.waits`, in seconds.
+# Upper bounds, in seconds, of the classes into which `Totals.waits` sorts waits.
 WAIT_BOUNDS: Final[tuple[float, ...]]
 
-# Number of bytes of a cache's file before its index, and the version of the file's format.
+# Size in bytes of the header of a cache's file, which precedes the index, and the version of the file's format.
 CACHE_HEADER: Final[int]
 CACHE_VERSION: Final[int]
 
 # Maximum number of batches by which `Engine.position` can go back.
 BACK_BATCHES: Final[int]
 
-# Leaves below this number of bytes are part of the message and are copied on delivery.
+# Leaves smaller than this number of bytes are part of the message, and are copied on delivery.
 INLINE_LIMIT: Final[int]
 
-# The names of a trace's kinds of events, by their numbers; and the numbers that stand for the main process and the pin
-# thread in place of a worker: see `TraceSink`.
+# The names of the kinds of events in a trace, indexed by the number of the kind; and the values that stand for the main
+# process and the pin thread where otherwise a worker's ID is stored: see `TraceSink`.
 TRACE_KINDS: Final[list[str]]
 TRACE_MAIN: Final[int]
 TRACE_PINNER: Final[int]
 
-# Codes of `Engine.next` and `Engine.begin`.
+# Codes that `Engine.next` and `Engine.begin` put into the answer.
 BATCH: Final[int]
 ERROR: Final[int]
 DEAD: Final[int]
@@ -118,7 +118,7 @@ TIMED_OUT: Final[int]
 NO_PIN_THREAD: Final[int]
 VACANT: Final[int]
 
-# Codes of `Port.receive`.
+# Codes that `Port.receive` returns.
 RESUME: Final[int]
 LEAVE: Final[int]
 EARLY: Final[int]
@@ -127,10 +127,12 @@ UNREADABLE: Final[int]
 
 @type_check_only
 class Foresight(Protocol):
-    """An iterator over the predicted index batches of the next epoch: ``iterator.early_epochs.EpochPredictor``."""
+    """An iterator over the predicted index batches of the next epoch. Implemented by
+    ``iterator.early_epochs.EpochPredictor``."""
 
     def begin(self) -> bytes | None:
-        """Returns the predicted message of ``Engine.begin``; None if the epoch cannot be predicted."""
+        """Returns the message with which the next call of ``Engine.begin`` is expected; None if this cannot be
+        predicted."""
 
     def __next__(self) -> Any: ...
 
@@ -138,8 +140,9 @@ class Foresight(Protocol):
 class StallWarning(Protocol):
     """A function that logs a warning about a stuck worker.
 
-    ``index`` is the worker's index batch or None, ``why_not`` the reason why there is no ``stack``. ``exceeds`` is
-    ``stall_seconds`` if the worker has exceeded it, and whether the worker was killed; otherwise None."""
+    ``index`` is the worker's index batch, or None. ``why_not`` is the reason why ``stack`` is None. If the worker has
+    exceeded ``stall_timeout``, ``exceeds`` is the value of this option, and whether the worker was killed; otherwise
+    None. ``supervision.stalls.warn`` documents all arguments."""
 
     def __call__(
         self,
@@ -156,12 +159,11 @@ class StallWarning(Protocol):
     ) -> None: ...
 
 class WorkerStopped(BaseException):
-    """An exception that ends a fetch between two samples when the loader shuts down."""
+    """Raised in a worker to end a fetch between two samples when the loader shuts down."""
 
 @final
 class Engine:
-    """The engine of one iterator. A method waits while another thread is in ``next``, unless it is marked
-    "lock-free"."""
+    """The engine of one iterator. Methods that are not marked "lock-free" wait while another thread is in ``next``."""
 
     def __new__(
         cls,
@@ -172,43 +174,46 @@ class Engine:
         is_interrupt: Callable[[BaseException], bool],
         warn_stall: StallWarning,
     ) -> Engine:
-        """``loads`` unpickles a result with its out-of-band objects, ``dump_index`` pickles an index batch, and
-        ``is_interrupt`` returns True if a signal handler raised an error. With the setting ``snapshots`` each worker
-        begins an epoch with a snapshot of its state (`Port.send_snapshot`). With ``max_restarts`` the answer to a
-        worker's death is ``VACANT``, and the worker can be replaced. A call that waits kills a worker that takes longer
-        than ``stall_timeout`` for one batch."""
+        """Creates an engine without workers.
+
+        ``loads`` unpickles a result and its out-of-band objects, ``dump_index`` pickles an index batch, and
+        ``is_interrupt`` returns True if a signal handler raised an error. With the setting ``snapshots``, each worker
+        sends a snapshot of its state at the start of an epoch (`Port.send_snapshot`). With ``max_restarts``, a worker's
+        death is answered with ``VACANT``, and the worker can be replaced. With ``stall_timeout``, a method that waits
+        kills any worker that takes longer than this for one batch."""
 
     def shipment(self) -> tuple[int, int, tuple[int, int, int, bool], tuple[int, int]]:
-        """Returns the parameters of a worker's port: memfd, doorbell, (bytes, workers, slots of a ring, whether the
-        workers share a queue), and this process's (pid, start time). Lock-free."""
+        """Returns the parameters of a worker's port: memfd, doorbell, (size in bytes, number of workers, slots per
+        ring, whether the workers share a queue), and (pid, start time) of this process. Lock-free."""
 
     def started(self, worker: int, pid: int) -> None:
-        """Registers a started worker. If it replaces a dead worker, the outstanding tasks are sent again."""
+        """Registers the process of a worker, which the caller has started. If the process replaces a dead worker, the
+        engine sends the outstanding tasks again."""
 
     def attached(self, worker: int, fd: int, pid: int) -> Link:
-        """Registers a worker on another machine by the connected socket ``fd``, which the engine then owns. ``pid`` is
-        the worker's process there. Otherwise the same as ``started``."""
+        """Does the same as ``started`` for a worker on another machine. ``fd`` is the socket that is connected to the
+        worker; the engine takes ownership of it. ``pid`` is the worker's process ID on its machine."""
 
     @property
     def ring_slots(self) -> int:
-        """Number of entries of a worker's ring, for ``Port.remote``."""
+        """Number of entries in a worker's ring, for ``Port.remote``."""
 
     @property
     def region_len(self) -> int:
-        """Number of bytes for the batches of a worker, for ``Port.remote``."""
+        """Size in bytes of the memory for a worker's batches, for ``Port.remote``."""
 
     def vacate(self, worker: int) -> None:
-        """Prepares the slot of a dead worker (``VACANT``) for its next process. The caller then starts that process and
-        calls ``started``. May be called again after a failed start, when the process that failed has ended.
+        """Prepares the slot of a dead worker (``VACANT``) for its next process. The caller must then start that process
+        and call ``started``. If the start fails, this method may be called again once the failed process has ended.
         RuntimeError: the worker is not vacant."""
 
     def postpone(self, worker: int, seconds: float) -> None:
-        """Delays the next ``VACANT`` of a dead worker by this time. Other workers continue meanwhile.
+        """Delays the next ``VACANT`` of a dead worker by ``seconds``. The other workers continue in the meantime.
         RuntimeError: the worker is not vacant."""
 
     def give_up(self, worker: int) -> None:
-        """Makes a death final: the batches before the first lost task are still delivered, then ``DEAD`` follows.
-        RuntimeError: the worker is not vacant."""
+        """Makes the death of a worker final: the batches before its first lost task are still delivered, and ``DEAD``
+        follows. RuntimeError: the worker is not vacant."""
 
     def begin(
         self,
@@ -219,15 +224,16 @@ class Engine:
         first_worker: int = 0,
         foresight: Foresight | None = None,
     ) -> None:
-        """Begins an epoch. For every epoch but the first, sends ``message`` to the workers and waits for their answers.
-        A worker that has not yet answered for the previous epoch gets no second message. ``first_worker`` gets the
-        first task, unless the workers share a queue. After ``VACANT``, a call with the same message continues.
-        ValueError: there is no such worker.
+        """Starts an epoch, and puts a code and its value into ``answer``: ``END`` if the epoch has started. For every
+        epoch except the first, sends ``message`` to the workers and waits for their answers. A worker that has not yet
+        answered for the previous epoch gets no second message. ``first_worker`` gets the first task, unless the workers
+        share a queue. After ``VACANT``, a call with the same message continues the start. ValueError: there is no such
+        worker.
 
-        With ``foresight``, the workers may begin the next epoch as soon as the sampler has ended. The call of ``begin``
-        for that epoch draws from the sampler as always. If message, first worker and index batches are as predicted,
-        the workers' results are used, and the value of ``END`` is True. Otherwise they are discarded, and the value is
-        False."""
+        With ``foresight``, the workers may start the next epoch as soon as the sampler of the current one is exhausted.
+        The call of ``begin`` for that next epoch still draws from the sampler. If the message, the first worker and the
+        index batches are as predicted, the workers' results are used, and the value with ``END`` is True. Otherwise,
+        the results are discarded, and the value is False."""
 
     def next(
         self,
@@ -235,49 +241,52 @@ class Engine:
         next_index: Iterator[Any] | Callable[[], Any],
         foresight: Foresight | None = None,
     ) -> None:
-        """Puts a code and its value into ``answer``. Waits for up to 20 us with the GIL, then without it. ``VACANT`` is
-        the answer to each call until the worker is replaced, postponed or given up.
+        """Puts the next answer, a code and its value, into ``answer``. If it must wait, holds the GIL for up to 20 us,
+        then releases it. After ``VACANT``, every call is answered with ``VACANT`` until the dead worker is replaced,
+        postponed or given up.
 
-        ``next_index`` is the sampler's iterator, or a function that returns the next index and raises StopIteration at
-        the end. RuntimeError: ``next`` is already running in this thread, the iterator has been shut down, or it
-        belongs to another process.
+        ``next_index`` is the sampler's iterator, or a function that returns the next index batch and raises
+        StopIteration at the end. RuntimeError: ``next`` is already running in this thread, the iterator has been shut
+        down, or it belongs to another process.
         """
 
     def active(self) -> list[bool] | None:
-        """Returns, for each worker, whether it takes tasks in this epoch; None while another thread is in ``next``.
-        Lock-free."""
+        """Returns for each worker whether it still takes tasks in this epoch. Returns None while another thread is in
+        ``next``. Lock-free."""
 
     def progress(self) -> Progress | None:
-        """Returns the progress of this epoch. None while another thread is in ``next``. Lock-free."""
+        """Returns the progress of this epoch. Returns None while another thread is in ``next``. Lock-free."""
 
     def position(self, answers: int, back: int) -> Position:
-        """Returns the position in this epoch after ``answers`` answers (``BATCH`` and ``ERROR``), without the last
-        ``back`` batches and the errors after each of these.
+        """Returns the position in this epoch after ``answers`` answers (``BATCH`` and ``ERROR``), minus the last
+        ``back`` batches and the errors after them. After the end, returns the last position. Lock-free.
 
-        ``answers`` is the number of all answers, or of all but the last one if that has not reached the caller.
-        ValueError: ``answers`` is another number, or ``back`` is more than 9 or than the number of delivered batches.
-        Lock-free. After the end, returns the last position."""
+        ``answers`` must be the number of all answers, or one less if the last answer has not reached the caller.
+        ValueError: ``answers`` is another number, or ``back`` is greater than 9 or than the number of delivered
+        batches."""
 
     def trace(self, sink: TraceSink, source: int, level: int) -> bool:
-        """Begins to trace under the number ``source``: batches at level 1, also samples at level 2. Returns False after
-        ``finish``. Raises if there is no memory for the workers' rings. Lock-free."""
+        """Starts a trace. In its records, ``source`` identifies this engine. Level 1 records batches; level 2 records
+        samples, too. Returns False if ``finish`` was called. Raises if there is no memory for the workers' rings.
+        Lock-free."""
 
     def end_trace(self) -> None:
-        """Ends the trace, as ``finish`` also does. Does nothing in a forked child. Lock-free."""
+        """Ends the trace; ``finish`` does this, too. Does nothing in a forked child. Lock-free."""
 
     def note_saved(self, answers: int) -> None:
-        """Records in a trace that the state after ``answers`` answers was saved. Lock-free."""
+        """Records in the trace, if there is one, that the state after ``answers`` answers was saved. Lock-free."""
 
     def snapshot(self, worker: int, answers: int) -> Snapshot | None:
-        """Returns the newest snapshot of this epoch that a worker made after at most ``answers`` of its answers.
+        """Returns the newest snapshot that a worker made in this epoch after at most ``answers`` of its answers.
 
-        Returns None if there is none yet, and after ``finish``. Snapshots that no position needs any longer are not
-        kept. ValueError: there is no such worker. RuntimeError: the shared memory is damaged. Lock-free."""
+        Returns None if there is none yet, or if ``finish`` was called. Snapshots that no position can need any more are
+        not kept. ValueError: there is no such worker. RuntimeError: the shared memory is damaged. Lock-free."""
 
     def wait_started(self, timeout: float = 0.0) -> bool | None:
-        """Waits without the GIL until each worker has sent its first snapshot of this epoch or has died, or the engine
-        is closed. Handles signals. Returns False at once while any thread, including this one, is in ``next``, and None
-        after ``timeout`` seconds (0: no limit). An engine without ``snapshots`` does not wait."""
+        """Waits, without the GIL, until each worker has sent its first snapshot of this epoch or has died, or until the
+        engine is closed; then returns True. Runs signal handlers while it waits. Returns None after ``timeout`` seconds
+        (0 for no limit). Returns False at once if a thread, which may be this one, is in ``next``. Does not wait if the
+        engine has no ``snapshots``."""
 
     def start_pinning(
         self,
@@ -286,20 +295,22 @@ class Engine:
         pin: Callable[[Any], Any],
         failure: Callable[[Exception], Any],
     ) -> None:
-        """Starts the pin thread, after the workers. ``device.pinning.Pinner`` documents the functions."""
+        """Starts the pin thread. Must be called after the workers were started. ``device.pinning.Pinner`` documents the
+        functions."""
 
     def pinning(self) -> bool:
-        """Returns True if a pin thread runs. Lock-free."""
+        """Returns True if the pin thread is running. Lock-free."""
 
     def stop_pinning(self) -> None:
         """Asks the pin thread to end. Lock-free."""
 
     def join_pinning(self, seconds: float | None = None) -> bool:
-        """Waits up to ``seconds`` for the pin thread to end. Returns True if it has ended. Lock-free."""
+        """Waits up to ``seconds`` (None for no limit) until the pin thread has ended. Returns True if it has ended.
+        Lock-free."""
 
     @property
     def meter(self) -> Meter:
-        """The counters of this iterator. Lock-free."""
+        """The counters of this engine's iterator. Lock-free."""
 
     @property
     def batches(self) -> int:
@@ -314,34 +325,38 @@ class Engine:
         """False in a forked child. Lock-free."""
 
     def belongs_to(self, pages: WarmPages) -> None:
-        """Makes the engine keep its memory for the next epoch of the loader that has ``pages``. Lock-free."""
+        """Makes the engine keep its memory, when it ends, for the next epoch of the loader that owns ``pages``.
+        Lock-free."""
 
     def close(self, exiting: bool = False) -> None:
-        """Asks the workers to exit and, unless ``exiting``, wakes a waiting ``next``. Lock-free."""
+        """Asks the workers to exit. Also wakes a ``next`` that waits, unless ``exiting`` is set, which means that the
+        interpreter exits. Lock-free."""
 
     def stay(self) -> None:
-        """Parks the calling daemon thread if the iterator was closed while ``exiting``. Lock-free."""
+        """Blocks the calling thread forever if it is a daemon thread and the iterator was closed with ``exiting``.
+        Lock-free."""
 
     def alive(self) -> int:
         """Returns the number of running workers. Lock-free."""
 
     def wait_gone(self, seconds: float) -> bool:
-        """Waits for the workers to end, for up to ``seconds`` and at most 0.25 s. Lock-free."""
+        """Waits until the workers have ended, for up to ``seconds`` but at most 0.25 s. Returns True if all have ended.
+        Lock-free."""
 
     def signal_all(self, signal: int) -> None:
-        """Sends a signal to the running workers. Lock-free."""
+        """Sends a signal to all running workers. Lock-free."""
 
     def worker_status(self, worker: int) -> dict[str, Any]:
-        """Returns a worker's status: state, pid, task, times, tasks done, whether it was sent SIGTERM. After the end,
-        returns its last status. Lock-free."""
+        """Returns a worker's status: its state, pid, task, times and number of finished tasks, and whether it was sent
+        SIGTERM. After the end, returns its last status. Lock-free."""
 
     def memory(self) -> tuple[int, int]:
-        """Returns the number of bytes of the arena that have pages, and of those in use; both 0 after the end.
+        """Returns how many bytes of the arena have pages, and how many are in use; both are 0 after the end.
         Lock-free."""
 
     def finish(self) -> None:
-        """Releases all resources, after the workers have ended. A running ``next`` does this when it returns.
-        Lock-free."""
+        """Releases all resources. Must be called after the workers have ended. If a ``next`` is running, it releases
+        them when it returns. Lock-free."""
 
 @final
 class Counts:
@@ -362,11 +377,12 @@ class Counts:
     pinned: Final[int]
     pinning_seconds: Final[float]
     def since(self, earlier: Counts) -> Counts:
-        """Returns the difference from earlier counters."""
+        """Returns these counters minus earlier ones."""
 
 @final
 class WorkerTotals:
-    """Counters of a worker. Times are in seconds; ``starting`` to ``left`` are the times in its states."""
+    """Counters of a worker. Times are in seconds. The fields from ``starting`` to ``left`` are the times that the
+    worker has spent in these states."""
 
     pid: Final[int]
     alive: Final[bool]
@@ -382,44 +398,45 @@ class WorkerTotals:
     pack: Final[float]
     publish: Final[float]
     left: Final[float]
-    # CPU time and wall time of the fetches whose CPU time is measured.
+    # CPU time and elapsed time of those fetches whose CPU time is measured.
     fetch_cpu: Final[float]
     fetch_measured: Final[float]
     def since(self, earlier: WorkerTotals) -> WorkerTotals:
-        """Returns the difference from earlier counters in tasks, in leaves, and in the times of states and of measured
-        fetches.
+        """Returns these counters minus earlier ones: the differences in tasks, in leaves, in the times spent in states,
+        and in the times of measured fetches.
         """
 
 @final
 class SlowTask:
-    """One of the slowest tasks, or of the tasks that blocked later ones for the longest time. Times are in seconds."""
+    """One of the slowest tasks, or one of those that blocked later tasks for the longest time. Times are in seconds."""
 
     index: Final[str]
     worker: Final[int]
     fetch: Final[float]
     collate: Final[float]
     pack: Final[float]
-    # Time for which `next` waited for this task while later ones were ready.
+    # Time that `next` waited for this task while later tasks were ready.
     blocked: Final[float]
 
 @final
 class Totals:
-    """The figures of one or more iterators."""
+    """The counters of one or more iterators."""
 
     counts: Final[Counts]
-    # Numbers of waits: for each of the WAIT_BOUNDS, the waits up to it and above the one before; then the longer waits.
+    # For each of the WAIT_BOUNDS, the number of waits up to this bound and above the previous one. The last item is the
+    # number of waits above all bounds.
     waits: Final[list[int]]
     workers: Final[list[WorkerTotals]]
     slowest: Final[list[SlowTask]]
     blocking: Final[list[SlowTask]]
-    # Seconds of work on recent batches, the latest last.
+    # Seconds of work on each recent batch; the latest batch is last.
     recent: Final[list[float]]
     leased: Final[int]
     warm: Final[int]
     blocks: Final[int]
     high_water: Final[int]
     pin_threads: Final[int]
-    # Answers in the completion rings.
+    # Number of answers in the completion rings.
     ready: Final[int]
 
 @final
@@ -442,7 +459,7 @@ class Observed:
 
     now: Final[float]
     pid: Final[int]
-    # The loader's name, possibly cut off.
+    # The loader's name, which may be truncated.
     name: Final[str]
     state: Final[str]
     seconds_in_state: Final[float]
@@ -463,16 +480,17 @@ class Observed:
 
 @final
 class Death:
-    """A worker's death: the value of the answers DEAD and VACANT.
+    """A worker's death: the value that accompanies the codes DEAD and VACANT.
 
-    ``exitcode`` is as in multiprocessing: negative for a signal, None if unknown. ``signal`` is the C library's text.
-    ``index`` is the index batch that the worker was working on, otherwise its first outstanding one, or None. ``task``
-    is the number of that index batch in this epoch, from 0. ``answers`` is the number of results of this epoch, errors
-    included, that the processes of this worker have published. ``has_begun`` is True if the worker had begun the task;
-    while it starts, or replays batches, it has not. ``place`` is the position in the index batch of the sample that the
-    worker was working on (`Port.at_sample`), or None. ``generation`` is the number of earlier processes. ``stalled`` is
-    True if the worker was killed for ``stall_seconds``. ``first_task`` is the number of the epoch's first task, as in
-    ``RESUME``.
+    ``exitcode`` is as in multiprocessing: negative for a signal, None if unknown. ``signal`` is the C library's
+    description of the signal. ``index`` is the index batch that the worker was working on; if it was not working on
+    any, its first outstanding index batch, or None. ``task`` is the ordinal of that index batch in this epoch.
+    ``answers`` is the number of results, including errors, that the processes of this worker have published in this
+    epoch. ``has_begun`` is True if the worker had started the task, which it has not while it starts or replays
+    batches. ``place`` is the position in the index batch of the sample that the worker was working on
+    (`Port.at_sample`), or None. ``generation`` is the number of processes that the worker had before. ``stalled`` is
+    True if the worker was killed because it exceeded ``stall_timeout``. ``first_task`` is the number of the epoch's
+    first task, as in ``RESUME``.
     """
 
     worker_id: Final[int]
@@ -490,11 +508,11 @@ class Death:
 
 @final
 class Position:
-    """The delivered tasks of an epoch.
+    """The delivered tasks of an epoch, which are identified by their ordinals.
 
-    ``low`` is the number of the first task that is not delivered, from 0. Tasks that an exhausted worker left out are
-    passed over. ``ahead`` lists the delivered tasks after ``low``, in order. ``per_worker`` has the number of answers
-    of each worker. ``last_worker`` is the worker of the last answer; None before the first answer.
+    ``low`` is the first task that is not delivered, not counting tasks that an exhausted worker left out. ``ahead``
+    lists the delivered tasks after ``low``, in ascending order. ``per_worker`` has the number of answers of each
+    worker. ``last_worker`` is the worker that gave the last answer; None before the first answer.
     """
 
     low: Final[int]
@@ -504,9 +522,10 @@ class Position:
 
 @final
 class Snapshot:
-    """A worker's state after ``answers`` of its answers, or with ``is_error`` the error that prevented the snapshot.
+    """A worker's state after ``answers`` of its answers or, if ``is_error`` is True, the error that prevented the
+    snapshot.
 
-    ``payload`` is the pickle of the state or the error.
+    ``payload`` is the pickle of the state or of the error.
     """
 
     answers: Final[int]
@@ -517,9 +536,9 @@ class Snapshot:
 class Progress:
     """The progress of an epoch.
 
-    ``sent`` is the number of tasks that were sent, ``outstanding`` the number of those without a result. ``loads`` has
-    the number of undelivered tasks of each worker. ``undelivered`` has the number and the worker of each undelivered
-    task, in order; the worker is None if it is not known.
+    ``sent`` is the number of tasks that were sent; ``outstanding`` is the number of these tasks that have no result
+    yet. ``loads`` has the number of undelivered tasks of each worker. ``undelivered`` lists the ordinal and the worker
+    of each undelivered task, in order; the worker is None if it is unknown.
     """
 
     sent: Final[int]
@@ -529,7 +548,8 @@ class Progress:
 
 @final
 class Meter:
-    """The counters of one iterator, which exist even after it has ended, or the sums of several ended iterators."""
+    """The counters of one iterator, which remain available after its end, or the sums of those of several ended
+    iterators."""
 
     def __new__(cls) -> Meter: ...
     @property
@@ -537,7 +557,7 @@ class Meter:
         """True if the iterator has ended, so that the counters are final."""
 
     def absorb(self, meters: list[Meter]) -> None:
-        """Removes ended iterators' meters from a list and adds their figures."""
+        """Removes the meters of ended iterators from a list, and adds their counters to this meter."""
 
 @final
 class Link:
@@ -549,7 +569,7 @@ class Link:
 
     @property
     def reason(self) -> str | None:
-        """The reason why the connection has ended; None before its end, or if the worker has left in order."""
+        """The reason why the connection ended; None if it has not ended, or if the worker exited normally."""
 
     @property
     def received(self) -> int:
@@ -567,128 +587,136 @@ class Port:
         worker: int,
         load_index: Callable[[bytes], Any],
     ) -> Port:
-        """``load_index`` unpickles an index batch."""
+        """Opens the port. The first arguments come from ``Engine.shipment``. ``load_index`` unpickles an index
+        batch."""
 
     @staticmethod
     def inherit(engine: Engine, worker: int, load_index: Callable[[bytes], Any]) -> Port:
-        """Opens the port in a forked child, over the inherited engine."""
+        """Opens the port in a forked child, from the engine that the child has inherited."""
 
     @staticmethod
     def remote(fd: int, ring_slots: int, region_len: int, load_index: Callable[[bytes], Any]) -> Port:
-        """Opens the port over a connected socket ``fd``, which the port then owns. This process ends when the
-        connection ends."""
+        """Opens the port over a connected socket ``fd``, of which the port takes ownership. When the connection ends,
+        this process ends."""
 
     @property
     def is_remote(self) -> bool:
         """True if the main process is on another machine."""
 
     def ready(self) -> None:
-        """Tells a main process on another machine that the worker enters its loop."""
+        """Tells a main process on another machine that the worker is entering its loop."""
 
     def finish(self, seconds: float) -> bool:
-        """Sends the published results to a main process on another machine, and closes the connection, without the GIL.
-        Returns True if all were sent within ``seconds``. To be called after ``leave``."""
+        """Sends the remaining published results to a main process on another machine, and closes the connection. Runs
+        without the GIL. Returns True if all results were sent within ``seconds``. Must be called after ``leave``."""
 
     def watch(self, parent: tuple[int, int]) -> None:
-        """Makes this process end after the main process (pid, start time) has ended."""
+        """Makes this process end once the main process, given by its pid and start time, has ended."""
 
     def survive_group_signal(self, main: int, alone: float) -> bool:
-        """Keeps this process alive after a SIGTERM to the process group, while the main process reacts. The process
-        ends if no other worker gets a SIGTERM within ``alone`` seconds. Returns False if the system refuses."""
+        """Makes this process survive a SIGTERM to the whole process group, so that the main process can react. ``main``
+        is the pid of the main process. If no other worker receives a SIGTERM within ``alone`` seconds, the signal was
+        sent to this process only, and the process ends. Returns False if the system refuses the signal handler."""
 
     def offer_stack(self) -> None:
-        """Lets the main process request a dump of this process's stacks by a signal, through faulthandler."""
+        """Lets the main process request a dump of this process's stacks, which faulthandler writes, with a signal."""
 
     def receive(self) -> tuple[int, int, Any]:
-        """Waits without the GIL for ``RESUME``, ``LEAVE``, ``UNREADABLE``, or a task to fetch (any other number).
-        Returns this code, the task's number, and the index batch or the exception that unpickling it raised. For
-        ``RESUME`` these are the number of the epoch's first task, and the message of ``Engine.begin``. ``EARLY`` and
-        ``REWIND`` have the same values as ``RESUME``. ``EARLY`` precedes the tasks of an epoch that begins before the
-        current one has ended, and is not answered. ``REWIND`` begins an epoch in place of one that has begun early."""
+        """Waits, without the GIL, for the next message. Returns its code, a task's number, and a value.
+
+        Any code other than those below means a task to fetch; the value is its index batch. With ``UNREADABLE``, the
+        value is the exception that unpickling the index batch raised. With ``RESUME``, the next epoch starts: the
+        number is that of the epoch's first task, and the value is the message of ``Engine.begin``. ``EARLY`` and
+        ``REWIND`` have the same number and value as ``RESUME``. ``EARLY`` precedes the tasks of an epoch that starts
+        before the current one has ended, and must not be answered. ``REWIND`` starts an epoch in place of one that was
+        started early. With ``LEAVE``, the worker must exit."""
 
     def at_sample(self, place: int) -> None:
-        """Shows the position in the index batch of the sample that is fetched next, for the report of a death."""
+        """Shows the position in the index batch of the sample that is fetched next, in case the worker dies at it."""
 
     def send(self, task: int, batch: list[Any], leaves_are_ours: bool) -> bool:
-        """Sends a plain batch, the only item of a list. Returns False, and sends nothing, if the batch must be pickled.
-        This is always so unless ``leaves_are_ours``, that is, if tensors or arrays have a custom reducer. MemoryError:
-        no room.
+        """Sends a plain batch, which is the only item of a list. If the batch must be pickled instead, sends nothing
+        and returns False. Every batch must be pickled if tensors or arrays have a custom reducer; ``leaves_are_ours``
+        is then False. MemoryError: there is no room.
 
-        Arrays in the region are not copied if only the batch refers to them. They must then be freed with the batch, so
-        this method empties the list."""
+        An array in the region is not copied if nothing except the batch refers to it. It must then be freed together
+        with the batch, so this method empties the list."""
 
     def send_pickle(self, task: int, pickle: bytes, objects: list[Any], tied: bool) -> bool:
-        """Sends a batch's pickle and its out-of-band tensors and arrays. Returns False, and sends nothing, if these are
-        not plain. ``tied``: the pickle can be read only while this process is alive. MemoryError: no room."""
+        """Sends a batch's pickle and its out-of-band tensors and arrays. If these are not plain, sends nothing and
+        returns False. ``tied`` means that the pickle can be read only while this process is alive. MemoryError: there
+        is no room."""
 
     def use_numpy_arena(self) -> bool:
-        """Makes NumPy allocate large arrays in this worker's region, in this thread. Returns False, and changes
-        nothing, if NumPy is missing or older than 1.22, the program has set its own handler, or forks cannot be
+        """Makes NumPy allocate this thread's large arrays in this worker's region. Changes nothing and returns False if
+        NumPy is missing or older than 1.22, if the program has set its own memory handler, or if forks cannot be
         watched."""
 
     def array_tensor(self, array: np.ndarray) -> ArrayTensor | None:
         """Returns a stand-in for ``torch.as_tensor(array)`` if the array is in the region and could be sent from there,
-        and torch would make a tensor over its memory without a warning; otherwise None."""
+        and if torch would make a tensor that shares its memory, without a warning. Otherwise returns None."""
 
     def enter_thread(self) -> None:
-        """Makes NumPy allocate large arrays in this worker's region also in the calling thread, after `use_numpy_arena`
-        has succeeded in another one."""
+        """Makes NumPy allocate the calling thread's large arrays in this worker's region, too. `use_numpy_arena` must
+        have succeeded in another thread before."""
 
     def take_refusal(self) -> MemoryError | None:
-        """Returns, once, the error of an array of the current task that found no memory in the region or elsewhere.
-        Returns None if there is no such array."""
+        """If an array of the current task could be allocated neither in the region nor elsewhere, returns the error,
+        but only once. Otherwise returns None."""
 
     def send_error(self, task: int, pickle: bytes) -> None:
-        """Sends an error as a pickle. MemoryError: no room."""
+        """Sends an error, given as a pickle. MemoryError: there is no room."""
 
     def send_snapshot(self, count: int, payload: bytes, is_error: bool) -> bool:
         """Sends a snapshot of this worker's state after ``count`` of its answers in this epoch, or the error that
-        prevents it. Called before a result, at most once for each result, and once more at the start of an epoch (with
-        the count 0), at its end, and for an error. Returns False if the snapshot is left out because memory is
-        short."""
+        prevented the snapshot. May be called at most once before each result, and once more at the start of an epoch
+        (with a count of 0), at its end, and for an error. Returns False if the snapshot was dropped because of a lack
+        of memory."""
 
     def exhausted(self, task: int) -> None:
-        """Reports that the iterable dataset is exhausted."""
+        """Reports, as the result of a task, that the iterable dataset is exhausted."""
 
     def resumed(self) -> None:
-        """Acknowledges a new epoch."""
+        """Acknowledges the message that starts a new epoch (``RESUME``)."""
 
     def progress(self, *, ends: bool = False) -> None:
-        """Records that a batch of a replay begins, or that the replay ends, so that ``stall_seconds`` counts from now.
-        In a replay the worker has not begun its task (``Death.has_begun``)."""
+        """Records that a batch of a replay starts or, with ``ends``, that the replay ends. The time that counts towards
+        ``stall_timeout`` restarts now. During a replay, the worker has not started its task (``Death.has_begun``)."""
 
     def leave(self) -> None:
-        """Reports that the worker exits, and ignores Ctrl-C from then on."""
+        """Reports that the worker is exiting. From then on, the worker ignores Ctrl-C."""
 
     def stoppable(self, index: Any, *, shows_places: bool = False, traces: bool = False) -> StoppableIndices:
-        """Wraps an index batch so that its iteration ends with WorkerStopped when the loader shuts down. With
-        ``shows_places`` the iteration also calls `at_sample` for each index. With ``traces`` the time until the next
-        index is recorded as the time of a sample.
+        """Wraps an index batch so that iterating over it raises WorkerStopped when the loader shuts down. With
+        ``shows_places``, the iteration also calls `at_sample` for each index. With ``traces``, the time until the next
+        index is requested is recorded as the time of a sample.
         """
 
     def timed(self, collate_fn: Any) -> TimedCollate:
-        """Wraps ``collate_fn`` to measure its time."""
+        """Wraps ``collate_fn`` so that its time is measured."""
 
     def storage(self, nbytes: int) -> torch.UntypedStorage | None:
-        """Returns a storage in the arena; None if ordinary memory is the better choice."""
+        """Returns a new storage in the arena; None if ordinary memory is the better choice."""
 
     def stack(self, batch: Any) -> torch.Tensor | None:
-        """Collates plain tensors of one dtype and shape, as default_collate would; None leaves the batch to torch."""
+        """Collates plain tensors of one dtype and shape as default_collate would. Returns None to leave the batch to
+        torch."""
 
     def numbers(self, batch: Any) -> torch.Tensor | None:
-        """Collates floats (float64) or ints (int64), as default_collate would; None leaves the batch to torch."""
+        """Collates floats (to float64) or ints (to int64) as default_collate would. Returns None to leave the batch to
+        torch."""
 
     def gather(self, tensors: Any, index: Any) -> list[torch.Tensor] | None:
         """Does the same as the function ``gather``, but puts the result into the arena."""
 
     def gather_cached(self, table: CacheTable, index: Any) -> Any:
-        """Collates cached samples into the arena, as default_collate would. Returns None to leave the batch to torch,
-        if a sample is missing, or if the samples do not all have the same form that can be gathered."""
+        """Collates cached samples into the arena, as default_collate would. Returns None, which leaves the batch to
+        torch, if a sample is missing, or if the samples do not all have the same form, or one that can be gathered."""
 
 @final
 class IndexStream:
-    """An iterator over an epoch's index batches, which are cut from int64 arrays. It can be continued after an error
-    that a signal handler raises."""
+    """An iterator over an epoch's index batches, which it cuts from int64 arrays. If a signal handler raises an error
+    during a call, the iteration can be continued."""
 
     def __new__(
         cls,
@@ -698,18 +726,20 @@ class IndexStream:
         size_of: Callable[[Any], int],
         is_interrupt: Callable[[BaseException], bool],
     ) -> IndexStream:
-        """``batches`` has the size of each batch; with None the stream yields single indices.
+        """Creates a stream that replaces ``torchs``, torch's iterator over the sampler.
 
-        ``begin`` is called at the first ``next``. It returns a function that returns the next array, or None at the
-        end, and the size of all batches if an incomplete last one is dropped. If it returns None, the stream continues
-        with ``torchs``. ``size_of`` returns the size for an unusual ``batch_size``, or raises.
+        ``batches`` is the sampler whose ``batch_size`` is the size of each batch; if it is None, the stream yields
+        single indices. ``begin`` is called in the first ``next``. It returns a pair: a function that returns the next
+        array, or None at the end; and the batch size if an incomplete last batch is dropped, otherwise None. If
+        ``begin`` returns None instead of a pair, the stream yields what ``torchs`` yields. ``size_of`` converts a
+        ``batch_size`` that is not a small int, or raises an error.
         """
 
     def __iter__(self) -> Self: ...
     def __next__(self) -> Any: ...
     def skip(self, count: int) -> None:
-        """Makes the first ``next`` skip ``count`` index batches. This makes their arrays, but no Python object per
-        index. If there are fewer batches, the stream ends. ValueError: ``next`` was called before."""
+        """Makes the first ``next`` skip ``count`` index batches. This creates their arrays, but no Python object per
+        index. If there are fewer index batches, the stream ends. ValueError: ``next`` has already been called."""
 
 @final
 class StoppableIndices:
@@ -718,7 +748,8 @@ class StoppableIndices:
 
 @final
 class ArrayTensor:
-    """An array in a batch that arrives as a tensor, without a copy if only the batch refers to the array."""
+    """An array in a batch that the main process receives as a tensor. The array is not copied if nothing except the
+    batch refers to it."""
 
     def tensor(self) -> torch.Tensor:
         """Returns ``torch.as_tensor`` of the array."""
@@ -730,9 +761,9 @@ class TimedCollate:
 
 @final
 class DeferredSignals:
-    """A context manager, to be entered once, that defers signals: this thread blocks them, and the process's handlers
-    only record them. On exit, the deferred signals are raised in this thread. In other threads of the process, only
-    SIGINT and SIGTERM are deferred, and only if they have a handler."""
+    """A context manager that defers signals and can be entered only once. This thread blocks the signals, and the
+    process's handlers only record them. On exit, the deferred signals are raised in this thread. In other threads of
+    the process, only SIGINT and SIGTERM are deferred, and only if they have a handler."""
 
     def __new__(cls, signals: Sequence[int]) -> DeferredSignals: ...
     def __enter__(self) -> list[int]:
@@ -742,7 +773,7 @@ class DeferredSignals:
 
 @final
 class LeaseBuffer:
-    """Memory of a batch as a writable buffer, released with its last user."""
+    """Memory of a batch as a writable buffer. It is released when nothing uses it any more."""
 
     def __len__(self) -> int: ...
     def storage(self) -> torch.UntypedStorage:
@@ -764,73 +795,75 @@ def engine_batches() -> int:
     """
 
 def call_into(into: list[Any], function: Callable[..., Any], /, *args: Any) -> None:
-    """Calls ``function`` with ``args`` and appends what it returns to ``into``. No signal handler can lose the value.
+    """Calls ``function`` with ``args``, and appends the result to ``into``. No signal handler can lose the result.
 
-    A handler may raise wherever Python runs it, and an item of an iterator or a draw of a generator comes only once.
-    Python runs handlers after a call, at the start of a function, and where a loop goes back; after no other bytecode.
-    Hence two rules:
+    A signal handler may raise wherever Python runs it, but an iterator yields each item, and a generator each random
+    number, only once. Python runs handlers after a call, at the start of a function, and where a loop jumps back, but
+    after no other bytecode. Hence two rules:
 
-    * A single call, of this function, takes a value and keeps it. In ``kept.append(next(items))`` a handler may raise
-      between the two calls, and the item is lost. With this function the value is in ``into`` before a handler runs.
-      ``into`` belongs to an object that outlives the error, so that the next attempt finds the value there.
-    * The code that passes the value on contains no call, as in ``self._kept, self._count = [], count; return value``. A
-      handler finds all of it done, or nothing. The comment "Atomic for signal handlers" marks such code, from the
-      comment to the end of its block, and a test checks that it has no call and no loop.
+    * A single call, of this function, must obtain a value and store it. In ``kept.append(next(items))``, a handler may
+      raise between the two calls, and the item is lost. With this function, the value is in ``into`` before a handler
+      can run. ``into`` must belong to an object that outlives the error, so that the next attempt finds the value.
+    * The code that passes the value on must not contain a call: ``self._kept, self._count = [], count; return value``.
+      A handler then finds either all of it done or nothing. The comment "Atomic for signal handlers" marks such code,
+      from the comment to the end of its block, and a test checks that the code has no call and no loop.
 
-    An error of ``function``, including StopIteration, passes through. ``into`` then does not change.
+    An error that ``function`` raises, including StopIteration, propagates, and ``into`` does not change.
     """
 
 def observed() -> bool:
-    """Returns True if a profiler or another callback of torch would see ``record_function``, or if reports are
-    active."""
+    """Returns True if ``next`` is observed: a profiler or another callback of torch would see ``record_function``, or
+    reports are active."""
 
 def set_reporting(reporting: bool) -> None:
-    """Makes ``observed`` return True while reports are active."""
+    """Sets whether reports are active, which makes ``observed`` return True."""
 
 def figures(meters: list[Meter]) -> Totals:
-    """Returns the combined figures of several iterators. The latest iterator is last in the list."""
+    """Returns the combined counters of several iterators. The meter of the latest iterator must be last in the list."""
 
 def inspect_arena(fd: int) -> Observed | None:
-    """Reads an iterator of another process from its arena's descriptor; None while no iterator uses the arena.
-    RuntimeError: the file is not an arena, or an arena of another version."""
+    """Reads the state of another process's iterator from the descriptor of its arena. Returns None while no iterator
+    uses the arena. RuntimeError: the file is not an arena, or is an arena of another version."""
 
 def memory_limits() -> list[tuple[bool, int, int]]:
-    """Returns the memory limits, the machine's first. For each: whether it is a cgroup's, its size, and the free
-    bytes."""
+    """Returns the memory limits of the machine (first) and of the cgroups. Each item tells whether the limit is a
+    cgroup's, the limit in bytes, and the free memory in bytes."""
 
 def cpu_quota() -> float | None:
-    """Returns the CPU quota of this process's cgroups, in cores; None without a quota."""
+    """Returns the CPU quota of this process's cgroups, in cores; None if there is no quota."""
 
 def seed_words(base_seed: int, place: int, ordinal: int, worker: int, epoch: int) -> list[int]:
-    """Returns four words of 64 bits from Philox4x64-10 with the key (base_seed, 0) and the counter of the other
-    arguments.
+    """Returns four 64-bit words from the generator Philox4x64-10, whose key is (base_seed, 0), and whose counter
+    consists of the other arguments.
     """
 
 def is_plain_leaf(obj: Any) -> bool:
-    """Returns True if the codec can describe a tensor or an array. The object may still share memory in a way that the
-    codec cannot describe."""
+    """Returns True if the codec can describe a tensor or an array by itself. Even then, the object may share memory
+    with another one in a way that the codec cannot describe."""
 
 def gather(tensors: Any, index: Any) -> list[torch.Tensor] | None:
-    """Collates the samples ``index`` of a TensorDataset with these tensors, as default_collate would.
+    """Collates the samples with the indices ``index`` of a TensorDataset that has these tensors, as default_collate
+    would.
 
-    Returns None to leave the samples to torch, if the tensors are not a tuple of plain tensors with contiguous rows,
-    the index is not a list of ints in range, or a mode of torch is active.
+    Returns None, which leaves the samples to torch, if the tensors are not a tuple of plain tensors with contiguous
+    rows, if the index is not a list of ints in range, or if a mode of torch is active.
     """
 
 def heap_storage(nbytes: int) -> torch.UntypedStorage:
-    """Returns a storage of ordinary memory that cannot be resized."""
+    """Returns a new storage in ordinary memory, which cannot be resized."""
 
 def move_storage(function: Callable[..., Any], storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
     """Calls ``function(storage, *args, **kwargs)``, which may move the storage to other memory.
 
-    If the old memory belongs to this package, the storage keeps it alive for arrays and DLPack views of its tensors.
+    If the old memory belongs to this package, the storage keeps that memory alive for arrays and DLPack views that were
+    made of its tensors.
     """
 
 @final
 class ShareBuilder:
-    """The image of a shared object that is being written. It has rows or raw data.
+    """The image of a shared object while it is being written. It has either rows or raw data.
 
-    MemoryError: a memory cgroup, the machine or a limit leaves too little memory.
+    The methods raise MemoryError if a memory cgroup, the machine or a limit leaves too little memory.
     """
 
     def __new__(cls) -> Self: ...
@@ -838,23 +871,23 @@ class ShareBuilder:
         """Appends each item as a row. ``dumps`` pickles the items that are not plain trees."""
 
     def update(self, pairs: Any, dumps: Callable[[Any], bytes]) -> None:
-        """Appends the key and the value of each pair as two rows."""
+        """Appends the key and the value of each pair as two rows. ``dumps`` is used as in ``extend``."""
 
     def expect(self, nbytes: int) -> None:
-        """Checks that there is memory for ``nbytes`` more bytes."""
+        """Raises MemoryError if there is not enough memory for ``nbytes`` more bytes."""
 
     def raw(self, data: Any) -> None:
         """Appends the bytes of a contiguous buffer of uint8."""
 
     def finish(self, kind: int, meta: bytes) -> SharedStore:
-        """Seals the image. ``kind`` and ``meta`` describe the object for the reader."""
+        """Seals the image and returns it. ``kind`` and ``meta`` describe the object to its readers."""
 
 @final
 class CacheTable:
-    """The cached samples of a dataset by index, in memory or in a file. Forked children continue to use the table."""
+    """The cached samples of a dataset, by index, in memory or in a file. Forked children use the same table."""
 
     def __new__(cls, fd: int) -> Self:
-        """Takes the descriptor of a table in memory. ValueError: the descriptor is not a table's."""
+        """Opens a table in memory, and takes ownership of its descriptor. ValueError: the file is not a table."""
 
     @staticmethod
     def create(rows: int, limit: int) -> CacheTable:
@@ -866,25 +899,26 @@ class CacheTable:
 
     @staticmethod
     def head(fd: int) -> tuple[int, int, int, bytes] | None:
-        """Returns the version, rows, limit and meta of a file; None if the file is not a table."""
+        """Returns the version, rows, limit and meta of a table in a file; None if the file is not a table."""
 
     @staticmethod
     def open_file(fd: int, in_memory: bool, whole: int) -> CacheTable:
-        """Maps a file that is as long as its limit; ``whole`` is the length that it had before. The caller holds the
-        file's lock and keeps the descriptor."""
+        """Opens the table in a file whose length must be the table's limit. ``whole`` is the length that the file had
+        before the caller extended it; samples beyond this length are forgotten. The caller must hold the file's lock,
+        and keeps ownership of the descriptor."""
 
     @staticmethod
     def overhead(rows: int) -> int:
-        """Returns the number of bytes that a table occupies without samples."""
+        """Returns the size in bytes of a table with this number of rows and no samples."""
 
     def some_rows(self, most: int) -> list[int]:
-        """Returns up to ``most`` rows that have a sample."""
+        """Returns up to ``most`` rows that have a sample, from all parts of the table."""
 
     def grow(self, limit: int) -> None:
-        """Raises the limit to the present length of the file. Afterwards the table must be opened again."""
+        """Raises the limit to ``limit``, which must be the file's length. The table must then be opened again."""
 
     def reopen(self) -> None:
-        """Makes the table accept samples again after it has run out of room."""
+        """Makes the table accept samples again if it stopped because there was no room."""
 
     @property
     def rows(self) -> int: ...
@@ -895,52 +929,55 @@ class CacheTable:
         """The reason why the table accepts no further samples, "full" or "no room"; None if it accepts them."""
 
     def fileno(self) -> int:
-        """Returns the descriptor. OSError: other code has closed it."""
+        """Returns the table's descriptor. OSError: other code has closed it."""
 
     def get(self, index: Any, missing: Any) -> Any:
-        """Returns a new object equal to the sample of an index that is an exact int, or ``missing``. Counts a hit or a
-        miss for each row.
+        """Returns a new object that is equal to the sample of an index, or ``missing`` if the table does not have the
+        sample. Counts a hit or a miss if the index is an exact int and the table has a row for it; any other index is
+        missing.
         """
 
     def takes(self, row: int) -> bool:
-        """Returns True if ``put`` may keep the sample of a row."""
+        """Returns True if ``put`` may succeed for a row: the row has no sample, no mark of ``never``, and there may be
+        room."""
 
     def put(self, row: int, sample: Any, dumps: Callable[[Any], bytes]) -> str | None:
-        """Keeps a sample. If this call is the first to find that the table accepts no further samples, returns the
-        reason.
+        """Keeps a sample. If this call is the first to find that the table accepts no more samples, returns the reason.
 
         Raises:
-            OSError: The sample could not be written. The table accepts no further samples.
+            OSError: The sample could not be written. The table accepts no more samples.
             Exception: The sample could not be pickled.
         """
 
     def never(self, row: int) -> None:
-        """Marks a row whose sample cannot be kept."""
+        """Marks a row as one whose sample cannot be kept."""
 
     def take_probe(self) -> bool:
-        """Returns True if a sample is to be made twice, which is so for a few samples among all processes."""
+        """Returns True if the caller must make its sample twice, to compare the two. Returns True only for the first
+        few calls in all processes together."""
 
     def is_news(self, bit: int) -> bool:
-        """Returns True if this is the first call with that bit among all processes."""
+        """Returns True if this is the first call with this bit in all processes together."""
 
     def usage(self) -> dict[str, int]:
-        """Returns the keyword arguments of ``CacheUsage``."""
+        """Returns the counters of the table, as keyword arguments of ``CacheUsage``."""
 
     @staticmethod
     def usage_of_header(header: bytes) -> dict[str, int] | None:
-        """Returns the same from the first ``CACHE_HEADER`` bytes of a file; None if it is not a table of this
-        version."""
+        """Returns the same as ``usage``, but from the first ``CACHE_HEADER`` bytes of a file. Returns None if the file
+        is not a table of this version."""
 
 @final
 class SharedStore:
-    """A mapped image. Its buffer is the whole image."""
+    """The mapped image of a shared object. The buffer protocol gives access to the complete image."""
 
     def __new__(cls, fd: int) -> Self:
-        """Takes ownership of a descriptor. ValueError: it is not an image, or the image is damaged."""
+        """Maps the image in a descriptor, and takes ownership of the descriptor. ValueError: it is not an image, or the
+        image is damaged."""
 
     @staticmethod
     def sealed(fd: int) -> SharedStore:
-        """Seals a memfd with an image, and takes ownership of it. After an error the caller still owns it."""
+        """Seals a memfd that contains an image, and takes ownership of it. If this raises, the caller still owns it."""
 
     @property
     def kind(self) -> int: ...
@@ -951,27 +988,27 @@ class SharedStore:
     @property
     def nbytes(self) -> int: ...
     def fileno(self) -> int:
-        """Returns the descriptor. OSError: other code has closed it."""
+        """Returns the image's descriptor. OSError: other code has closed it."""
 
     def data(self) -> Any:
-        """Returns the raw data in its own private mapping: a ``SharedData``."""
+        """Returns the raw data as a ``SharedData`` object, which has a private mapping of the data."""
 
 @final
 class SharedData:
-    """The raw data of an image as a read-only buffer, and as a storage of torch."""
+    """The raw data of an image, as a read-only buffer and as one of torch's storages."""
 
     @property
     def store(self) -> SharedStore: ...
     @property
     def address(self) -> int: ...
     def storage(self) -> torch.UntypedStorage:
-        """Returns a storage over the data. Only this process sees changes to it."""
+        """Returns a storage over the data. Writes to the storage are visible only in this process."""
 
     def __len__(self) -> int: ...
 
 @disjoint_base
 class SharedItems:
-    """The base class of shared lists and tuples, with the methods that read. Each access builds a new item."""
+    """The base class of shared lists and tuples, with the methods that read items. Each access creates a new object."""
 
     def __new__(cls, store: SharedStore, is_tuple: bool) -> Self: ...
     @property
@@ -984,12 +1021,12 @@ class SharedItems:
     def index(self, value: Any, start: int = 0, stop: int = ..., /) -> int: ...
     def count(self, value: Any, /) -> int: ...
     def equals(self, other: Any) -> bool:
-        """Returns True if another sequence of the same length has equal items."""
+        """Returns True if the items are equal to those of ``other``, which must have the same length."""
 
 @disjoint_base
 class SharedPairs:
-    """The base class of shared dicts, with the methods that read. Keys are found by a hash that is the same in all
-    processes."""
+    """The base class of shared dicts, with the methods that read items. Keys are looked up by a hash that is the same
+    in all processes."""
 
     def __new__(cls, store: SharedStore) -> Self: ...
     @property
@@ -1001,11 +1038,11 @@ class SharedPairs:
     def __contains__(self, key: Any, /) -> bool: ...
     def get(self, key: Any, default: Any = None, /) -> Any: ...
     def iterate_values(self, is_reversed: bool) -> Iterator[Any]:
-        """Returns an iterator over the values, in the order of the keys or in reverse."""
+        """Returns an iterator over the values, in the order of the keys or, if ``is_reversed``, in reverse order."""
 
 @final
 class SharedIterator:
-    """An iterator over items, keys or values."""
+    """An iterator over the items, keys or values of a shared object."""
 
     def __iter__(self) -> Self: ...
     def __next__(self) -> Any: ...
@@ -1013,47 +1050,48 @@ class SharedIterator:
 
 @final
 class WarmPages:
-    """A loader's claim on shared memory that is kept for its next epoch. The memory is freed with the claim."""
+    """A loader's claim to shared memory that is kept for its next epoch. The memory is freed with the claim."""
 
     def __new__(cls) -> WarmPages: ...
     def announce(self, workers: int) -> None:
-        """Lets this loader, which has this number of workers, inherit the memory of a loader that is freed before this
-        one begins."""
+        """Announces a loader with this number of workers. If another loader is freed before this one starts its first
+        epoch, this one may inherit its memory."""
 
 @final
 class TraceSink:
-    """The writer of a trace's events to files.
+    """Writes the events of a trace to files.
 
-    A record has 40 bytes, five little-endian words: ``source`` (32 bits), ``who`` (24) and kind (8); start and length
-    in monotonic nanoseconds; two numbers. `TRACE_KINDS` has the names of the kinds. ``who`` is a worker, `TRACE_MAIN`
-    or `TRACE_PINNER`."""
+    A record has 40 bytes, in five little-endian words. The first contains ``source`` (32 bits), ``who`` (24 bits) and
+    the kind (8 bits); the next two are the start and the length in nanoseconds of the monotonic clock; the last two are
+    numbers. `TRACE_KINDS` has the names of the kinds. ``who`` is a worker's ID, `TRACE_MAIN` or `TRACE_PINNER`."""
 
     def __new__(cls, files: list[int], seconds: float) -> TraceSink:
-        """Takes descriptors of empty files. Two files alternate every ``seconds`` seconds."""
+        """Takes the descriptors of empty files. If there are two files, the sink switches between them every
+        ``seconds`` seconds."""
 
     def put(self, source: int, kind: int, who: int, begin: int, length: int, number: int, extra: int = 0) -> None:
         """Adds an event. ValueError: there is no such kind."""
 
     def end(self) -> tuple[int, list[tuple[int, int]]]:
-        """Writes the remaining events. Returns the number of lost events, and the number and size in bytes of each
-        file, the latest last. Later events are dropped."""
+        """Writes the remaining events. Returns the number of lost events, and a pair for each file: its index and its
+        size in bytes; the file with the latest events is last. Events that are added later are dropped."""
 
 def begin_forks() -> None:
-    """Marks the forks of this thread, until ``end_forks``, as the workers of one iterator. Meanwhile the thread that
-    returns idle pages does not run."""
+    """Marks all forks of this thread, until ``end_forks``, as the workers of one iterator. In the meantime, the thread
+    that returns idle pages does not run."""
 
 def end_forks() -> None:
-    """Ends the group of forks that ``begin_forks`` has begun."""
+    """Ends the group of forks that ``begin_forks`` started."""
 
 def tend_pages() -> None:
-    """Restarts the thread that returns idle pages, if a fork has ended it."""
+    """Restarts the thread that returns idle pages if a fork has ended it."""
 
 def descends(pid: int) -> bool:
-    """Returns True if a process is a child or (under the fork server) a grandchild of this one; False for an invalid
-    pid."""
+    """Returns True if a process is a child of this process or, with the fork server, a grandchild. Returns False for an
+    invalid pid."""
 
 def _trim_pool() -> int:
-    """Releases the pooled arenas. Returns their number."""
+    """Releases all arenas in the pool. Returns how many there were."""
 
 def _roundtrip(
     obj: Any,
@@ -1064,13 +1102,14 @@ def _roundtrip(
     raw: bool = False,
     adopt: int | None = None,
 ) -> tuple[bool, Any]:
-    """Encodes and decodes an object over ordinary memory, for tests. Returns whether it is plain, and the new object or
-    None.
+    """Encodes and decodes an object in ordinary memory, for tests. Returns whether the object is plain, and the decoded
+    object or None.
 
-    ``exchange=False`` avoids torch's C functions. ``damage`` overwrites the payload at each (position, byte); a
-    position beyond the end removes the last byte. ``indices`` uses the codec of index batches. ``raw``: ``obj`` is a
-    payload with one leaf of 1 MiB. ``adopt``: large leaves are at this offset in memory that is sent without a copy.
+    With ``exchange=False``, torch's C functions are not used. For each (position, byte) in ``damage``, this byte of the
+    payload is overwritten; a position beyond the end removes the last byte instead. With ``indices``, the codec for
+    index batches is used. With ``raw``, ``obj`` is a payload that has one leaf of 1 MiB. With ``adopt``, large leaves
+    are at this offset in memory that is sent without a copy.
     """
 
 def _collate(batch: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Runs the collate fast paths over ordinary memory, for tests."""
+    """Runs the fast paths for collating (`Port.stack` and `Port.numbers`) in ordinary memory, for tests."""

@@ -41,49 +41,50 @@ def __getattr__(name: str) -> Any:
 
 
 class DataLoader(torch_data.DataLoader[_T_co]):
-    """A loader of batches with worker processes, in place of ``torch.utils.data.DataLoader``.
+    """A replacement for ``torch.utils.data.DataLoader`` whose worker processes are run by a Rust engine.
 
-    Arguments, attributes, batches, their order, seeds, warnings and errors are those of the installed torch, and its
-    documentation applies. With ``num_workers=0``, and on systems other than Linux, torch's own loop runs. With workers:
+    Arguments, attributes, batches and their order, seeds, warnings and errors are those of the installed version of
+    torch, whose documentation applies. With ``num_workers=0``, and on systems other than Linux, torch's own loop runs.
+    With workers:
 
-    * Batches arrive in a shared-memory arena that is reused. A batch stays valid while the program keeps any part of it
-      (a tensor, a view, a ``.numpy()`` array), even after the loader and its workers have ended. A tensor of 16 KiB or
-      more keeps only its own memory alive.
-    * ``/dev/shm`` is not used, and no file descriptor is sent with a batch. ``tensor.is_shared()`` is False.
-    * A batch that cannot be sent raises an error in its place, and the death of a worker raises an error at once.
+    * Batches arrive in a shared-memory arena, whose memory is reused. A batch stays valid while the program keeps any
+      part of it (a tensor, a view, a ``.numpy()`` array), even after the loader and its workers have ended. A tensor of
+      16 KiB or more keeps only its own memory alive.
+    * ``/dev/shm`` is not used, and no file descriptor is sent with a batch. ``tensor.is_shared()`` returns False.
+    * If a batch cannot be sent, an error is raised in its place. If a worker dies, an error is raised at once.
     * ``rustloader.stats(loader)`` returns statistics.
 
-    If the engine cannot serve a dataset, such as a DataPipe, torch's own loop runs; the logger ``rustloader`` then
-    warns once per loader.
+    If the engine cannot serve a loader, for example because its dataset is a DataPipe, torch's own loop runs, and the
+    logger ``rustloader`` warns once per loader.
 
     Args:
-        dataset: Map-style or iterable dataset, as for torch.
-        batch_size: Samples per batch, None for no batching (default: 1).
-        shuffle: True draws a new order in each epoch (default: None, as False).
+        dataset: Map-style or iterable dataset, as in torch.
+        batch_size: Number of samples per batch; None turns batching off (default: 1).
+        shuffle: True draws a new random order for each epoch (default: None, which means False).
         sampler: Yields the indices of samples (default: None).
-        batch_sampler: Yields the indices of whole batches (default: None).
-        num_workers: Number of worker processes (default: 0, torch's own loop in this process). "auto" begins with the
-            number of cores that this process may use, and adapts the number to the figures of each epoch.
-        collate_fn: Makes a batch from a list of samples (default: None, torch's ``default_collate``, which here writes
-            plain tensors and numbers directly into the arena).
+        batch_sampler: Yields index batches (default: None).
+        num_workers: Number of worker processes (default: 0, torch's own loop in this process). "auto" starts with the
+            number of cores that this process may use, and adapts the number to the measurements of each epoch.
+        collate_fn: Makes a batch from a list of samples (default: None, torch's ``default_collate``, which in this case
+            writes plain tensors and numbers directly into the arena).
         pin_memory: True delivers batches in pinned memory (default: False). A thread of the engine copies plain batches
-            there.
-        drop_last: True leaves out a last batch that is not full (default: False).
-        timeout: Seconds to wait for a batch, 0 for no limit (default: 0).
-        worker_init_fn: Called with the worker's number in each worker, after seeding (default: None).
-        multiprocessing_context: Start method or context of the workers (default: None, Python's own).
+            to pinned memory.
+        drop_last: True omits the last batch if it is incomplete (default: False).
+        timeout: Seconds to wait for a batch; 0 for no limit (default: 0).
+        worker_init_fn: Called in each worker with the worker's ID, after seeding (default: None).
+        multiprocessing_context: Start method or context of the workers (default: None, Python's default).
         generator: Source of the seeds and of the random order (default: None, torch's global generator).
         prefetch_factor: Number of batches that each worker prepares ahead (default: None, which means 2 with workers).
         persistent_workers: True keeps the workers from epoch to epoch (default: False).
-        pin_memory_device: Device for which memory is pinned (default: "", the current accelerator). torch deprecates
-            this argument.
-        in_order: False delivers batches as they are ready (default: True).
+        pin_memory_device: Device for which memory is pinned (default: "", the current accelerator). torch has
+            deprecated this argument.
+        in_order: False delivers batches in the order in which they become ready (default: True).
 
     Raises:
-        ValueError: As in torch's class, for the same arguments, with the same text; or an option that torch does not
-            have cannot have that value.
-        TypeError: As in torch's class.
-        AssertionError: As in torch's class.
+        ValueError: In the same cases as in torch's class, with the same message. Also if one of rustloader's own
+            options has an invalid value, or needs workers that the loader does not have.
+        TypeError: In the same cases as in torch's class. Also if one of rustloader's own options has the wrong type.
+        AssertionError: In the same cases as in torch's class.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=2)
@@ -179,13 +180,13 @@ class DataLoader(torch_data.DataLoader[_T_co]):
         if reason is not None:
             fallback.fall_back(self, reason)
             return super()._get_iterator()
-        if not loader_state.has_auto(self):  # "auto" may choose more workers than cores for a reason
+        if not loader_state.has_auto(self):  # "auto" may deliberately choose more workers than there are cores
             in_torch(TORCH_GET_ITERATOR, "check_worker_number_rationality", self.check_worker_number_rationality)
         return _MultiProcessingDataLoaderIter(self)
 
 
 def _add_keywords(cls: Any) -> None:
-    """Adds the options that torch does not have to a loader class: as attributes, parameters and documentation."""
+    """Adds the options that torch does not have to a loader class: its attributes, its signature and its docstring."""
     torch_signature = inspect.signature(torch_data.DataLoader.__init__)
     added = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=options.type_of(name))
@@ -209,7 +210,8 @@ for _name in re.findall(r"\w+", " ".join(map(str, DataLoader.__annotations__.val
 
 
 def _why_other_iterator(get_iterator: Callable[..., Any]) -> str | None:
-    """Returns the reason why the engine's iterator cannot replace the one that torch's loader would make, or None."""
+    """Returns the reason why the engine's iterator cannot replace the one that torch's loader would make; None if it
+    can."""
     if not is_defined_in(get_iterator, torch_dataloader):
         return "DataLoader._get_iterator of torch was replaced"
     iterator = torch_dataloader._MultiProcessingDataLoaderIter

@@ -1,4 +1,4 @@
-"""Errors about workers, each of which is a RuntimeError with torch's text."""
+"""Errors about workers and failed samples. Each is a RuntimeError. If torch also raises it, it has torch's message."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ class WorkerDiedError(RuntimeError):
 
     Args:
         text: The message.
-        worker_id: The worker's number, from 0.
-        pid: The worker's process id.
+        worker_id: The worker's ID, from 0.
+        pid: The process ID of the worker.
         exitcode: The exit code, or the negative number of the signal that killed the worker; None if unknown.
-        index: The index batch that the worker was to fetch, as the sampler yielded it; None if it had none.
-        restarts: Number of earlier restarts of the worker.
+        index: The index batch that the worker was to fetch, as the sampler yielded it; None if the worker had none.
+        restarts: Number of times that the worker was restarted before.
 
     Examples:
         >>> error = rustloader.WorkerDiedError("it died", worker_id=1, pid=4711, exitcode=-9)
@@ -39,7 +39,7 @@ class WorkerDiedError(RuntimeError):
 
 
 class WorkerStalledError(WorkerDiedError):
-    """Raised like ``WorkerDiedError`` when a worker was killed because a batch took longer than ``stall_timeout``.
+    """Raised like ``WorkerDiedError``, when a worker was killed because a batch took longer than ``stall_timeout``.
 
     Examples:
         >>> isinstance(rustloader.WorkerStalledError("it was stuck"), rustloader.WorkerDiedError)
@@ -48,14 +48,14 @@ class WorkerStalledError(WorkerDiedError):
 
 
 class ErrorLimitExceeded(RuntimeError):
-    """Raised by ``next()`` when more samples of an epoch have failed than ``max_errors`` allows.
+    """Raised by ``next()`` when more samples have failed in an epoch than ``max_errors`` allows.
 
-    Each later ``next()`` raises it again. The workers have ended.
+    Each later ``next()`` raises it again, because the error ends the workers.
 
     Args:
-        text: The message. It names the first failed samples.
-        failures: The failed samples of the epoch as ``rustloader.Failure``, in the order in which their batches were
-            delivered; at most the first 1,000.
+        text: The message, which names the first failed samples.
+        failures: The failed samples of the epoch as ``rustloader.Failure`` objects, in the order in which their batches
+            were delivered; at most the first 1,000.
 
     Examples:
         >>> rustloader.ErrorLimitExceeded("3 samples have failed").failures
@@ -68,7 +68,7 @@ class ErrorLimitExceeded(RuntimeError):
 
 
 class LoaderTimeoutError(RuntimeError, TimeoutError):
-    """Raised by ``next()`` and ``iter()`` after ``timeout`` seconds without a batch. The next call keeps waiting.
+    """Raised by ``next()`` and ``iter()`` after ``timeout`` seconds without a batch. The next call continues to wait.
 
     Examples:
         >>> isinstance(rustloader.LoaderTimeoutError("too late"), TimeoutError)
@@ -77,5 +77,5 @@ class LoaderTimeoutError(RuntimeError, TimeoutError):
 
 
 for _error in (WorkerDiedError, WorkerStalledError, LoaderTimeoutError, ErrorLimitExceeded):
-    # Tracebacks and pickles name the module from which programs import.
+    # Tracebacks and pickles then name the module from which programs import the classes.
     _error.__module__ = "rustloader"

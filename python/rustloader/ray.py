@@ -1,6 +1,6 @@
 """Workers as actors of a Ray cluster: ``DataLoader(..., multiprocessing_context=rustloader.ray.RayContext())``.
 
-Importing this module does not import Ray; making a context does. ``pip install rustloader[ray]`` installs it.
+Importing this module does not import Ray; creating a context does. ``pip install rustloader[ray]`` installs Ray.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def _ray() -> Any:
 
 
 def _session(ray: Any) -> Any:
-    """Returns an identity that distinguishes the connection to a cluster from earlier ones; None without a connection.
-    Unlike most calls of Ray, this does not start a cluster."""
+    """Returns a value that distinguishes the current connection to a cluster from earlier ones; None if there is no
+    connection. Unlike most of Ray's functions, this one does not start a cluster."""
     if not ray.is_initialized():
         return None
     context = ray.get_runtime_context()
@@ -41,34 +41,34 @@ def _session(ray: Any) -> Any:
 
 @functools.cache
 def _actor_class() -> Any:
-    """Returns the class of all actors, which is made only once because Ray exports each class to the cluster.
+    """Returns the class of all actors. It is created only once, because Ray exports every new class to the cluster.
 
-    Ray does not restart its actors or retry their calls, which could repeat delivered batches: the engine replaces an
-    actor that has ended by a new one.
+    Ray must neither restart the actors nor retry their calls, because this could repeat batches that were already
+    delivered. Instead, the engine replaces an actor that has ended with a new one.
     """
     return _ray().remote(max_restarts=0, max_task_retries=0)(_Actor)
 
 
 class _Actor:
-    """A worker. The actor has no arguments and no state: the call of ``serve`` brings all that it needs."""
+    """A worker. The actor has no arguments and no state: the call of ``serve`` passes all that it needs."""
 
     def begin(self) -> None:
-        """Does nothing. Its result shows that the actor runs."""
+        """Does nothing. A result of this call shows that the actor is running."""
 
     def serve(self, references: list[Any], call: Call, seconds: float) -> None:
-        """Works until the main process ends the worker.
+        """Runs the worker until the main process ends it.
 
         Args:
-            references: The reference to the dataset's pickle, in a list: Ray would resolve a bare reference, and keep
-                the pickle until the end of this call.
-            call: The parameters with which the worker connects back.
+            references: A list that contains only the reference to the dataset's pickle. Ray would resolve a reference
+                that is passed without a list, and keep the pickle in memory until the end of this call.
+            call: The parameters that the worker needs to connect back.
             seconds: Seconds that the handshake may take.
         """
         remote.serve(lambda: _ray().get(references.pop()), call, seconds)
 
 
 class _StartedActor:
-    """An actor whose ``serve`` has been called."""
+    """The main process's handle to an actor on which ``serve`` has been called."""
 
     def __init__(
         self, ray: Any, actor: Any, begun: Any, result: Any, call: Call, requested: Mapping[str, float]
@@ -78,7 +78,7 @@ class _StartedActor:
         self._session = _session(ray)
 
     def failure(self) -> str | None:
-        """Returns the reason why ``serve`` or the actor has ended; None while both run."""
+        """Returns the reason why ``serve`` or the actor has ended; None as long as neither has."""
         try:
             if _session(self._ray) != self._session:
                 return "Ray was shut down"
@@ -87,14 +87,14 @@ class _StartedActor:
                 return None
             self._ray.get(self._result, timeout=0)
         except Exception as error:
-            # Ray raises the value of a local variable.
+            # Ray raises the value of a local variable: see `forget_frames`.
             forget_frames(error)
             return f"{type(error).__name__}: {error}"
         return "the actor has ended its call of serve()"
 
     def waits_for(self) -> str:
-        """Describes the resources that the actor requests and those of the cluster, or the address that it has not
-        reached."""
+        """Describes what the actor may be waiting for: the resources that it requests, compared with those of the
+        cluster, or the address that it has not reached yet."""
         with contextlib.suppress(Exception):
             if self._ray.wait([self._begun], timeout=0, fetch_local=False)[0]:
                 return (
@@ -115,28 +115,28 @@ class _StartedActor:
         return "Ray does not answer"
 
     def kill(self) -> None:
-        """Ends the actor."""
+        """Ends the actor. Does nothing if Ray was shut down."""
         with contextlib.suppress(Exception):
             if _session(self._ray) == self._session:
                 self._ray.kill(self._actor, no_restart=True)
 
 
 class RayContext(RemoteContext):
-    """A multiprocessing context whose workers are Ray actors, on any node of the cluster.
+    """A multiprocessing context whose workers are Ray actors, on any nodes of the cluster.
 
-    Worker i is an actor with the id and the seeds of worker i, so batches are bit-identical to those of local workers.
-    Each actor sends them over its own TCP connection to this process, not through Ray's object store. Ray starts the
-    actors and reports when they end; the loader is responsible for order, restarts (``max_restarts``) and exactly-once
-    delivery. cloudpickle pickles the dataset, which is put into the object store once.
+    Each actor has the worker ID and the seeds that a local worker would have, so its batches are bit-identical to those
+    of a local worker. It sends them over its own TCP connection to this process, not through Ray's object store. Ray
+    starts the actors and reports when they end; the loader is responsible for order, restarts (``max_restarts``) and
+    exactly-once delivery. The dataset is pickled with cloudpickle and put into the object store once.
 
     Args:
-        num_cpus: CPUs that Ray reserves for each worker.
-        num_gpus: GPUs that Ray reserves for each worker.
-        resources: Other resources for each worker by name, as ``ray.remote`` takes them.
-        placement_group: A placement group for all workers.
-        scheduling_strategy: Ray's strategy to place workers outside a placement group (default: "SPREAD", which
-            distributes them over the nodes).
-        runtime_env: The runtime environment of the workers, as ``ray.remote`` takes it.
+        num_cpus: Number of CPUs that Ray reserves for each worker.
+        num_gpus: Number of GPUs that Ray reserves for each worker.
+        resources: Amounts of other resources for each worker, by name, in the form that ``ray.remote`` accepts.
+        placement_group: A placement group for all workers; None for no placement group.
+        scheduling_strategy: Ray's scheduling strategy for the workers, used only if there is no placement group
+            (default: "SPREAD", which distributes them over the nodes).
+        runtime_env: The runtime environment of the workers, in the form that ``ray.remote`` accepts.
 
     Raises:
         ImportError: Ray is not installed.
@@ -176,7 +176,7 @@ class RayContext(RemoteContext):
         return f"RayContext({given})"
 
     def address(self) -> str:
-        """Returns this node's address in the cluster."""
+        """Returns this node's address in the cluster. Raises RuntimeError if Ray was shut down."""
         ray = _ray()
         if not ray.is_initialized():
             raise RuntimeError(_SHUT_DOWN)
@@ -184,21 +184,21 @@ class RayContext(RemoteContext):
         return address
 
     def dumps(self, value: Any) -> bytes:
-        """Pickles a value with cloudpickle, and definitions of the main script by value."""
+        """Pickles a value with cloudpickle, which pickles definitions of the main script by value."""
         from ray import cloudpickle
 
         blob: bytes = cloudpickle.dumps(value)
         return blob
 
     def put(self, blob: bytes) -> Any:
-        """Puts bytes into the object store. Joins or starts a cluster if the program has not done so. The other methods
-        do not, because the objects of one session do not exist in the next."""
+        """Puts bytes into the object store. If the program has not joined or started a cluster, this method does; the
+        other methods do not, because the objects of one session do not exist in the next."""
         ray = _ray()
         reference = ray.put(blob)
         return _session(ray), reference
 
     def launch(self, blob: Any, call: Call) -> _StartedActor:
-        """Creates an actor and calls its ``serve``."""
+        """Creates an actor and calls its ``serve``. Raises RuntimeError if Ray was shut down since ``put``."""
         ray, (session, reference) = _ray(), blob
         if _session(ray) != session:
             raise RuntimeError(_SHUT_DOWN)

@@ -1,1 +1,1 @@
-"""``num_workers="auto"``: the initial number of workers, and its changes by the figures of each epoch."""
+"""``num_workers="auto"``: chooses the initial number of workers, and adapts it to the measurements of each epoch."""

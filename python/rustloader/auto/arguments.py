@@ -15,17 +15,18 @@ import rustloader.system.local_ranks as local_ranks
 from rustloader.system.protocols import LoaderLike
 
 AUTO = "auto"
-# Position of num_workers among the arguments of torch's class.
+# Position of `num_workers` among the arguments of torch's class.
 _NUM_WORKERS_PLACE = 5
-# Maximum of the initial number of workers, and the free memory in bytes that it allows for each of them.
+# Maximum initial number of workers, and the free memory in bytes that there must be for each of them.
 _MAX_INITIAL, _MEMORY_PER_WORKER = 16, 256 << 20
 
 
 def resolved(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], int | None]:
-    """Returns the arguments of a loader with a number in place of "auto", and that number, or None without "auto".
+    """Replaces "auto" in the arguments of a loader with the initial number of workers. Returns the new arguments and
+    that number; if ``num_workers`` is not "auto", returns the unchanged arguments and None.
 
     Raises:
-        ValueError: ``num_workers`` is another string.
+        ValueError: ``num_workers`` is a string other than "auto".
     """
     if len(args) > _NUM_WORKERS_PLACE:
         value = args[_NUM_WORKERS_PLACE]
@@ -44,12 +45,12 @@ def resolved(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, 
 
 
 def suggest(error: TypeError, given: Iterable[str], known: Iterable[str]) -> None:
-    """Adds a note to a constructor's error if an unknown keyword argument resembles a known one.
+    """Adds a note to a constructor's error about an unknown keyword argument if its name resembles a parameter's.
 
     Args:
-        error: The error. Its text does not change.
-        given: Names of the keyword arguments.
-        known: Names of the parameters.
+        error: The error. Its message does not change.
+        given: Names of the keyword arguments that were passed.
+        known: Names of the constructor's parameters.
     """
     if "unexpected keyword argument" not in str(error) or "Did you mean" in str(error):
         return
@@ -60,7 +61,7 @@ def suggest(error: TypeError, given: Iterable[str], known: Iterable[str]) -> Non
 
 
 def refuse_string(loader: LoaderLike) -> None:
-    """Raises TypeError if a program has set ``num_workers`` of a loader to a string."""
+    """Raises TypeError if the program has set a loader's ``num_workers`` to a string."""
     value: object = loader.num_workers
     if isinstance(value, str):
         raise TypeError(
@@ -70,8 +71,8 @@ def refuse_string(loader: LoaderLike) -> None:
 
 
 def initial_workers() -> int:
-    """Returns the initial number of workers: the cores of this process by affinity and CPU quota, divided among the
-    ranks that share them, and no more than the free memory allows.
+    """Returns the initial number of workers, at least 1: the number of cores that this process may use according to its
+    affinity and CPU quota, divided by the number of ranks that share them, but no more than the free memory allows.
     """
     if not sys.platform.startswith("linux"):
         return max(1, min(_MAX_INITIAL, (os.cpu_count() or 1) // (local_ranks.size() or 1)))
@@ -83,7 +84,8 @@ def initial_workers() -> int:
 
 
 def free_memory() -> int | None:
-    """Returns the free memory of the cgroups and the machine, divided among the ranks, in bytes; None if unknown."""
+    """Returns this rank's share of the free memory, in bytes; None if unknown. The free memory is the least that the
+    machine or one of the process's cgroups has, and the ranks on this machine share it equally."""
     from rustloader._core import memory_limits
 
     free = min((free for _, _, free in memory_limits()), default=None)

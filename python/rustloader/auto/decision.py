@@ -1,9 +1,9 @@
-"""Decides the number of workers of the next epoch from the figures of the last one, without side effects.
+"""Decides the number of workers for the next epoch from measurements of the last one, without side effects.
 
-If a loop takes a batch every ``pace`` seconds, and a worker makes one in ``per_batch`` seconds, the loop needs
-``per_batch / pace`` workers, within the limits. The number changes only by clear margins. Each time that it changes its
-direction, a further change of direction needs twice the number of epochs that agree, so that noise cannot make the
-number oscillate.
+If the training loop takes a batch every ``pace`` seconds, and a worker needs ``per_batch`` seconds to make one, then
+the loop needs ``per_batch / pace`` workers, within the limits. The number changes only if the measurements call for it
+by a clear margin. Each reversal of direction doubles the number of consecutive epochs that must agree on the next
+reversal, so that noise cannot make the number oscillate.
 """
 
 from __future__ import annotations
@@ -15,48 +15,49 @@ from typing import NamedTuple
 
 from rustloader.system.formatting import count_of, duration
 
-# Minimum number of batches, of batches per worker, and of seconds of an epoch that allows a decision: in a shorter
-# epoch, the first batches weigh too much.
+# An epoch must have at least this number of batches, of batches per worker, and of seconds to allow a decision: in a
+# shorter one, the first batches have too much weight.
 _MIN_BATCHES, _MIN_BATCHES_PER_WORKER, _MIN_SECONDS = 20, 3, 0.5
-# The number increases only if the loop waits for more than this share of its time, and the number is below the need by
-# more than this share.
+# The number of workers increases only if the loop waits for more than the first share of its time, and if the number is
+# below the need by more than the second share of the need.
 _WAIT_SHARE, _NEED_MARGIN = 0.05, 0.1
-# The number decreases only if one worker fewer is still at least this multiple of the need.
+# The number decreases only if, even with one worker fewer, it is at least this multiple of the need.
 _SURPLUS = 1.35
-# The new number as a multiple of the need, because batches differ in cost: for an increase, and for a decrease. With
-# the margins above, an error of 10 % in the figures does not reverse a change.
+# The new number as a multiple of the need, after an increase and after a decrease. It exceeds the need because some
+# batches take longer than others. With the margins above, a measurement error of 10 % does not reverse a change.
 _SPARE, _SPARE_OF_FEWER = 1.05, 1.15
 # Maximum factor of an increase.
 _MAX_STEP_UP = 4
-# Maximum number of workers per core, and of all workers unless the machine has more cores.
+# Maximum number of workers per core, and in total; the second limit is the number of cores if that is larger.
 _PER_CORE, _MAX_WORKERS = 16, 64
-# Ratio of processor time to the time at work above which a worker counts as using several threads.
+# If the ratio of a worker's CPU time to its time at work exceeds this value, the worker counts as multithreaded.
 _THREADED_SHARE = 1.5
-# An increase gained nothing if its gain is below this part of the expected gain. A gain is expected to be visible if it
-# exceeds this share of the time per batch.
+# An increase counts as useless if its gain is below the first share of the expected gain. It is judged only if the
+# expected gain exceeds the second share of the time per batch, because a smaller one might not be visible.
 _MIN_GAIN, _VISIBLE_GAIN = 0.25, 0.1
-# Factor by which the work on a batch or the loop's pace must change before an increase is tried again.
+# After a useless increase, the time that a worker takes for a batch, or the loop's pace, must change by this factor
+# before another increase is tried.
 _CHANGE_FACTOR = 2.0
-# A step below this number of seconds per batch, or below this share of the loop's time, does not count as a training
-# step.
+# If the loop's work between two batches takes less than this number of seconds, or less than this share of the loop's
+# time, it does not count as a training step.
 _NO_STEP, _NO_STEP_SHARE = 50e-6, 0.02
 
 
 @dataclasses.dataclass(frozen=True)
 class Epoch:
-    """The figures of an epoch, or of the part of it that the program has taken. Times are in seconds.
+    """The measurements of an epoch, or of the part of it that the program has consumed. Times are in seconds.
 
     Attributes:
         workers: Number of workers.
         batches: Number of batches that were delivered.
-        step: Time of the loop outside ``next``.
-        own: Time in ``next`` without waiting.
-        waited: Time of waiting for batches, except the first one.
+        step: Time that the loop spent outside ``next``.
+        own: Time that the loop spent in ``next`` without waiting.
+        waited: Time that the loop waited for batches, not including the first one.
         tasks: Number of batches that the workers made.
-        busy: Time that all workers spent on these batches.
-        cpu: Processor time of the part of ``busy`` for which it was measured.
+        busy: Total time that the workers spent on these batches.
+        cpu: CPU time that the workers used in the part of ``busy`` for which this was measured.
         measured: Length of that part of ``busy``.
-        queued: Part of ``measured`` in which workers were ready to run and had no core.
+        queued: Part of ``measured`` in which workers were ready to run but had no core.
     """
 
     workers: int
@@ -72,7 +73,7 @@ class Epoch:
 
     @property
     def loop(self) -> float:
-        """Time of the whole loop, except for the wait for the first batch."""
+        """Total time of the loop, not including the wait for the first batch."""
         return self.step + self.own + self.waited
 
     @property
@@ -83,12 +84,12 @@ class Epoch:
 
     @property
     def has_step(self) -> bool:
-        """True if the loop does noticeable work between two batches, such as a training step."""
+        """True if the loop does a noticeable amount of work between two batches, such as a training step."""
         return self.step >= max(_NO_STEP * self.batches, _NO_STEP_SHARE * self.loop)
 
     @property
     def pace(self) -> float:
-        """Seconds from batch to batch if the loop never waits."""
+        """Seconds from one batch to the next if the loop never waited."""
         return (self.step + self.own) / self.batches
 
     @property
@@ -98,7 +99,7 @@ class Epoch:
 
     @property
     def period(self) -> float:
-        """Seconds from batch to batch, waiting included."""
+        """Seconds from one batch to the next, including the time that the loop waits."""
         return self.loop / self.batches
 
     @property
@@ -108,20 +109,20 @@ class Epoch:
 
     @property
     def cpu_share(self) -> float:
-        """Processor time as a share of the time at work, without waiting for a core; 1 if unknown."""
+        """CPU time as a share of the time that workers were at work, not including waits for a core; 1 if unknown."""
         at_work = self.measured - self.queued
         return self.cpu / at_work if at_work > 0 else 1.0
 
 
 class Limit(NamedTuple):
-    """A maximum number of workers, and its reason."""
+    """A maximum number of workers, and the reason for it."""
 
     maximum: float
     reason: str
 
 
 class _Trial(NamedTuple):
-    """The baseline for an increase: the number of workers before it, and the figures of that epoch."""
+    """The baseline for an increase: the number of workers before it, and the measurements with that number."""
 
     workers: int
     per_batch: float
@@ -129,21 +130,21 @@ class _Trial(NamedTuple):
     period: float
 
     def is_like(self, epoch: Epoch) -> bool:
-        """Returns True if the work on a batch and the pace have not changed much since."""
+        """Returns True if a worker's time per batch and the loop's pace in ``epoch`` are similar to the baseline's."""
         pairs = ((self.per_batch, epoch.per_batch), (self.pace, epoch.pace))
         return all(before / _CHANGE_FACTOR < now < before * _CHANGE_FACTOR for before, now in pairs)
 
 
 @dataclasses.dataclass(frozen=True)
 class History:
-    """The results of earlier decisions on which the next one depends.
+    """The results of earlier decisions that the next one depends on.
 
     Attributes:
-        direction: Direction of the last change: 1, -1, or 0 before the first one.
-        reversals: Number of changes in the opposite direction to the change before.
-        wanted: Direction on which the last epochs agree, and their number.
-        trial: The baseline of the last change, if it was an increase that has not been evaluated.
-        ceiling: The baseline of an increase that gained nothing. Its number of workers is a limit.
+        direction: Direction of the last change: 1, -1, or 0 if there was none.
+        reversals: Number of changes whose direction was opposite to that of the preceding change.
+        wanted: The direction in which the latest epochs would change the number, and how many of them agree on it.
+        trial: The baseline of the last change if it was an increase that has not been evaluated yet; otherwise None.
+        ceiling: The baseline of a useless increase, whose number of workers is now a limit; None if there is none.
     """
 
     direction: int = 0
@@ -157,10 +158,10 @@ class Decision(NamedTuple):
     """The decision about the next epoch.
 
     Attributes:
-        workers: Number of workers.
-        reason: The reason for a change; empty for no change.
-        history: The history for the next decision.
-        held_by: The limit that keeps the number below the need; empty if none does.
+        workers: The number of workers.
+        reason: The reason for a change; empty if the number does not change.
+        history: The history to pass to the next decision.
+        held_by: The reason for the limit that keeps the number below the need; empty if no limit does.
     """
 
     workers: int
@@ -173,10 +174,10 @@ def decide(epoch: Epoch, cores: float, limits: Sequence[Limit] = (), history: Hi
     """Decides the number of workers of the next epoch.
 
     Args:
-        epoch: The figures of the last epoch.
+        epoch: The measurements of the last epoch.
         cores: Number of cores that the workers may use.
-        limits: Further limits, such as memory.
-        history: The history of the last decision.
+        limits: Additional limits, such as memory.
+        history: The history that the last decision returned.
 
     Example:
         >>> epoch = Epoch(workers=2, batches=100, step=1.0, own=0.0, waited=2.75, tasks=100, busy=7.5, measured=7.5)
@@ -221,7 +222,7 @@ def _changed(epoch: Epoch, target: int, reason: str, history: History) -> Decisi
 
 
 def _tightest(epoch: Epoch, cores: float, limits: Sequence[Limit], history: History) -> Limit:
-    """Returns the smallest of all limits."""
+    """Returns the limit with the smallest maximum: one of ``limits``, or one that follows from the other arguments."""
     share = epoch.cpu_share if epoch.cpu_share > _THREADED_SHARE else min(epoch.cpu_share, 1.0)
     by_cpu = cores / max(share, 1e-3)
     text = f"the workers compute for {epoch.cpu_share:.0%} of their time, and there {_cores(cores)}"
@@ -238,7 +239,8 @@ def _cores(cores: float) -> str:
 
 
 def _target(epoch: Epoch, limit: Limit) -> tuple[int, str]:
-    """Returns the number of workers that the figures call for, and the reason."""
+    """Returns the number of workers that the measurements call for, and the reason; the current number and an empty
+    string if they do not call for a change."""
     now, need = epoch.workers, epoch.need
     least = min(need, limit.maximum)
     spare = _SPARE if now < need else _SPARE_OF_FEWER

@@ -1,4 +1,4 @@
-"""Adapts the number of workers of a loader with ``num_workers="auto"`` from epoch to epoch."""
+"""Adapts a loader's number of workers from epoch to epoch if it has ``num_workers="auto"``."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from rustloader.system.protocols import IteratorLike, LoaderLike
 
 logger = logging.getLogger("rustloader")
 
-# Part of the free memory that additional workers may take, and the number of workers whose memory is read.
+# Share of the free memory that additional workers may use, and the number of workers whose memory use is read.
 _MEMORY_PART, _WORKERS_READ = 0.5, 4
-# Attributes in which iterable datasets of libraries have their number of shards.
+# Attributes in which the iterable datasets of common libraries store their number of shards.
 _SHARDS = ("num_shards", "n_shards")
 _HELD_TEXT = 'num_workers="auto" of the DataLoader %s stays at %s, although its loop waits: %s'
 _SEEDS_TEXT = (
@@ -38,28 +38,28 @@ _SEEDS_TEXT = (
 
 
 class Tuner:
-    """The number of workers of a loader, and the figures from which the next decision is made.
+    """The number of workers of a loader, and the measurements on which the next decision is based.
 
     Attributes:
-        count: Number of workers of the epoch that began last; before the first epoch, of the first one.
+        count: Number of workers in the epoch that started last or, before the first epoch and after `pin`, in the next.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._history = History()
-        # The figures of the epoch that is running or has ended last.
+        # The measurements of the epoch that started last.
         self._watch: _Watch | None = None
-        # True if `pin` has set the number of the next epoch.
+        # True if `pin` has set the number for the next epoch.
         self._is_pinned = False
         self._memory: Limit | None = None
         self._allowance = Allowance()
 
     def pin(self, count: int) -> None:
-        """Sets the number of workers of the next epoch."""
+        """Fixes the number of workers for the next epoch: the next call of `reconsider` does not change it."""
         self.count, self._is_pinned = count, True
 
     def reconsider(self, loader: LoaderLike, config: LoaderConfig) -> None:
-        """Decides the number of workers of the epoch that begins, and logs a change."""
+        """Decides the number of workers for the epoch that is about to start, and logs any change."""
         watch, self._watch = self._watch, None
         is_pinned, self._is_pinned = self._is_pinned, False
         if is_pinned:
@@ -86,12 +86,12 @@ class Tuner:
                 logger.info(_SEEDS_TEXT)
 
     def watch(self, iterator: IteratorLike) -> None:
-        """Starts to record the figures of an iterator's epoch, which has `count` workers."""
+        """Starts the measurements of an epoch of an iterator. The epoch has `count` workers."""
         self._watch = _Watch(ledger.of(iterator).detached(), self.count)
 
     def note_memory(self, pids: Iterable[int]) -> None:
-        """Reads how much memory the running workers do not share, and limits their number by it. Takes at most 1 % of
-        the time."""
+        """Reads how much private memory the running workers use, and limits their number accordingly. Reading takes at
+        most 1 % of the time."""
         free = arguments.free_memory()
         sizes = []
         for pid in list(pids)[:_WORKERS_READ]:
@@ -107,7 +107,7 @@ class Tuner:
 
 
 class _Watch:
-    """The figures of an iterator since the start of an epoch."""
+    """The measurements of an iterator since the start of an epoch."""
 
     def __init__(self, figures: Ledger, workers: int) -> None:
         self._ledger, self._workers = figures, workers
@@ -131,14 +131,14 @@ class _Watch:
         )
 
     def tasks(self, after: Totals | None = None) -> list[int]:
-        """Returns the number of batches that each worker has made."""
+        """Returns the number of batches that each worker has made since the start of the epoch."""
         before = [worker.tasks for worker in self._before.workers]
         now = [worker.tasks for worker in (after or self._ledger.figures()).workers]
         return [tasks - earlier for tasks, earlier in zip(now, before + [0] * len(now), strict=False)]
 
 
 def of(loader: LoaderLike) -> Tuner | None:
-    """Returns the tuner of a loader that has "auto" by its own argument or by ``install()``; otherwise None."""
+    """Returns the tuner of a loader that has "auto", as its own argument or from ``install()``; otherwise None."""
     own = loader_state.has_auto(loader)
     if not own and not (options.current().get("num_workers") and loader.num_workers > 0):
         return None
@@ -147,13 +147,14 @@ def of(loader: LoaderLike) -> Tuner | None:
     if tuner is None:
         tuner = state.tuner = Tuner(loader.num_workers if own else arguments.initial_workers())
     if own:
-        # The loader's own number counts: a copy of a loader has that of its original, and a new tuner.
+        # The loader's attribute takes precedence: a copy of a loader has the number of its original, but a new tuner.
         tuner.count = loader.num_workers
     return tuner
 
 
 def follow(loader: LoaderLike, config: LoaderConfig) -> Tuner | None:
-    """Lets a loader's tuner decide about the epoch that begins, and returns the tuner; None without "auto"."""
+    """Lets a loader's tuner decide about the epoch that is about to start, and returns the tuner. Returns None if the
+    loader does not have "auto"."""
     tuner = of(loader)
     if tuner is not None:
         own = loader_state.has_auto(loader)
@@ -164,7 +165,8 @@ def follow(loader: LoaderLike, config: LoaderConfig) -> Tuner | None:
 
 
 def pin(loader: LoaderLike, count: int) -> bool:
-    """Sets the number of workers of the next epoch of a loader with "auto". Returns False without "auto"."""
+    """Sets the number of workers for the next epoch of a loader with "auto". If the loader does not have "auto", does
+    nothing and returns False."""
     own, tuner = loader_state.has_auto(loader), of(loader)
     if tuner is None:
         return False
@@ -182,11 +184,12 @@ def _limits_of_affinity(config: LoaderConfig) -> list[Limit]:
 
 
 def _limits_of_shards(dataset: Any, watch: _Watch) -> list[Limit]:
-    """Returns the limits of an iterable dataset: the number of shards that it reports, and of workers that had data."""
+    """Returns the limits that follow from an iterable dataset: the number of shards that it reports and, if not all
+    workers had data, the number of those that did."""
     limits = []
     for name in _SHARDS:
         value = None
-        with contextlib.suppress(Exception):  # code of the dataset
+        with contextlib.suppress(Exception):  # may run the dataset's code
             value = getattr(dataset, name, None)
         if type(value) is int and value > 0:
             limits.append(Limit(value, f"the dataset has {count_of(value, 'shard')}"))

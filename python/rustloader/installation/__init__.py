@@ -1,1 +1,1 @@
-"""Makes all loaders of a program use the engine."""
+"""Makes all DataLoaders of a program use the engine."""

@@ -29,19 +29,19 @@ _iterator_class = Replacement(TorchIter, OurIter, "torch's iterator")
 def install(values: dict[str, Any]) -> None:
     """Makes every ``torch.utils.data.DataLoader`` with workers in this process use the Rust engine.
 
-    This is for programs whose loaders are built by a framework. The call replaces torch's iterator class in torch's
-    module and in other loaded modules that hold the class. Existing loaders use the engine from their next iterator on.
-    A class derived from torch's iterator before this call keeps torch's iterator, and so does a class that overrides
-    methods without a counterpart in the engine; the logger ``rustloader`` then warns.
+    Call this if a framework builds the program's loaders. The call replaces torch's iterator class in torch's module
+    and in all other loaded modules that refer to it. Existing loaders use the engine from their next iterator on. A
+    class that was derived from torch's iterator before the call keeps using torch's iterator, and so does a class that
+    overrides methods without a counterpart in the engine. In both cases, the logger ``rustloader`` warns.
 
-    The arguments are options that frameworks drop when they rebuild a loader. Until ``uninstall()``, each option
+    The arguments are options that a framework would drop when it rebuilds a loader. Until ``uninstall()``, each option
     applies to all loaders that have torch's default for it. Further calls add options.
 
     Raises:
         TypeError: An option has the wrong type.
-        ValueError: An option cannot have that value.
-        RuntimeError: The program has replaced torch's iterator class or, with ``stateful=True``, torchdata's loader;
-            or torchdata cannot be imported.
+        ValueError: An option has an invalid value.
+        RuntimeError: The program has replaced torch's iterator class. With ``stateful=True``: the program has replaced
+            torchdata's loader, or torchdata cannot be imported.
 
     Examples:
         >>> rustloader.install(prefetch_factor=4)
@@ -71,9 +71,9 @@ def install(values: dict[str, Any]) -> None:
 
 
 def uninstall() -> None:
-    """Undoes ``install()``, its options included.
+    """Undoes ``install()``, including its options.
 
-    Running iterators keep using the engine. Does nothing if nothing is installed.
+    Iterators that already exist keep using the engine. Does nothing if the engine is not installed.
 
     Examples:
         >>> rustloader.install()
@@ -85,7 +85,7 @@ def uninstall() -> None:
         options.replace({})
         _follow_stateful()
         if IterType.stand_in is None:
-            if torch_dataloader._MultiProcessingDataLoaderIter is OurIter:  # the program has restored it
+            if torch_dataloader._MultiProcessingDataLoaderIter is OurIter:  # the program has put it back
                 torch_dataloader._MultiProcessingDataLoaderIter = TorchIter  # type: ignore[misc]
             return
         IterType.stand_in = None
@@ -97,10 +97,10 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Returns True if torch's loaders use the Rust engine now.
+    """Returns True if torch's loaders currently use the Rust engine.
 
     Returns:
-        True from ``install()`` to ``uninstall()``, and in the body of ``with rustloader.installed():``.
+        True between ``install()`` and ``uninstall()``, and in the body of ``with rustloader.installed():``.
 
     Examples:
         >>> rustloader.is_installed()
@@ -114,15 +114,16 @@ def is_installed() -> bool:
 
 @options.takes(options.Options)
 def installed(values: dict[str, Any]) -> Installed:
-    """Installs the engine for the body of a ``with`` statement, in all threads, and then restores the previous state.
+    """Installs the engine, in all threads, for the body of a ``with`` statement; then restores the previous state.
 
     Returns:
-        A context manager, also a decorator. It has no truth value: call ``rustloader.is_installed()`` to ask.
+        A context manager that is also a decorator. It has no truth value; call ``rustloader.is_installed()`` to check
+        whether the engine is installed.
 
     Raises:
-        TypeError: An option has the wrong type; on entering. Or the context manager is used as a truth value.
-        ValueError: An option cannot have that value; on entering.
-        RuntimeError: As from ``install()``; on entering.
+        TypeError: On entry, if an option has the wrong type. Also if the context manager is used as a truth value.
+        ValueError: On entry, if an option has an invalid value.
+        RuntimeError: On entry, in the same cases as ``install()``.
 
     Examples:
         >>> loader = torch.utils.data.DataLoader(range(8), batch_size=4, num_workers=2)
@@ -135,23 +136,24 @@ def installed(values: dict[str, Any]) -> Installed:
 
 
 class _Entered:
-    """A ``with`` statement that has been entered.
+    """A ``with`` statement that has been entered and not yet left.
 
     Attributes:
-        before: The options to restore at its end; None if the engine was not installed before.
+        before: The options to restore when it is left; None if the engine was not installed before.
     """
 
     def __init__(self) -> None:
         self.before = options.current() if is_installed() else None
 
 
-# In the order in which they were entered.
+# All such statements, in the order in which they were entered.
 _entered: list[_Entered] = []
 
 
 @contextlib.contextmanager
 def _installed(values: dict[str, Any]) -> Iterator[None]:
-    # If the interpreter's exit ends a `with` statement, nothing is restored: the names of this module may be None.
+    # If the interpreter's exit ends the `with` statement, nothing is restored, because the globals of this module may
+    # already be None. For the same reason, the function is looked up now.
     is_finalizing = sys.is_finalizing
     with _lock:
         own = _Entered()
@@ -166,8 +168,8 @@ def _installed(values: dict[str, Any]) -> Iterator[None]:
 
 
 def _leave(own: _Entered) -> None:
-    """Restores the state before a ``with`` statement, or leaves this to a statement that another thread has entered
-    since."""
+    """Restores the state from before a ``with`` statement. If another thread has entered such a statement since and has
+    not left it, passes on the state, which that statement restores later."""
     position = _entered.index(own)
     _entered.remove(own)
     if position < len(_entered):
@@ -182,7 +184,7 @@ def _leave(own: _Entered) -> None:
 
 
 def _follow_stateful() -> None:
-    """Replaces or restores torchdata's class, as the option ``stateful`` requires."""
+    """Replaces or restores torchdata's class, depending on the option ``stateful``."""
     if options.current().get("stateful", False):
         stateful_install.put_in()
     else:
@@ -190,7 +192,7 @@ def _follow_stateful() -> None:
 
 
 def _put_in() -> None:
-    """Replaces torch's class wherever loaded modules hold it."""
+    """Replaces torch's class wherever loaded modules refer to it."""
     IterType.stand_in = OurIter
     text = "".join(f", {name}={value!r}" for name, value in options.current().items())
     _iterator_class.put_in(f"DataLoaders with workers use the Rust engine{text}")

@@ -1,6 +1,7 @@
 """Applies ``RUSTLOADER_INSTALL``: calls :func:`rustloader.install` as soon as the program has imported torch.
 
-This module does not import torch itself: programs may set variables before that import, or never import torch.
+This module does not import torch itself, because the program may set environment variables before it imports torch, or
+may never import torch.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from rustloader.system.patches import Patch
 
 logger = logging.getLogger("rustloader")
 
-# The import hook that waits for torch; None until the variable is applied.
+# The import hook that waits for torch; None until `follow` is called with a value that installs the engine.
 _following: _AfterTorch | None = None
 
 
 def follow(setting: str) -> None:
-    """Applies a value of the variable: 1, 0, or options of ``install()``, as in ``prefetch_factor=4,in_order=0``.
+    """Applies a value of the variable: 1, 0, or options of ``install()``, as in ``prefetch_factor=4,in_order=0``. The
+    engine is installed now if torch is loaded, otherwise after the import of torch.
 
     Raises:
         ValueError: The value is none of these.
@@ -38,17 +40,18 @@ def follow(setting: str) -> None:
         _follow_in_children()
         if "torch" not in sys.modules:
             _following.wait()
-    # The options add up, because the command `run` adds its own to those of the variable.
+    # Options of several calls are combined, because the command `run` adds its own to those of the variable.
     _following.options |= options
     if not _following.is_waiting:
         _install(options)
 
 
 def follow_variable() -> None:
-    """Applies the variable. If its value is invalid, a command of this package prints one line and exits.
+    """Applies the variable, which must be set. If its value is invalid and this process runs a command of the package,
+    prints a one-line error and exits.
 
     Raises:
-        ValueError: The value is invalid, and this process is not a command of the package.
+        ValueError: The value is invalid, and this process does not run a command of the package.
     """
     try:
         follow(os.environ[INSTALL])
@@ -60,8 +63,8 @@ def follow_variable() -> None:
 
 
 def _is_command() -> bool:
-    """Returns True if this process is ``python -m rustloader`` or the script ``rustloader``."""
-    # While Python imports the package of a module that it will run, `sys.argv` begins with "-m".
+    """Returns True if this process runs ``python -m rustloader`` or the script ``rustloader``."""
+    # While Python imports the package of a module that it is about to run, `sys.argv` starts with "-m".
     if sys.argv[:1] != ["-m"]:
         return os.path.basename((sys.argv or [""])[0]) == "rustloader"
     command = " ".join(sys.orig_argv[1:])
@@ -84,7 +87,7 @@ class _AfterTorch(AfterImport):
 
 
 class _Here:
-    """An object that, when it is unpickled, imports this package from the same folder."""
+    """An object that, when unpickled, imports this package from the folder from which this process has imported it."""
 
     def __reduce__(self) -> Any:
         parent = os.path.dirname(FOLDER)
@@ -92,8 +95,8 @@ class _Here:
 
 
 def _follow_in_children() -> None:
-    """Makes processes that multiprocessing spawns apply the variable. They unpickle the preparation data before they
-    import the program's main module."""
+    """Makes the processes that multiprocessing spawns apply the variable, too: adds an object to their preparation data
+    that imports this package. A process unpickles these data before it imports the program's main module."""
     prepare = spawn.get_preparation_data
 
     def get_preparation_data(name: str) -> dict[str, Any]:

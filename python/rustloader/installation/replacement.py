@@ -1,4 +1,4 @@
-"""Replaces a class by another one in all loaded modules."""
+"""Replaces a class with another one in all loaded modules."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ logger = logging.getLogger("rustloader")
 
 
 class Replacement:
-    """The replacement of a class wherever loaded modules hold it, by itself or in a tuple. It can be undone.
+    """Replaces a class wherever a global name of a loaded module refers to it or to a tuple that contains it. The
+    replacement can be undone.
 
     Args:
         original: The class to replace.
-        substitute: The class in its place.
+        substitute: The class that takes its place.
         name: Name of the original class in log messages.
 
     Attributes:
-        in_place: Whether the class is replaced now.
+        in_place: Whether the class is currently replaced.
     """
 
     def __init__(self, original: type, substitute: type, name: str) -> None:
@@ -29,18 +30,19 @@ class Replacement:
         self.substitute = substitute
         self.in_place = False
         self._name = name
-        # Names that held the substitute before, with their namespaces. `take_out` does not change them.
+        # Global names that already referred to the substitute, with their namespaces. `take_out` does not change them.
         self._kept: dict[tuple[int, str], dict[str, Any]] = {}
-        # Replaced tuples: (replacement, original).
+        # Pairs: a tuple that contains the substitute, and the original tuple that it replaced.
         self._tuples: list[tuple[tuple[Any, ...], tuple[Any, ...]]] = []
         self._logged = False
         self._warned_of: weakref.WeakSet[type] = weakref.WeakSet()
 
     def put_in(self, message: str) -> None:
-        """Replaces the class, and logs what it replaced. Does nothing if it is replaced already.
+        """Replaces the class, and logs the names that now refer to the substitute. Does nothing if the class is already
+        replaced.
 
         Args:
-            message: Start of the log message, which the replaced names follow.
+            message: The beginning of the log message; the names follow it.
         """
         if self.in_place:
             return
@@ -51,7 +53,8 @@ class Replacement:
         self._forget_home()
         rebound = []
         for module, namespace, key, value in _places(self.original):
-            # Not in modules of derived classes, whose code may name their base, as in `super(Name, self)`.
+            # Except in modules that define derived classes: the code of these classes may refer to their base class by
+            # name, as in `Base.__init__(self)`.
             if module not in homes:
                 namespace[key] = self._replaced(value)
                 rebound.append(f"{module}.{key}")
@@ -69,8 +72,8 @@ class Replacement:
         self._tuples.clear()
 
     def _forget_home(self) -> None:
-        """Makes ``take_out`` restore the class in the module that defines it, also if a program has put the substitute
-        there."""
+        """Makes ``take_out`` restore the class in the module that defines it, even if the program itself had put the
+        substitute there."""
         home = sys.modules.get(self.original.__module__)
         if home is not None:
             self._kept.pop((id(vars(home)), self.original.__name__), None)
@@ -105,27 +108,28 @@ class Replacement:
 
 
 def log_level(again: bool) -> int:
-    """Returns the log level of a message about an installation: INFO, or DEBUG if this process or its parent has logged
-    it before.
+    """Returns the log level of a message about an installation: INFO, or DEBUG if this process (``again``) or its
+    parent has already logged the message.
     """
-    # A spawned process runs the script's top level again, and must not repeat the message.
+    # A spawned process runs the script's top-level code again, and must not repeat the message.
     process = multiprocessing.current_process()
     quiet = again or process.daemon or getattr(process, "_inheriting", False)
     return logging.DEBUG if quiet else logging.INFO
 
 
 def full_name(cls: type) -> str:
-    """Returns the name of a class with its module."""
+    """Returns the qualified name of a class, including its module."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _places(wanted: type) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
-    """Yields the places where loaded modules hold a class or a tuple with it, as (module, namespace, name, value)."""
+    """Yields the global names of loaded modules that refer to a class or to a tuple that contains it, each as (name of
+    the module, its namespace, global name, value). Skips the modules of rustloader."""
     for module_name, module in list(sys.modules.items()):
         if module_name.partition(".")[0] == "rustloader":
             continue
         try:
-            # `getattr` would make lazy modules load.
+            # `getattr` would load lazy modules.
             namespace = object.__getattribute__(module, "__dict__")
         except AttributeError:
             continue
@@ -135,7 +139,7 @@ def _places(wanted: type) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
 
 
 def _derived(cls: Any, substitute: type) -> Iterator[type]:
-    """Yields the classes derived from a class, without the substitute and its subclasses."""
+    """Yields all classes that are derived from a class, directly or not, except the substitute and its subclasses."""
     for derived in cls.__subclasses__():
         if derived is not substitute:
             yield derived

@@ -16,22 +16,22 @@ logger = logging.getLogger("rustloader")
 
 _PACKAGE = "torchdata.stateful_dataloader"
 _CLASS = "StatefulDataLoader"
-# For a program without torchdata: the names of torchdata's modules, and the modules of rustloader in their place.
+# If torchdata is not installed: the names of torchdata's modules, and the modules of rustloader that take their place.
 _SUBMODULES = {
     f"{_PACKAGE}.sampler": "rustloader.stateful_dataloader.sampler",
     f"{_PACKAGE}.stateful": "rustloader.stateful_dataloader.stateful",
     f"{_PACKAGE}.stateful_dataloader": "rustloader.stateful_dataloader.loader",
 }
 _replacement: Replacement | None = None
-# Modules that were added because torchdata is not installed.
+# The modules that were added because torchdata is not installed, by name.
 _added: dict[str, types.ModuleType] = {}
 _logged = False
 
 
 def put_in() -> None:
-    """Replaces torchdata's class, or adds torchdata's modules if torchdata is not installed.
+    """Replaces torchdata's class. If torchdata is not installed, adds modules with torchdata's names instead.
 
-    Does nothing if this has already been done.
+    Does nothing if this was already done.
 
     Raises:
         RuntimeError: The program has replaced torchdata's class, or torchdata cannot be imported.
@@ -52,7 +52,7 @@ def put_in() -> None:
 
 
 def take_out() -> None:
-    """Undoes ``put_in``. Does nothing if it was not called."""
+    """Undoes ``put_in``. Does nothing if ``put_in`` was not called."""
     if _replacement is not None:
         _replacement.take_out()
     for name, module in reversed(_added.items()):
@@ -65,7 +65,8 @@ def take_out() -> None:
 
 
 def _is_there() -> bool:
-    """Returns True if an installed torchdata has the package. Raises ImportError if torchdata's import fails."""
+    """Returns True if torchdata is installed and has the package ``torchdata.stateful_dataloader``. Raises ImportError
+    if the import of torchdata fails for another reason."""
     try:
         return _PACKAGE in sys.modules or importlib.util.find_spec(_PACKAGE) is not None
     except ModuleNotFoundError as error:
@@ -97,7 +98,7 @@ def _add_modules() -> None:
     vars(package).update({_CLASS: _own_class(), "Stateful": modules[f"{_PACKAGE}.stateful"].Stateful})
     vars(package)["__all__"] = ["Stateful", _CLASS]
     for name, module in modules.items():
-        if name not in sys.modules:  # an older torchdata without the package
+        if name not in sys.modules:  # an older torchdata, which lacks the package, may be loaded
             sys.modules[name] = _added[name] = module
             parent, _, child = name.rpartition(".")
             if parent:
@@ -107,10 +108,11 @@ def _add_modules() -> None:
 
 
 def _new_package(name: str) -> types.ModuleType:
-    """Returns a new package without files."""
+    """Returns a new package that has no files."""
     return importlib.util.module_from_spec(ModuleSpec(name, None, is_package=True))
 
 
 def _own_class() -> Any:
-    """Returns rustloader's class. Imports it only now, because the import takes time and few programs need it."""
+    """Returns rustloader's class. Its import is deferred until this call, because it takes time and few programs need
+    the class."""
     return getattr(importlib.import_module("rustloader.stateful_dataloader"), _CLASS)

@@ -1,8 +1,9 @@
 """Stand-ins for the private queues, events and counters of torch's iterator.
 
-Some programs copy torch's shutdown routines, which use its queues and its event, and some subclasses read its counters.
-The engine has none of these. With the stand-ins such code keeps working: a copied shutdown routine ends the workers.
-For a program that replaces parts of torch's loop, :mod:`rustloader.iterator.fallback` chooses torch's iterator.
+Some programs contain copies of torch's shutdown routines, which use its queues and its event; some subclasses of the
+iterator read its counters. The engine has none of these, but with the stand-ins such code keeps working: a copied
+shutdown routine still ends the workers. If a program replaces parts of torch's loop,
+:mod:`rustloader.iterator.fallback` selects torch's iterator instead.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class _DoneEvent:
 
 
 class _Queue:
-    """A stand-in for one of torch's queues. It drops what a shutdown routine puts into it, and has no thread."""
+    """A stand-in for one of torch's queues. It discards every item that is put into it, and has no feeder thread."""
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None: ...
 
@@ -39,7 +40,8 @@ class _Queue:
 
 
 class _IndexQueue(_Queue):
-    """A stand-in for a worker's index queue. Putting ``None`` into it tells the worker to exit."""
+    """A stand-in for a worker's index queue. Putting ``None`` into it dismisses the worker; putting anything else into
+    it raises RuntimeError."""
 
     def __init__(self, iterator: WorkersIterator, worker_id: int) -> None:
         self._iterator, self._worker_id = iterator, worker_id
@@ -56,8 +58,8 @@ class _IndexQueue(_Queue):
 class _StandIn:
     """A descriptor that provides the stand-in for an attribute of torch's iterator.
 
-    It is a non-data descriptor, so values in an instance's ``__dict__``, where torch's iterator stores its own, take
-    precedence. A ``__getattr__`` method would slow down every attribute access.
+    It is a non-data descriptor, so a value in the instance's ``__dict__`` takes precedence; that is where torch's own
+    iterator stores its queues and counters. A ``__getattr__`` method would slow down every attribute access.
     """
 
     def __init__(self, name: str) -> None:
@@ -72,7 +74,8 @@ class _StandIn:
 
 
 def _counter(name: str, count: Callable[[Progress], Any]) -> Callable[[WorkersIterator], Any]:
-    """Returns a stand-in for a counter, whose value ``count`` computes from the engine's progress."""
+    """Returns a function that reads a counter of torch's iterator; ``count`` computes its value from the engine's
+    progress. The function raises AttributeError while ``next`` runs."""
 
     def read(iterator: WorkersIterator) -> Any:
         progress = iterator._engine().progress()
@@ -100,13 +103,13 @@ _STAND_INS: dict[str, Callable[[WorkersIterator], Any]] = {
     "_workers_done_event": _DoneEvent,
     "_index_queues": lambda iterator: [_IndexQueue(iterator, i) for i in range(len(iterator._workers))],
     "_worker_result_queue": lambda iterator: _Queue(),
-    # The engine detects deaths without torch's registry of workers.
+    # False, so that a shutdown routine removes no PIDs from torch's registry of workers: the engine does not use it.
     "_worker_pids_set": lambda iterator: False,
     **{name: _counter(name, count) for name, count in _COUNTERS.items()},
 }
 
 
 def add_stand_ins(cls: type) -> None:
-    """Adds the stand-ins to the iterator's class."""
+    """Adds the stand-ins to an iterator class."""
     for name in _STAND_INS:
         setattr(cls, name, _StandIn(name))

@@ -26,7 +26,7 @@ from rustloader.workers.group import interrupt_again
 class _IndexStreams(_BaseDataLoaderIter):
     """A base class whose ``_reset`` puts an index stream in place of torch's iterator over the sampler.
 
-    The class follows torch's iterator in the MRO, so that torch's own ``_reset`` calls this one, too.
+    This class comes after torch's multi-process iterator in the MRO, so that torch's ``_reset`` also calls this one.
     """
 
     _epochs: Epochs | None = None
@@ -47,7 +47,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _IndexStreams, metaclass=IterTyp
     warns once per loader and reason.
     """
 
-    # None until `__init__` has chosen a mode, or if `__init__` was not called.
+    # None until `__init__` has chosen a mode; remains None if a subclass does not call `__init__`.
     _mode: Session | TorchMode | None = None
     # Defaults for methods that may run before `__init__` has finished.
     _shutdown = False
@@ -55,8 +55,8 @@ class _MultiProcessingDataLoaderIter(TorchIter, _IndexStreams, metaclass=IterTyp
 
     def __init__(self, loader: LoaderLike) -> None:
         if _MultiProcessingDataLoaderIter not in type(self).__mro__:
-            # A class derived from torch's iterator before `install()` finds its base by its name in torch's module,
-            # where this class is now.
+            # A subclass of torch's iterator that was defined before `install()` looks up its base class by name in
+            # torch's module to call its `__init__`, and finds this class there.
             TorchIter.__init__(self, loader)
             return
         ledger.open_for(self, loader)
@@ -110,18 +110,19 @@ class _MultiProcessingDataLoaderIter(TorchIter, _IndexStreams, metaclass=IterTyp
 
     @property
     def engine_batches(self) -> int:
-        """Number of batches that the Rust engine has delivered; 0 when torch's own iterator does the work."""
+        """Number of batches that the Rust engine has delivered; 0 if torch's own iterator does the work."""
         return 0 if self._mode is None else self._mode.batches
 
     def _reset(self, loader: LoaderLike, first_iter: bool = False) -> None:
         self._require_mode().begin(self, loader, first_iter)
 
     def _reset_base(self, loader: LoaderLike, first_iter: bool) -> None:
-        """Resets the state that all of torch's iterators share."""
+        """Resets the state that torch's base class keeps, and installs the index stream of the new epoch."""
         _IndexStreams._reset(self, loader, first_iter)
 
     def __next__(self) -> Any:
-        # There is no mode if a subclass calls only the constructor of torch's base class, and has its own `_next_data`.
+        # There is no mode if a subclass calls only the constructor of torch's base class. It then has its own
+        # `_next_data`, which `Session.next` calls.
         mode = self._mode or Session
         return mode.next_observed(self) if observed() else mode.next(self)
 
@@ -129,17 +130,18 @@ class _MultiProcessingDataLoaderIter(TorchIter, _IndexStreams, metaclass=IterTyp
         return (self._mode or self._require_mode()).next_data(self)
 
     def _shutdown_workers(self) -> None:
-        """Ends the workers. Each exits between two samples. Signals end the workers that still run after
-        ``torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL`` seconds (5), a deadline that all workers share.
+        """Ends the workers. Each worker exits as soon as it has finished its current sample. Workers that are still
+        running after ``torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL`` seconds (5) are ended by signals; this is one
+        deadline for all workers, not one for each.
 
-        May be called from any thread, from a signal handler, repeatedly, and after a failed construction. Does nothing
-        while the interpreter exits, or in a forked child.
+        May be called from any thread, from a signal handler, more than once, and after the constructor has raised. Does
+        nothing while the interpreter exits, or in a forked child.
         """
         if self._mode is not None:
             self._mode.shut_down(self)
 
     def _note_exit(self) -> None:
-        """Records that the interpreter's exit has ended the workers."""
+        """Records that the workers were ended because the interpreter exits."""
         self._shutdown = True
 
     def __del__(self) -> None:

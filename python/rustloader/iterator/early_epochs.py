@@ -1,4 +1,4 @@
-"""Predicts the next epoch of a persistent loader, so that its workers can begin it before the current one has ended."""
+"""Predicts the next epoch of a persistent loader, so that its workers can start it before the current one has ended."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from rustloader.system.protocols import LoaderLike, WorkersIterator
 
 logger = logging.getLogger("rustloader")
 
-# Maximum number of seeds that a program may draw from torch's global generator between two epochs, as the `iter()` of
-# another loader does.
+# A program may draw seeds from torch's global generator between two epochs: the `iter()` of another loader draws one.
+# This is the largest number of such draws that a prediction can allow for.
 _MAX_SEEDS = 8
-# Number of wrong predictions in a row after which no further ones are made.
+# Number of consecutive wrong predictions after which no more are made.
 _MAX_WRONG = 3
 
-# The samplers whose order can be predicted, with the code that torch has for them.
+# The sampler classes whose order can be predicted, each with the code object of torch's `__iter__`; None if the code is
+# not one that rustloader knows.
 _PREDICTABLE = {
     SequentialSampler: indices.SEQUENTIAL,
     RandomSampler: indices.RANDOM,
@@ -46,7 +47,7 @@ class _Origin:
 
     Attributes:
         state: The state of torch's global generator.
-        epoch: The number that a DistributedSampler's ``set_epoch`` has set.
+        epoch: The epoch of a DistributedSampler, as ``set_epoch`` sets it.
     """
 
     state: torch.Tensor | None = None
@@ -54,36 +55,37 @@ class _Origin:
 
 
 class EpochPredictor:
-    """An iterator over the index batches that it predicts for a loader's next epoch.
+    """Predicts the index batches of a loader's next epoch, and iterates over them.
 
-    It draws from copies of the sampler and of its generator, so nothing that a program can see changes. The prediction
-    may be wrong: at the start of the epoch the engine draws from the sampler itself and compares.
+    The predictor draws from copies of the sampler and of its generator, so nothing that a program can see changes. The
+    prediction may be wrong: when the epoch starts, the engine draws from the sampler itself and compares.
 
-    From wrong predictions it learns what the program does between two epochs: how many seeds it draws from torch's
-    global generator, and by how much it raises the sampler's epoch.
+    From a wrong prediction the predictor learns what the program does between two epochs: how many seeds the program
+    draws from torch's global generator, and what it adds to the sampler's epoch.
 
     Args:
         index_sampler: The source of the loader's index batches.
-        epochs: Predicts the message that begins the next epoch.
+        epochs: Predicts the message that starts the next epoch in the workers.
     """
 
     def __init__(self, index_sampler: Any, epochs: Epochs) -> None:
         self._sampler, self._epochs = index_sampler, epochs
         self._batches: Iterator[Any] = iter(())
-        # True once the current epoch has called `begin`.
+        # True once `begin` was called in the current epoch.
         self._was_called = False
-        # The values at the time of the prediction for the next epoch.
+        # The values when the next epoch was predicted.
         self._origin: _Origin | None = None
-        # For the epoch that is starting: the values at the time of its prediction, and at its start.
+        # For the epoch that is starting: the values when it was predicted, and the values at its start.
         self._compared: tuple[_Origin, _Origin] | None = None
-        # Number of wrong predictions in a row.
+        # Number of consecutive wrong predictions.
         self._wrong = 0
         # Number of seeds that the program draws between two epochs, and what it adds to the sampler's epoch.
         self._seeds_between, self._epoch_step = 0, 1
 
     def begin(self) -> bytes | None:
-        """Returns the message that begins the next epoch; None if the epoch cannot be predicted, and for each further
-        call in the same epoch.
+        """Predicts the next epoch and returns the message that starts it in the workers, after which the predictor
+        yields the epoch's index batches. Returns None if the epoch cannot be predicted, or if this method was already
+        called in the current epoch.
         """
         if self._was_called or self._wrong >= _MAX_WRONG:
             return None
@@ -110,13 +112,14 @@ class EpochPredictor:
         except Exception as error:
             if is_interrupt(error):
                 raise
-        # The sampler itself will raise this error when the epoch draws from it.
+        # The prediction ends here. The sampler itself will raise the error when the actual epoch draws from it.
         raise StopIteration
 
     def before_epoch(self) -> None:
-        """Records the values at the start of an epoch, before its first draw."""
+        """Records the current values, and allows `begin` to be called again. Must be called when an epoch starts,
+        before its sampler draws anything."""
         origin, self._origin, self._compared = self._origin, None, None
-        # Reset before the epoch starts: a short epoch already asks for the next prediction while it starts.
+        # Reset before the epoch starts: a short epoch asks for the next prediction while it is still starting.
         self._was_called, self._batches = False, iter(())
         if origin is not None:
             actual = _Origin(torch.default_generator.get_state(), getattr(self._inner(), "epoch", None))
@@ -126,7 +129,7 @@ class EpochPredictor:
         """Learns from the epoch that has started.
 
         Args:
-            is_right: Whether the epoch was predicted correctly; None if the workers had not begun it early.
+            is_right: Whether the epoch was predicted correctly; None if the workers did not start it early.
         """
         if self._compared is None or is_right is None:
             self._compared = None
@@ -141,7 +144,7 @@ class EpochPredictor:
             )
 
     def _learn(self, origin: _Origin, actual: _Origin) -> None:
-        """Derives from a wrong prediction what the program did between the prediction and the start of the epoch."""
+        """Infers from a wrong prediction what the program did between the prediction and the start of the epoch."""
         if origin.epoch is not None and type(actual.epoch) is int:
             self._epoch_step = actual.epoch - origin.epoch
         if origin.state is not None and actual.state is not None:
@@ -154,19 +157,19 @@ class EpochPredictor:
                 _draw_seed(generator)
 
     def _inner(self) -> Any:
-        """Returns the sampler of indices: the one in a BatchSampler, or the sampler itself."""
+        """Returns the sampler that yields single indices: the one in a BatchSampler, or the index sampler itself."""
         return self._sampler.sampler if type(self._sampler) is BatchSampler else self._sampler
 
     def _predicted_sampler(self) -> Any:
-        """Returns a copy of the sampler in the state that the next epoch will find; None unless the sampler's class is
-        one of torch's with its own code.
+        """Returns a copy of the index sampler in the state in which the next epoch is expected to find it. Returns None
+        unless its class, and that of the sampler inside it, are torch's own and have torch's code.
         """
         outer, inner = self._sampler, self._inner()
         if outer is not inner and not _has_code(BatchSampler, indices.BATCHES):
             return None
         if not _has_code(type(inner), _PREDICTABLE.get(type(inner))):
             return None
-        # Reading a sequence of another type may run code of the program.
+        # Reading any other sequence may run the program's code.
         if type(inner) is SubsetRandomSampler and type(inner.indices) not in (list, tuple, range):
             return None
         origin, copied = _Origin(), copy.copy(inner)
@@ -183,8 +186,8 @@ class EpochPredictor:
         return batches
 
     def _predicted_generator(self, inner: Any, origin: _Origin) -> torch.Generator:
-        """Returns a generator that draws what a sampler will draw in the next epoch. Sets ``origin.state`` if the
-        sampler uses torch's global generator."""
+        """Returns a new generator, from which a sampler draws what it is expected to draw in the next epoch. Sets
+        ``origin.state`` if the sampler uses torch's global generator."""
         own = torch.default_generator if inner.generator is None else inner.generator
         generator = torch.Generator(own.device)
         generator.set_state(own.get_state())
@@ -197,28 +200,28 @@ class EpochPredictor:
 
 
 def _draw_seed(generator: torch.Generator) -> int:
-    """Draws a seed as a RandomSampler and the ``iter()`` of a loader do."""
+    """Draws a seed from a generator, in the same way as a RandomSampler and the ``iter()`` of a loader do."""
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator).item())
 
 
 def _has_code(cls: type, code: Any) -> bool:
-    """Returns True if the ``__iter__`` of a sampler class still has torch's code. ``code`` is None if that is
-    unknown."""
+    """Returns True if the ``__iter__`` of a sampler class still has torch's code, ``code``. Returns False if ``code``
+    is None, which means that torch's code is not one that rustloader knows."""
     return code is not None and getattr(cls.__iter__, "__code__", None) is code  # type: ignore[attr-defined]
 
 
 def encoded(message: dict[str, Any]) -> bytes:
-    """Encodes a message to the workers of a persistent loader. An empty message is encoded as no bytes."""
+    """Encodes a message to the workers of a persistent loader. An empty message becomes an empty bytes object."""
     return pickle.dumps(message) if message else b""
 
 
 def predictor(
     it: WorkersIterator, loader: LoaderLike, config: LoaderConfig, epochs: Epochs, is_tuned: bool
 ) -> EpochPredictor | None:
-    """Returns the predictor of a loader with ``overlap_epochs``; None if its epochs do not overlap. Logs the reason
-    once per loader.
+    """Returns the predictor of a persistent loader with ``overlap_epochs``, or None if its epochs do not overlap. If
+    they cannot overlap although the option is set, logs the reason once per loader.
 
-    ``is_tuned``: whether the number of workers may change between epochs.
+    ``is_tuned`` tells whether the number of workers may change between epochs.
     """
     if not config.overlap_epochs or not config.persistent_workers:
         return None
@@ -232,7 +235,7 @@ def predictor(
 
 
 def _why_not(it: WorkersIterator, loader: LoaderLike, config: LoaderConfig, is_tuned: bool) -> str | None:
-    """Returns the reason why the epochs of a loader cannot overlap, or None."""
+    """Returns the reason why a loader's epochs cannot overlap; None if they can."""
     if it._dataset_kind != _DatasetKind.Map:
         return "an iterable dataset begins its next epoch in iter(dataset)"
     if config.snapshots:

@@ -19,17 +19,17 @@ from rustloader.workers.snapshots import WorkerStart
 
 
 class Epochs:
-    """The decisions at the start of an iterator's epochs. Here every epoch begins with its first batch.
+    """The decisions at the start of an iterator's epochs. In this class, every epoch starts with its first batch.
 
-    A StatefulDataLoader has a subclass whose epochs may begin at a position. Methods take the iterator as an argument.
-    They keep no reference to it, because the workers end when its last reference is dropped.
+    StatefulDataLoader uses a subclass whose epochs may start at a later position. Methods take the iterator as an
+    argument and keep no reference to it, because dropping the last reference to the iterator ends its workers.
 
     Attributes:
         seeding: The seeds of the epoch; None if they are torch's.
         failures: The count of failed samples; None if failures are not counted.
-        raised: Number of answers in this epoch that were not batches: errors, and batches without remaining samples.
-        on_engine: Whether the engine does the work, and not torch's own iterator.
-        is_deleted: Whether the iterator has been deleted, after which nothing can ask for a state.
+        raised: Number of answers in this epoch that were not batches: errors, and batches that lost all their samples.
+        on_engine: Whether the engine does the work, as opposed to torch's own iterator.
+        is_deleted: Whether the iterator has been deleted. After that, nothing can ask for its state.
         may_change_workers: Whether a persistent loader may replace its workers between epochs.
     """
 
@@ -42,28 +42,30 @@ class Epochs:
 
     @property
     def yielded(self) -> int:
-        """Number of batches of the current epoch that precede the position at which it begins."""
+        """Number of batches in the current epoch that come before the epoch's starting position."""
         return 0
 
     def adapted(self, loader: LoaderLike, config: LoaderConfig) -> LoaderConfig:
-        """Returns the settings that the engine and the workers get. Logs once which options have no effect."""
+        """Returns the settings for the engine and the workers: ``config`` without the options that have no effect for
+        this loader. Logs once which options these are."""
         if loader._dataset_kind == _DatasetKind.Iterable:
             config = fallback.round_robin(loader, config, "an iterable dataset")
         return fetching.adapted(loader, config)
 
     def init_torch_iterator(self, it: WorkersIterator, init: Callable[[Any], None], loader: LoaderLike) -> None:
-        """Calls torch's constructor, which draws the base seed."""
+        """Calls torch's constructor, ``init``, which draws the base seed."""
         in_torch(TORCH_INIT, "__init__", init, loader)
 
     def seed(self, it: WorkersIterator, loader: LoaderLike, config: LoaderConfig) -> None:
         """Sets the seeds of the first epoch."""
         self.seeding = fetching.seeding(loader, config, int(it._base_seed))
 
-    # The order of the calls at the start of an epoch: `beginning`, `index_batches`, `message`, `Engine.begin`,
-    # `engine_begun`, `begun`. After an error, `owes_an_epoch` follows.
+    # The calls at the start of an epoch are `beginning`, `index_batches`, `message` (except for an iterator's first
+    # epoch), `Engine.begin`, `engine_begun` and `begun`, in this order. After an error in any of them except
+    # `beginning`, `owes_an_epoch` is called.
 
     def beginning(self, it: WorkersIterator) -> None:
-        """Decides at which position the new epoch begins."""
+        """Decides at which position the new epoch starts."""
 
     def first_worker(self, it: WorkersIterator) -> int:
         """Returns the worker that gets the first task of the new epoch."""
@@ -75,42 +77,43 @@ class Epochs:
         return indices.stream(it._index_sampler, torch_iterator)
 
     def message(self, loader: LoaderLike) -> dict[str, Any]:
-        """Returns the message that begins an epoch in a persistent loader's workers, and sets the epoch's seeds."""
+        """Sets the seeds of the new epoch, and returns the message that starts it in a persistent loader's workers."""
         if self.seeding is not None:
             self.seeding = fetching.next_epoch(loader, self.seeding)
             return {"epoch": self.seeding.epoch}
         return {} if self.failures is None else {"epoch": self.failures.epoch}
 
     def next_message(self) -> dict[str, Any] | None:
-        """Predicts the ``message`` of the next epoch, if nothing changes until then; None if it cannot be predicted."""
+        """Returns what ``message`` will return for the next epoch if nothing changes until then; None if this cannot be
+        predicted. Changes nothing."""
         if self.seeding is not None:
             return {"epoch": self.seeding.epoch + 1}
         return {} if self.failures is None else {"epoch": self.failures.epoch + 1}
 
     def engine_begun(self, it: WorkersIterator, engine: Engine, is_first: bool) -> None:
-        """Runs after the engine has begun an epoch. The epoch counts unless this method raises."""
+        """Runs after the engine has started an epoch. If this method raises, the epoch does not count as started."""
 
     def begun(self, it: WorkersIterator) -> None:
-        """Records that the epoch has begun."""
+        """Records that the epoch has started."""
 
     def owes_an_epoch(self) -> bool:
-        """Returns True if the start of an epoch has failed, and the iterator delivers nothing until one succeeds."""
+        """Returns True if an epoch failed to start, and the iterator must deliver nothing until one does start."""
         return False
 
     # Workers.
 
     def complete(self, job: Job) -> None:
-        """Adds the settings of an epoch to a worker's job."""
+        """Adds the settings of the current epoch to a worker's job. Called for every job."""
 
     def complete_first(self, it: WorkersIterator, job: Job) -> None:
-        """Adds further settings to the job of workers that begin with an engine's first epoch."""
+        """Adds more settings to the job of the workers that start with an engine's first epoch."""
 
     def complete_next(self, job: Job) -> None:
-        """Adds further settings to the job of a process that replaces a dead worker in the current epoch."""
+        """Adds more settings to the job of a process that replaces a dead worker in the current epoch."""
 
     def start_after(self, it: WorkersIterator, engine: Engine, death: Death) -> WorkerStart | None:
-        """Returns the point from which a worker continues after a death; None for a worker without earlier answers to
-        replay. An iterable dataset makes its batches again up to that point."""
+        """Returns the point at which the replacement of a dead worker continues; None if the replacement has no earlier
+        answers to replay. The replacement makes the batches of an iterable dataset again, up to that point."""
         if it._dataset_kind != _DatasetKind.Iterable or not death.answers:
             return None
         return WorkerStart(replay=death.answers)

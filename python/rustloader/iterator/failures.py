@@ -1,4 +1,4 @@
-"""Counts the failed samples of an epoch in the main process, and ends the epoch if they exceed ``max_errors``."""
+"""Counts the failed samples of an epoch in the main process. The epoch ends once there are more than ``max_errors``."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from rustloader.settings import names
 from rustloader.system.limited_log import faults as fault_log
 from rustloader.system.protocols import LoaderLike
 
-# Number of failures that the error's text lists.
+# Number of failures that the error message lists.
 _LISTED = 3
-# Number of counts that are kept: up to two for each batch by which a state can go back, and for the current batch.
+# Number of earlier counts that are kept: at most two for each batch by which a state can go back, plus some for the
+# current batch.
 _KEPT_COUNTS = 2 * (BACK_BATCHES + 2)
-# If an epoch's number of samples is unknown, `max_errors` as a fraction refers to at least this number of samples.
+# If the number of samples in an epoch is unknown, a fractional `max_errors` is taken of the number of samples delivered
+# so far, or of this number if it is larger.
 FEWEST_SAMPLES = 1000
 
 
@@ -29,19 +31,19 @@ class FailureCount:
     """The number of failed samples in an iterator's epoch, and its limit.
 
     Args:
-        faults: Statistics that count the failures of all epochs.
-        limit: ``max_errors``.
-        samples: Number of samples of an epoch; None if unknown.
-        batch_size: Number of samples per batch, for an epoch of unknown length.
-        title: The title of the loader in the log.
+        faults: The statistics that count the failures of all epochs.
+        limit: The option ``max_errors``; None for no limit.
+        samples: Number of samples in an epoch; None if unknown.
+        batch_size: Number of samples per batch, used if the number of samples in an epoch is unknown.
+        title: The name of the loader in log messages.
 
     Attributes:
-        allowed: Number of samples that may fail in an epoch; None if it is unlimited, or depends on the number of
-            delivered batches.
-        error: A function that makes the error that ended the epoch; None if there were not too many failures.
+        allowed: Number of samples that may fail in an epoch; None if there is no limit, or if the limit depends on the
+            number of delivered batches.
+        error: A function that makes the error that ended the epoch; None as long as the failures are within the limit.
         epoch: Number of the iterator's current epoch.
-        next_epoch: Number of the epoch that begins next. If an epoch fails to begin, the next one takes its number.
-        next_earlier: Number of failures in the next epoch before the position from which it is resumed.
+        next_epoch: Number of the epoch that starts next. If an epoch fails to start, the next one takes its number.
+        next_earlier: Number of failures in the next epoch before the position at which it resumes.
     """
 
     def __init__(
@@ -62,32 +64,34 @@ class FailureCount:
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
-        """Resets the counters."""
+        """Resets the counters for the next epoch."""
         self.error: Callable[[], ErrorLimitExceeded] | None = None
         self.epoch = self.next_epoch
         self._count, self.next_earlier = self.next_earlier, 0
         self._first: list[Failure] = []
-        # Pairs of a number of delivered batches and the number of failures in them and in the empty batches that
-        # directly follow them. The latest pair is last.
+        # Pairs (delivered batches, failures), the latest one last. The failures are those in the delivered batches and
+        # in any empty batches directly after them.
         self._counts = [(0, self._count)]
 
     def count_after(self, batches: int) -> int:
-        """Returns the number of failures in this epoch up to the position after a number of delivered batches."""
+        """Returns the number of failures in this epoch up to the position at which ``batches`` batches had been
+        delivered."""
         counts = self._counts
         return next((count for after, count in reversed(counts) if after <= batches), counts[0][1])
 
     def add(
         self, failures: list[Failure], batches: int, is_empty: bool = False
     ) -> Callable[[], ErrorLimitExceeded] | None:
-        """Counts the failures of a batch. Removes each one from the list, so that an interrupted call can be repeated.
+        """Counts and logs the failures of a batch. Removes each failure from the list once it is counted, so that the
+        call can be repeated after an interrupt.
 
         Args:
-            failures: The failures of one batch.
-            batches: Number of delivered batches of this epoch, including this batch or, if it is empty, the next one.
-            is_empty: Whether the batch has no remaining samples and is not delivered.
+            failures: The failures of one batch. The list is empty afterwards.
+            batches: Number of batches delivered in this epoch, counting this batch or, if it is empty, the next one.
+            is_empty: Whether the batch has lost all its samples and is not delivered.
 
         Returns:
-            A function that makes the error that ends the epoch, if there are too many failures; otherwise None.
+            A function that makes the error that ends the epoch; None as long as the failures are within the limit.
         """
         while failures:
             failed = failures[0]
@@ -96,12 +100,12 @@ class FailureCount:
                 self._first.append(failed)
             self._count += 1
             del failures[0]
-            # Logging comes last: it takes the longest, so a signal most likely interrupts this call.
+            # Logging comes last: it takes the longest, so this is the call that a signal most likely interrupts.
             name = "a sample" if failed.index is None else f"sample {failed.index}"
             text = "%s: %s failed and was %s: %s"
             fault_log.warning(text, self._title, name, failed.action, failed.error_text)
         if self._counts[-1][1] != self._count:
-            # A new list: another thread may read the old one.
+            # Makes a new list, because another thread may be reading the old one.
             self._counts = [*self._counts[-_KEPT_COUNTS:], (batches - is_empty, self._count)]
         if self._limit is not None and self._count > self._allowed_after(batches):
             self.error = functools.partial(ErrorLimitExceeded, self._text(), tuple(self._first))
@@ -126,13 +130,13 @@ class FailureCount:
 
 
 def _share(fraction: float, samples: int) -> int:
-    """Returns a fraction of a number of samples, rounded down. 0.29 of 100 is 29, although their product as floats is
-    less."""
+    """Returns a fraction of a number of samples, rounded down. Tolerates rounding errors of floats: 0.29 of 100 is 29,
+    although the product of the floats is slightly less."""
     return math.floor(fraction * samples + 1e-9)
 
 
 def of(loader: LoaderLike, limit: float | None, faults: Faults) -> FailureCount:
-    """Returns the failure count of a loader's new iterator."""
+    """Returns the failure count for a new iterator of a loader. ``limit`` is the loader's ``max_errors``."""
     sampler = loader._index_sampler
     batch_size = getattr(sampler, "batch_size", 1) if loader._auto_collation else 1
     return FailureCount(

@@ -1,4 +1,5 @@
-"""Decides whether the engine can serve a loader; otherwise falls back to torch's iterator and logs why."""
+"""Decides whether the engine can serve a loader. If not, the loader falls back to torch's iterator, and the log says
+why."""
 
 from __future__ import annotations
 
@@ -31,22 +32,27 @@ _NO_QUEUE_TEXT = "dispatch='shared_queue' does not apply to {}; its workers use 
 
 _LOST_OPTIONS_TEXT = "%s of a DataLoader %s no effect: it runs on torch's own iterator"
 
-# The methods of a worker's process that torch calls. The engine waits for the process and signals it without calling
-# them, which is equivalent only for multiprocessing's own methods.
+# The attributes of a worker's Process object that torch uses. The engine waits for the process and sends it signals
+# without using them, which is equivalent only if they are multiprocessing's own.
 _PROCESS_METHODS = ("start", "join", "is_alive", "terminate", "pid")
-# Methods of torch's loop without a counterpart in the engine.
+# Methods of torch's loop that have no counterpart in the engine.
 _UNUSED_METHODS = ("_try_put_index", "_process_data", "_get_data", "_try_get_data")
 _FOREIGN_METHODS = (*_UNUSED_METHODS, "_mark_worker_as_unavailable")
-# A subclass whose code uses one of these names takes part in torch's loop, as a copy of its `_next_data` does. Copied
-# shutdown routines use other names, which `compat` provides.
+# A subclass whose code uses one of these names takes part in torch's loop: for example, it contains a copy of torch's
+# `_next_data`. Copied shutdown routines use other names, which `compat` provides.
 _FOREIGN_NAMES = frozenset({*_UNUSED_METHODS, "_data_queue"})
-# Methods of torch's iterator that the engine replaces or cannot call.
+# Methods of torch's iterator that the engine replaces or never calls.
 _REPLACED_METHODS = ("__init__", "__next__", "_next_data", "_reset", "_shutdown_workers", *_FOREIGN_METHODS)
 
 
 def why_not(cls: type, base: type, loader: LoaderLike) -> str | None:
-    """Returns the reason why the engine cannot serve a loader, or None. The iterator's class ``cls`` is ``base`` or a
-    subclass of it."""
+    """Returns the reason why the engine cannot serve a loader; None if it can.
+
+    Args:
+        cls: The class of the iterator: ``base`` or a subclass of it.
+        base: The engine's iterator class.
+        loader: The loader.
+    """
     if isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
         return "its dataset is a DataPipe"
     foreign = _foreign_process(context_of(loader))
@@ -62,11 +68,12 @@ def context_of(loader: LoaderLike) -> Any:
 
 
 def _foreign_process(context: Any) -> str | None:
-    """Describes how the processes of a context differ from those of multiprocessing; None if they do not."""
+    """Describes how a context's processes differ from those of multiprocessing. Returns None if they do not differ, or
+    if the context runs its workers on other machines."""
     if is_remote(context):
         return None
     kind = process_class(context)
-    # Only a call would show which process a factory function makes, so torch makes that call.
+    # If Process is a factory function, only calling it would show what it makes. Torch's iterator makes that call.
     if not isinstance(kind, type) or not issubclass(kind, BaseProcess):
         return "the Process of its multiprocessing context is not a subclass of multiprocessing.process.BaseProcess"
     for name in _PROCESS_METHODS:
@@ -78,7 +85,7 @@ def _foreign_process(context: Any) -> str | None:
 
 
 def _replaced_part(torch_class: type, engine_class: type) -> str | None:
-    """Describes which part of torch's own iterator or worker a program has replaced; None if it has replaced none.
+    """Describes the part of torch's own iterator or worker that a program has replaced. Returns None if there is none.
 
     After ``install()``, programs find ``engine_class`` in place of ``torch_class`` and may replace its methods.
     """
@@ -94,7 +101,7 @@ def _replaced_part(torch_class: type, engine_class: type) -> str | None:
 
 
 def _foreign_part(cls: type, base: type) -> str | None:
-    """Describes how a subclass of the iterator takes part in torch's own loop; None if it does not."""
+    """Describes how a subclass of the iterator takes part in torch's own loop. Returns None if it does not."""
     for owner in cls.__mro__[: cls.__mro__.index(base)]:
         for name, value in vars(owner).items():
             if name in _FOREIGN_METHODS:
@@ -111,7 +118,7 @@ def fall_back(source: LoaderLike | IteratorLike, reason: str, context: Any = Non
     """Records that a loader or an iterator runs on torch's iterator. Logs each reason once per loader.
 
     Raises:
-        RuntimeError: ``context`` has its workers on other machines, which torch's iterator cannot use.
+        RuntimeError: ``context`` runs the workers on other machines, and torch's iterator cannot use such workers.
     """
     if is_remote(context):
         raise RuntimeError(
@@ -123,7 +130,8 @@ def fall_back(source: LoaderLike | IteratorLike, reason: str, context: Any = Non
 
 
 def warn_of_lost_options(source: object, config: LoaderConfig) -> None:
-    """Warns once per loader about options that torch's iterator does not have, except those that only affect speed."""
+    """Warns once per loader about the options that are set and that torch's iterator ignores, except those that only
+    affect speed."""
     known = ((name, options.option_of(name)) for name in options.keywords())
     lost = [name for name, option in known if option.warns_if_lost and getattr(config, name) != option.default]
     if lost and loader_state.of(source).is_new(_LOST_OPTIONS_TEXT):
@@ -131,8 +139,8 @@ def warn_of_lost_options(source: object, config: LoaderConfig) -> None:
 
 
 def round_robin(loader: LoaderLike, config: LoaderConfig, kind: str) -> LoaderConfig:
-    """Returns the settings with round robin, for a dataset to which a shared queue does not apply. Logs once per
-    loader."""
+    """Returns the settings with ``dispatch="round_robin"``, for a dataset to which a shared queue does not apply. Logs
+    once per loader if this changes the settings. ``kind`` describes the dataset in the log message."""
     if config.dispatch == "round_robin":
         return config
     if loader_state.of(original(loader)).is_new(_NO_QUEUE_TEXT):
@@ -141,7 +149,7 @@ def round_robin(loader: LoaderLike, config: LoaderConfig, kind: str) -> LoaderCo
 
 
 def make_engine(config: LoaderConfig) -> tuple[Engine | None, str | None]:
-    """Returns an engine with these settings, or the reason why there is none."""
+    """Returns a new engine and None, or None and the reason why it cannot be created."""
     try:
         engine = Engine(
             config,

@@ -1,4 +1,4 @@
-"""Decides how the options of a loader change the way its batches are fetched."""
+"""Decides how a loader's options change the way in which its batches are fetched."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ logger = logging.getLogger("rustloader")
 
 
 def adapted(loader: LoaderLike, config: LoaderConfig) -> LoaderConfig:
-    """Returns the settings, with torch's defaults for options that have no effect for the dataset. Logs these options
-    and the reasons once per loader."""
+    """Returns the settings, in which options that have no effect for the loader are reset to torch's behavior. Logs
+    these options once per loader, with the reasons, and also if ``seed_by="sample"`` seeds whole batches."""
     changed: dict[str, Any] = {}
     if config.worker_threads > 1 and (reason := _why_not_concurrent(loader)) is not None:
         _log_once(loader, f"worker_threads={config.worker_threads} has no effect: {reason}")
@@ -34,7 +34,7 @@ def adapted(loader: LoaderLike, config: LoaderConfig) -> LoaderConfig:
 
 
 def check(loader: LoaderLike) -> None:
-    """Raises ValueError if an option of the loader does not suit its dataset."""
+    """Raises ValueError if one of the loader's options cannot be used with its dataset."""
     count = options.in_force(loader, "worker_threads")
     if count > 1 and loader._dataset_kind == _DatasetKind.Iterable:
         raise ValueError(
@@ -51,21 +51,21 @@ def check(loader: LoaderLike) -> None:
 def scheduling(
     loader: LoaderLike, iterator: IteratorLike, config: LoaderConfig, auto_workers: int | None = None
 ) -> SchedulingStats:
-    """Returns the settings that statistics show. What torch's constructor has copied from the loader is read from the
-    iterator, because a program may define the loader's attributes as properties."""
+    """Returns the settings that the statistics show. Values that torch's constructor copied from the loader are read
+    from the iterator, because the program may have defined the loader's attributes as properties."""
     map_style = loader._dataset_kind == _DatasetKind.Map
     sampler = iterator._index_sampler
     batch_size = sampler.batch_size if type(sampler) is BatchSampler else None
     return SchedulingStats(
         prefetch_factor=int(config.prefetch_factor),
         in_order=bool(config.in_order),
-        # An iterable dataset always has round robin and one thread.
+        # An iterable dataset always uses round robin and one thread.
         dispatch=config.dispatch if map_style else "round_robin",
         reorder_window=config.reorder_window,
         worker_threads=config.worker_threads if map_style else 1,
         map_style=map_style,
         batch_size=batch_size if isinstance(batch_size, int) else None,
-        # Looked up on the class: reading an attribute of the dataset itself may run code of the program.
+        # Looked up on the class, because reading an attribute of the dataset itself may run the program's code.
         per_sample=map_style and bool(iterator._auto_collation) and not hasattr(type(loader.dataset), "__getitems__"),
         auto_workers=auto_workers,
         remote=is_remote(loader.multiprocessing_context),
@@ -73,8 +73,9 @@ def scheduling(
 
 
 def seeding(loader: LoaderLike, config: LoaderConfig, drawn: int) -> Seeding | None:
-    """Returns the seeds of the loader's next epoch; None if they are torch's. ``drawn`` is the base seed that torch
-    drew for the iterator; it is used only if this is the loader's first epoch.
+    """Returns the seeds of the loader's next epoch; None if they are torch's.
+
+    ``drawn`` is the base seed that torch drew for the iterator. It is used only if this is the loader's first epoch.
     """
     if config.seed_by == "worker":
         return None
@@ -82,18 +83,20 @@ def seeding(loader: LoaderLike, config: LoaderConfig, drawn: int) -> Seeding | N
 
 
 def next_epoch(loader: LoaderLike, seeding: Seeding) -> Seeding:
-    """Returns the seeds of the loader's next epoch."""
+    """Returns the seeds of the loader's next epoch. If no epoch of the loader has started yet, they have the base seed
+    of ``seeding``."""
     base_seed, epoch = loader_state.epochs(original(loader)) or (seeding.base_seed, 0)
     return Seeding(seeding.by_sample, base_seed, epoch)
 
 
 def note_begun(loader: LoaderLike, seeding: Seeding) -> None:
-    """Counts an epoch that has begun. After a failed or interrupted start, the next epoch has the same number."""
+    """Counts an epoch that has started. An epoch whose start failed or was interrupted is not counted, so the next
+    epoch has the same number."""
     loader_state.set_epochs(original(loader), seeding.base_seed, seeding.epoch + 1)
 
 
 def _why_not_per_sample(loader: LoaderLike) -> str | None:
-    """Returns the reason why the samples of a batch cannot be fetched one by one, or None."""
+    """Returns the reason why the samples of a batch cannot be fetched one by one; None if they can."""
     if torch_fetcher.takes_batches(loader._dataset_kind, loader.dataset, loader._auto_collation):
         return f"the __getitems__ of {type(loader.dataset).__qualname__} makes a whole batch"
     if not torch_fetcher.is_original(loader._dataset_kind):
@@ -102,7 +105,7 @@ def _why_not_per_sample(loader: LoaderLike) -> str | None:
 
 
 def _why_not_concurrent(loader: LoaderLike) -> str | None:
-    """Returns the reason why threads cannot fetch the samples of a batch concurrently, or None."""
+    """Returns the reason why threads cannot fetch the samples of a batch concurrently; None if they can."""
     if loader._dataset_kind == _DatasetKind.Iterable:
         return "the samples of an iterable dataset come one after the other"
     if not loader._auto_collation:
@@ -111,6 +114,6 @@ def _why_not_concurrent(loader: LoaderLike) -> str | None:
 
 
 def _log_once(loader: LoaderLike, text: str, level: int = logging.INFO) -> None:
-    """Logs a text once per loader."""
+    """Logs a message once per loader."""
     if loader_state.of(original(loader)).is_new(text):
         logger.log(level, "a DataLoader: %s", text)

@@ -1,12 +1,16 @@
 """Index streams: torch's index batches, cut from arrays with 8 bytes per index instead of lists of Python ints.
 
-A stream replaces the Python generator of torch's sampler, if that is a BatchSampler over a SequentialSampler, a
-RandomSampler or a DistributedSampler, a RandomSampler without batches, or the sampler of an iterable dataset. It yields
-the same ints and lists at the same calls, and draws from every random generator that a program can see at the same
-moments. Other samplers, subclasses, and samplers with replaced methods keep torch's generator. So does sampling with
-replacement, which torch draws in small pieces.
+A stream replaces the Python generator that iterates over one of these samplers of torch:
 
-An exception that a signal handler raises would end a Python generator, and with it the epoch. It does not end a stream.
+* a BatchSampler over a SequentialSampler, a RandomSampler or a DistributedSampler;
+* a RandomSampler without a BatchSampler;
+* the sampler of an iterable dataset, with or without a BatchSampler.
+
+A stream yields the same ints and lists, call by call. From every random generator that the program can see, it draws
+exactly when torch would. All other samplers, including subclasses and samplers with replaced methods, keep torch's
+generator. So does a RandomSampler with replacement, because torch draws its indices in small pieces.
+
+An exception raised by a signal handler ends a Python generator, and with it the epoch. It does not end a stream.
 """
 
 from __future__ import annotations
@@ -38,10 +42,10 @@ from rustloader.iterator.starts import Start, shard, shard_start
 from rustloader.system.interrupts import is_interrupt
 from rustloader.system.torch_side import known_code
 
-# Number of indices per array of a SequentialSampler.
+# Number of indices in each array of a SequentialSampler's stream.
 _CHUNK = 8192
 
-# A function that returns the next array of indices; None after the last one.
+# A function that returns the next array of indices, and None after the last one.
 _NextArray = Callable[[], "np.ndarray | None"]
 
 BATCHES = known_code(BatchSampler.__iter__, sampler, "iter sampler drop_last batch_size zip itertools islice")
@@ -62,7 +66,7 @@ CONSTANT = known_code(_InfiniteConstantSampler.__iter__, dataloader, "")
 SHARD = known_code(
     DistributedSampler.__iter__,
     distributed,
-    # Older versions assert, newer ones raise an AssertionError with a text.
+    # Older versions use an assert statement; newer ones raise an AssertionError with a message.
     "shuffle torch Generator manual_seed seed epoch randperm len dataset tolist list range drop_last total_size math "
     "ceil rank num_replicas num_samples iter",
     "shuffle torch Generator manual_seed seed epoch randperm len dataset tolist list range drop_last total_size math "
@@ -71,13 +75,13 @@ SHARD = known_code(
 
 
 def stream(index_sampler: Any, torch_iterator: Iterator[Any], start: Start | None = None) -> Iterator[Any]:
-    """Returns the index stream of a sampler, or torch's iterator if the sampler has no stream.
+    """Returns the index stream of a sampler, or ``torch_iterator`` if the sampler has no stream.
 
     Args:
         index_sampler: The source of a loader's index batches.
         torch_iterator: ``iter(index_sampler)``, before its first step.
-        start: The start of the order. It comes from an earlier run, or the stream records it here. None records
-            nothing.
+        start: If it comes from an earlier run, the start from which the stream reproduces the order. Otherwise the
+            stream records the start of its order here. None if the start is not needed.
     """
     if type(index_sampler) is BatchSampler:
         inner = vars(index_sampler).get("sampler")
@@ -111,12 +115,12 @@ class Endless:
 
 
 def _is_endless(inner: Any) -> bool:
-    """Returns True if a sampler is the one that torch uses for iterable datasets."""
+    """Returns True if a sampler is the one that torch uses for iterable datasets, with torch's code."""
     return type(inner) is _InfiniteConstantSampler and _code_of(_InfiniteConstantSampler) is CONSTANT is not None
 
 
 def _has_arrays(inner: Any) -> bool:
-    """Returns True if a sampler's indices can come from arrays."""
+    """Returns True if a stream can take a sampler's indices from arrays."""
     if type(inner) is RandomSampler:
         return RANDOM is not None and _code_of(RandomSampler) is RANDOM and vars(inner).get("replacement") is False
     if type(inner) is SequentialSampler:
@@ -129,7 +133,7 @@ def _code_of(cls: type) -> CodeType | None:
 
 
 def _is_fresh(iterator: Iterator[Any], code: CodeType | None, index_sampler: Any) -> bool:
-    """Returns True if an iterator is torch's own generator over a sampler, before its first step."""
+    """Returns True if an iterator is torch's own generator over ``index_sampler``, and has not made its first step."""
     return (
         type(iterator) is GeneratorType
         and iterator.gi_code is code
@@ -138,13 +142,13 @@ def _is_fresh(iterator: Iterator[Any], code: CodeType | None, index_sampler: Any
     )
 
 
-# Streams call these functions at their first `next`, which is when torch's generators read their samplers.
+# A stream calls the following functions in its first `next`, because that is when torch's generator reads its sampler.
 
 
 def _begin_batches(batches: BatchSampler, start: Start | None) -> tuple[_NextArray, int | None] | None:
-    """Returns the source of a BatchSampler's arrays, and the size of its batches if all have the same size.
+    """Returns the source of a BatchSampler's arrays, and the batch size if all batches must have it (``drop_last``).
 
-    Returns None to leave the sampler to torch's generator.
+    Returns None if the stream must use torch's generator instead.
     """
     begun = _begin(batches.sampler, start)
     if begun is None or not batches.drop_last:
@@ -154,7 +158,8 @@ def _begin_batches(batches: BatchSampler, start: Start | None) -> tuple[_NextArr
 
 
 def _begin(inner: Any, start: Start | None) -> tuple[_NextArray, None] | None:
-    """Returns the source of a sampler's arrays, without a batch size; None to leave it to torch's generator."""
+    """Returns the source of a sampler's arrays and None, which stands for no batch size. Returns just None if the
+    stream must use torch's generator instead."""
     if not _has_arrays(inner):
         return None
     if type(inner) is RandomSampler:
@@ -166,14 +171,15 @@ def _begin(inner: Any, start: Start | None) -> tuple[_NextArray, None] | None:
 
 
 def _size_of(size: Any) -> int:
-    """Converts a ``batch_size`` that is not a small int. Raises the error that ``islice`` raises in torch."""
+    """Returns a ``batch_size`` of any type as an int. If it is invalid, raises the error that ``islice`` raises in
+    torch."""
     itertools.islice((), size)
     return sys.maxsize if size is None else operator.index(size)
 
 
 def _consecutive(size: int) -> Iterator[np.ndarray]:
-    """Returns the numbers from 0 to ``size - 1`` in arrays of limited size. The iterator runs only C code, so an
-    interrupt cannot lose an array."""
+    """Returns an iterator over arrays of limited size that together hold the numbers from 0 to ``size - 1``. The
+    iterator runs only C code, so an interrupt cannot lose an array."""
     starts = range(0, size, _CHUNK)
     return map(np.arange, starts, itertools.chain(starts[1:], (size,)))
 
@@ -181,22 +187,22 @@ def _consecutive(size: int) -> Iterator[np.ndarray]:
 class _Permutations:
     """A callable that returns the permutations of a RandomSampler, one per call, and then None.
 
-    It draws each permutation when torch does. If a signal handler raises during a call, the next call continues with
-    what has been drawn, and nothing is drawn twice.
+    It draws each permutation when torch would. If a signal handler raises during a call, the next call returns the
+    permutation that was already drawn; none is drawn twice.
     """
 
     def __init__(self, inner: RandomSampler, start: Start | None) -> None:
         self._sampler: Any = inner
         self._start = Start() if start is None else start
-        # True if the generator's state must be recorded before the next draw.
+        # Whether the generator's state must be recorded before the next draw.
         self._must_record = start is not None
         self._generator: Any = None
         self._is_private = False
         self._size = 0
-        # Its length is the number of whole permutations that remain.
+        # Its length is the number of complete permutations that remain.
         self._whole = range(0)
         self._ended = False
-        # Contains the permutation that an interrupted call has drawn and not returned.
+        # Holds a permutation that an interrupted call drew but did not return.
         self._drawn: list[torch.Tensor] = []
 
     def __call__(self) -> np.ndarray | None:
@@ -206,7 +212,7 @@ class _Permutations:
             return None
         whole, ended = self._whole[1:], not self._whole
         if ended and self._is_private and self._sampler.num_samples % self._size == 0:
-            # torch draws a permutation here and does not use it. A private generator need not draw it.
+            # Here torch draws a permutation that it does not use. With a private generator, the draw can be omitted.
             self._ended = True
             return None
         if not self._drawn:
@@ -230,15 +236,17 @@ class _Permutations:
 
 
 def _array(permutation: torch.Tensor) -> np.ndarray:
-    """Returns a permutation as a contiguous array, without a copy if it is an ordinary tensor."""
+    """Returns a permutation as a contiguous array. An ordinary tensor is not copied."""
     if type(permutation) is torch.Tensor and permutation.device.type == "cpu":
         return permutation.numpy()
     return np.array(permutation.tolist(), np.int64)
 
 
 def _shard(inner: Any, start: Start | None) -> np.ndarray | None:
-    """Returns the indices of a DistributedSampler; None for settings that are not plain ints, or for which torch's
-    generator raises an error.
+    """Returns the indices of a DistributedSampler. Uses the start from an earlier run if ``start`` has one; otherwise
+    records the start there.
+
+    Returns None if the sampler's settings are not plain ints, or if torch's generator would raise an error for them.
     """
     if start is not None:
         if start.given is not None:

@@ -1,4 +1,4 @@
-"""The iterator mode for loaders that the engine cannot serve as torch would: every method is torch's own."""
+"""The iterator mode for loaders that the engine cannot serve as torch would. In it, every method is torch's own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TorchMode:
     """The mode that calls the methods of torch's own iterator.
 
     Args:
-        engine_class: The engine's iterator class, which torch's class follows in the MRO.
+        engine_class: The engine's iterator class. Torch's class comes after it in the MRO.
         epochs: Decides how each epoch begins.
     """
 
@@ -42,8 +42,8 @@ class TorchMode:
             raise
 
     def _abandon(self, it: WorkersIterator) -> None:
-        """Ends the workers that torch's failed constructor has started, even if torch's own shutdown lacks attributes
-        that the constructor has not set."""
+        """Ends the workers that torch's constructor started before it failed, even if torch's own shutdown fails
+        because the constructor had not set all attributes."""
         try:
             self.shut_down(it)
         except Exception as error:
@@ -56,7 +56,7 @@ class TorchMode:
         self.epochs.beginning(it)
         self.has_ended = False
         self._torch_iterator(it)._reset(loader, is_first)
-        # torch's `_reset` starts the count at 0, not at the epoch's position.
+        # torch's `_reset` sets the count to 0, but the epoch may start at a later position.
         it._num_yielded = self.epochs.yielded
         self.epochs.begun(it)
 

@@ -37,35 +37,37 @@ from rustloader.workers import affinity
 from rustloader.workers.bootstrap import Job
 from rustloader.workers.group import WorkerGroup
 
-# torch's method; None if a program replaced it before this import. For most batches, comparing with it saves a slower
-# check.
+# torch's method; None if a program replaced it before this module was imported. A comparison with it is enough for most
+# batches, and is cheaper than `is_defined_in`.
 _torch_next_index: Any = _BaseDataLoaderIter._next_index
 if not is_defined_in(_torch_next_index, torch_dataloader):
     _torch_next_index = None
 
 
 class Session:
-    """An engine with its workers, from the iterator's construction to its end.
+    """The work of an iterator on the engine: the engine and its workers, from the iterator's construction to its end.
 
-    Methods take the iterator as an argument. The session does not refer to it, because the workers end when the
-    iterator's last reference is dropped.
+    Methods take the iterator as an argument. The session keeps no reference to it, because dropping the last reference
+    to the iterator ends its workers.
 
     Args:
         it: The iterator, after torch's constructor has set its attributes.
-        loader: Its loader.
-        config: Its settings.
+        loader: The iterator's loader.
+        config: The loader's settings.
         engine: An engine without workers.
-        epochs: Decides how each epoch begins.
-        auto_tuner: Decides the number of workers with num_workers="auto"; otherwise None.
+        epochs: Decides how each epoch starts.
+        auto_tuner: Decides the number of workers; None unless the loader has ``num_workers="auto"``.
 
     Attributes:
-        last: A function that makes the error that every later `next` raises; None until the epoch ends or fails.
-        rescued: An answer that did not reach the caller because a signal handler raised. The next call returns it.
+        last: A function that makes the exception that every later ``next`` raises; None until the epoch ends or fails.
+        rescued: An answer, as a code and a value, that did not reach the caller because a signal handler raised. The
+            next call of ``next`` delivers it.
     """
 
-    # The cores of each worker, which its replacements keep.
+    # The cores of each worker, which a replacement of the worker gets too; None if workers may run on any core.
     _cores: list[list[int]] | None = None
-    # Failures of an empty batch that have not been counted yet. If a signal handler raises, the next call counts them.
+    # The failures of an empty batch, until they are counted. If a signal handler raises before that, the next call of
+    # `next` counts them.
     _uncounted: list[Failure] | None = None
 
     def __init__(
@@ -90,7 +92,7 @@ class Session:
         self._predictor = early_epochs.predictor(it, loader, config, epochs, is_tuned=auto_tuner is not None)
 
     def _adopt(self, it: WorkersIterator, engine: Engine) -> None:
-        """Makes an engine without workers the session's engine."""
+        """Makes ``engine`` the session's engine. It must not have any workers yet."""
         config, on_exit = self.config, weakref.WeakMethod(it._note_exit)
         may_skip_samples = not config.raises and it._dataset_kind == _DatasetKind.Map
         restarts = Restarts(config.max_restarts, may_skip_samples) if config.max_restarts else None
@@ -104,7 +106,7 @@ class Session:
         return self.group.engine
 
     def traced_as(self) -> tuple[object, str, int]:
-        """Returns the identity of the loader in a trace: see `tracing.Traceable`."""
+        """Returns how a trace identifies the loader: see `tracing.Traceable`."""
         return self._state, self.config.name, self.config.num_workers
 
     @property
@@ -151,12 +153,12 @@ class Session:
                 it._pin_memory_thread = pinning.Thread(engine)
                 it._pin_memory_thread_done_event = pinning.DoneEvent(engine)
         except BaseException as error:
-            # An incomplete set of workers is useless. The next iter() of a persistent loader starts all of them again.
+            # An incomplete set of workers is useless. The next iter() of a persistent loader starts a new set.
             clean_up_after(error, it._shutdown_workers)
             raise
 
     def _start_again(self, it: WorkersIterator) -> None:
-        """Starts new workers for a persistent loader whose workers died or were shut down."""
+        """Replaces the engine and all workers of a persistent loader whose workers died or were shut down."""
         it._shutdown_workers()
         engine, reason = fallback.make_engine(self.config)
         if engine is None:
@@ -185,7 +187,7 @@ class Session:
         return job
 
     def _first_job(self, it: WorkersIterator) -> Job:
-        """Returns the job of the workers that begin with the engine's first epoch."""
+        """Returns the job of the workers that start with the engine's first epoch."""
         job = self._job(it)
         self.epochs.complete_first(it, job)
         return job
@@ -206,7 +208,7 @@ class Session:
     # Epochs.
 
     def begin(self, it: WorkersIterator, loader: LoaderLike, is_first: bool) -> None:
-        """Begins an epoch."""
+        """Starts an epoch."""
         if self.last is _not_begun:
             self.last = None
         self.epochs.beginning(it)
@@ -259,8 +261,8 @@ class Session:
         it._workers_status = [True] * it._num_workers
 
     def _retune(self, it: WorkersIterator, loader: LoaderLike) -> None:
-        """Applies the decision of num_workers="auto" to a persistent loader. If the number changes, ends the workers,
-        so that the epoch starts new ones."""
+        """Applies the decision of ``num_workers="auto"`` to a persistent loader. If the number of workers changes, ends
+        the current workers, so that the epoch starts new ones."""
         if not self.epochs.may_change_workers:
             return
         self._note_memory(it)
@@ -273,7 +275,7 @@ class Session:
         self.counters.note_workers(tuned.count)
 
     def _note_memory(self, it: WorkersIterator) -> None:
-        """Lets the tuner read the memory of workers that run on this machine."""
+        """Lets the tuner read how much memory the workers use, if they run on this machine."""
         if self._tuner is not None and not it._shutdown and not is_remote(self._context):
             self._tuner.note_memory(worker.pid for worker in it._workers)
 
@@ -286,7 +288,8 @@ class Session:
             it._reset()  # type: ignore[call-arg]
         data = it._next_data()
         it._num_yielded += 1
-        # No call until the return, so that a signal handler cannot lose the batch: see `call_into`.
+        # From here to the return there is no call, except for a warning: a signal handler could raise during the call,
+        # and the batch would be lost (see `call_into`).
         length = it._IterableDataset_len_called
         if length is not None and it._num_yielded > length and it._dataset_kind == _DatasetKind.Iterable:
             warn_of_length(it, TOO_LONG_WITH_WORKERS)
@@ -294,25 +297,26 @@ class Session:
 
     @staticmethod
     def next_observed(it: WorkersIterator) -> Any:
-        """Returns the next batch, visible to profilers and hooks."""
+        """Runs the hooks, and returns the next batch within a profiler record, as torch does."""
         hooks.run()
         with torch.autograd.profiler.record_function(it._profile_name):
             return Session.next(it)
 
     def next_data(self, it: WorkersIterator) -> Any:
-        """Returns the next batch. Raises the error in its place, or StopIteration at the end."""
+        """Returns the next batch. Raises the error that takes its place, or StopIteration at the end of the epoch."""
         if self.epochs.failures is not None:
             return self._unwrap(it, self.epochs.failures)
         return self._answer(it)
 
     def _answer(self, it: WorkersIterator) -> Any:
-        """Returns the engine's next batch. Raises the error of any other answer, and StopIteration at the end."""
+        """Returns the engine's next batch. If the answer is an error, raises it; at the end of the epoch, raises
+        StopIteration."""
         last = self.last
         if last is not None:
             raise last()
         if it._shutdown:
             self.engine.stay()
-            # As in torch, which marks all workers as unavailable at a shutdown.
+            # As in torch, whose shutdown marks all workers as unavailable.
             raise StopIteration
         answer, self.rescued = self.rescued, None
         if answer is None:
@@ -328,10 +332,10 @@ class Session:
                     it._workers_status[:] = engine.active() or it._workers_status
             except BaseException as error:
                 if answer[0] is not None and answer[0] != VACANT:
-                    # A signal handler raised just after the answer arrived. The next call returns it.
+                    # A signal handler raised just after the answer arrived. The next call delivers the answer.
                     self.rescued = answer
                 elif isinstance(error, RuntimeError):
-                    # Another thread may have reached the end or found a dead worker while this one waited.
+                    # While this thread waited, another one may have reached the end or found a dead worker.
                     last = self.last
                     if last is not None:
                         raise last()  # noqa: B904
@@ -360,7 +364,8 @@ class Session:
         raise AssertionError(f"the engine returned an unknown code: {code}")
 
     def _unwrap(self, it: WorkersIterator, count: FailureCount) -> Any:
-        """Returns the next batch under ``on_error``. Skips batches without samples, and counts failures."""
+        """Returns the next batch of a loader whose ``on_error`` is not "raise". Counts the failures, and skips batches
+        that have lost all their samples."""
         while True:
             if self._uncounted is not None:
                 self._count_failures(it, count, self._uncounted, is_empty=True)
@@ -369,7 +374,7 @@ class Session:
                 data = self._answer(it)
             except EmptyBatchError:
                 continue
-            # Set before any call, in which a signal handler could run and lose the batch.
+            # Set before any other call: a signal handler could raise during the call, and the batch would be lost.
             self.rescued = [BATCH, data]
             if isinstance(data, BatchWithFailures):
                 self._count_failures(it, count, data.failures)
@@ -380,7 +385,8 @@ class Session:
     def _count_failures(
         self, it: WorkersIterator, count: FailureCount, failed: list[Failure], is_empty: bool = False
     ) -> None:
-        """Counts the failures of a batch. Beyond ``max_errors``, raises now and at each later call of ``next``."""
+        """Counts the failures of a batch. If they exceed ``max_errors``, raises the error now, and again in each later
+        call of ``next``."""
         error = count.add(failed, it._num_yielded + 1, is_empty)
         if error is not None:
             self.last, self.rescued, self._uncounted = error, None, None
@@ -388,7 +394,8 @@ class Session:
             raise error()
 
     def _raise_for(self, it: WorkersIterator, code: int, value: Any) -> None:
-        """Raises the error for an answer that means a timeout, a dead worker or a dead pin thread."""
+        """Raises the error for an answer that reports a timeout, a dead worker or a dead pin thread. Does nothing for
+        any other answer."""
         if code == TIMED_OUT:
             raise timed_out(it)
         engine = self.engine
@@ -399,14 +406,14 @@ class Session:
         if code == NO_PIN_THREAD:
             self.last = deaths.pin_thread_error(value)
             engine.close()
-            # The thread reports its failure just before it ends.
+            # The thread reports its failure just before it ends, so the wait is short.
             engine.join_pinning(EXIT_GRACE)
             raise self.last()
 
     # The end.
 
     def shut_down(self, it: WorkersIterator) -> None:
-        """Ends the workers: see `_shutdown_workers` of the iterator."""
+        """Ends the workers: see the iterator's ``_shutdown_workers``."""
         group = self.group
         if it._shutdown or not group.engine.is_ours or group.exiting():
             return
@@ -420,7 +427,7 @@ class Session:
             group.end(_utils.MP_STATUS_CHECK_INTERVAL)
 
     def dismiss(self, it: WorkersIterator, worker_id: int, shutdown: bool) -> None:
-        """Records that a copied shutdown routine has dismissed a worker. When all are dismissed, they exit."""
+        """Records that a copied shutdown routine has dismissed a worker. Once all are dismissed, they exit."""
         it._workers_status[worker_id] = False
         if not any(it._workers_status):
             self.engine.close()
@@ -431,8 +438,9 @@ def _not_begun() -> RuntimeError:
 
 
 def index_source(it: WorkersIterator) -> Iterator[Any] | Callable[[], Any]:
-    """Returns the source of index batches: the sampler's iterator, unless `_next_index` is overridden. With no Python
-    frame between the engine and the iterator, an interrupt cannot lose an index batch."""
+    """Returns the object from which the engine draws index batches: ``it._next_index`` if a program has overridden it,
+    otherwise the sampler's iterator. With no Python frame between the engine and the sampler's iterator, an interrupt
+    cannot lose an index batch."""
     next_index = type(it)._next_index
     if next_index is _torch_next_index or is_defined_in(next_index, torch_dataloader):
         source: Iterator[Any] = it._sampler_iter

@@ -1,4 +1,4 @@
-"""Prepares torch's iterator without workers: index streams, seeds, tables, failing samples."""
+"""Adds index streams, seeds, tables and the handling of failed samples to torch's iterator without workers."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ def prepare(iterator: _BaseDataLoaderIter, loader: LoaderLike) -> None:
 def prepare_fetcher(
     iterator: SingleIterator, loader: LoaderLike, config: LoaderConfig, seeding: Seeding | None, epoch: int = 0
 ) -> tuple[Guard, failures.FailureCount] | None:
-    """Makes the fetcher of an iterator fetch batches as the loader's options require.
+    """Gives an iterator a fetcher that fetches batches as the loader's options require.
 
     Args:
         iterator: The iterator.
         loader: The loader.
-        config: Its settings.
+        config: The loader's settings.
         seeding: The seeds of the epoch; None if they are torch's.
-        epoch: Number of the epoch if the seeds are torch's.
+        epoch: Number of the epoch, used only if the seeds are torch's.
 
     Returns:
-        The guard, which decides what happens to failing samples, and their count; None if ``on_error`` is "raise".
+        The guard, which decides what happens to failed samples, and the count of them; None if ``on_error`` is "raise".
     """
     kind = iterator._dataset_kind
     seeds = None if seeding is None else Seeds(seeding, 1 if kind == _DatasetKind.Iterable else 0)
@@ -71,8 +71,8 @@ def prepare_fetcher(
 
 
 def _gather_rows(iterator: SingleIterator) -> None:
-    """Makes the fetcher of an iterator gather the rows of a table at once, if its dataset is one."""
-    # Not in a worker of another loader, where torch's default_collate makes shared tensors.
+    """If the dataset of an iterator is a table, makes the iterator's fetcher gather all rows of a batch at once."""
+    # Not if this process is a worker of another loader: there, torch's default_collate makes tensors in shared memory.
     if _utils.worker.get_worker_info() is None:
         moved_storages.watch()
         tables.use(iterator._dataset_fetcher, iterator._collate_fn, gather)
@@ -100,7 +100,7 @@ def _guarded(
 
 
 class _Indices:
-    """An iterator over an epoch's index batches. Once too many samples have failed, it raises the epoch's error."""
+    """An iterator over an epoch's index batches, which raises the epoch's error once too many samples have failed."""
 
     def __init__(self, batches: Iterator[Any], count: failures.FailureCount) -> None:
         self._batches, self._count = batches, count
@@ -115,14 +115,14 @@ class _Indices:
 
 
 class GuardedFetcher:
-    """A fetcher that skips batches without samples.
+    """A fetcher that counts failed samples, and skips batches that have lost all their samples.
 
     Args:
         inner: The fetcher that calls the guard.
-        kind: Kind of the dataset, a value of torch's ``_DatasetKind``.
-        guard: Decides what happens to failing samples.
-        batches: The index batches of the epoch.
-        count: The count of failures.
+        kind: The dataset's kind, a value of torch's ``_DatasetKind``.
+        guard: Decides what happens to failed samples.
+        batches: The iterator over the epoch's index batches.
+        count: The count of failed samples.
     """
 
     def __init__(
@@ -136,8 +136,8 @@ class GuardedFetcher:
         return getattr(object.__getattribute__(self, "inner"), name)
 
     def fetch(self, index: Any) -> Any:
-        """Fetches the batch of an index batch. If it has no samples, fetches the next one that has. Raises beyond
-        ``max_errors``."""
+        """Fetches the batch of an index batch. If all its samples have failed, draws further index batches until a
+        batch has samples. Raises the epoch's error if the failures exceed ``max_errors``."""
         guard = self._guard
         while True:
             try:

@@ -1,4 +1,4 @@
-"""The start of an epoch's order: what its sampler draws first, or its settings, in a form that can be saved."""
+"""The start of an epoch's order, in a form that can be saved: a seed, a generator's state, or a sampler's settings."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ _NUMBERS = ("epoch", "seed", "rank", "num_replicas")
 
 
 class Start:
-    """The start of an epoch's order. It comes from an earlier run, or is recorded when the sampler begins.
+    """The start of an epoch's order. It either comes from an earlier run, or is recorded at the sampler's first draw.
 
-    Its value is one of:
+    The value, ``saved``, is one of:
 
     * ``{"seed": int}``: the seed that a RandomSampler without a generator has drawn.
-    * ``{"generator": tensor}``: the state of the sampler's own generator before its first draw.
+    * ``{"generator": tensor}``: the state of the sampler's own generator before the sampler's first draw.
     * ``{"global_generator": tensor}``: the state of torch's global generator before the sampler's first draw.
     * The settings of a DistributedSampler, as ``shard_start`` returns them.
-    * None: the sampler has not begun, and will draw as torch does.
+    * None: the sampler has drawn nothing yet, and will draw as torch does.
 
     Args:
         saved: The start that an earlier run saved; None if there is none.
-        is_owed: Whether the seed is drawn as in torch although ``saved`` is used. The drawn seed is not used.
+        is_owed: Whether ``seed`` also draws a seed from torch's global generator if ``saved`` is given. That seed is
+            not used; it only advances the generator as torch would.
 
     Attributes:
         given: The start that an earlier run saved; None if there is none.
@@ -37,12 +38,12 @@ class Start:
         self.given = None if saved is None else dict(saved)
         self._is_owed = is_owed
         self._noted: dict[str, Any] | None = None
-        # The first seed counts. A signal handler that asks for the start while it is being drawn may add a second one.
+        # Only the first seed is used. A signal handler that runs during the draw and calls `seed` may add another.
         self._seeds: list[torch.Tensor] = []
 
     @property
     def saved(self) -> dict[str, Any] | None:
-        """The start that was given or recorded; None until the sampler has begun."""
+        """The start that was given or recorded; None until the sampler's first draw."""
         if self.given is not None:
             return self.given
         if self._seeds:
@@ -50,11 +51,12 @@ class Start:
         return self._noted
 
     def note(self, start: dict[str, Any] | None) -> None:
-        """Records the start of an epoch that does not come from an earlier run."""
+        """Records the start of an epoch that began in this run. A start from an earlier run takes precedence."""
         self._noted = start
 
     def seed(self) -> int:
-        """Returns the seed of a RandomSampler without a generator. Draws it at the first call, as torch does."""
+        """Returns the seed of a RandomSampler without a generator: the given one, or one that the first call draws as
+        torch does."""
         if not self._seeds and (self.given is None or self._is_owed):
             call_into(self._seeds, torch.Tensor.random_, torch.empty((), dtype=torch.int64))
         if self.given is not None:
@@ -62,10 +64,12 @@ class Start:
         return int(self._seeds[0].item())
 
     def generator_of(self, sampler: Any) -> tuple[Any, bool]:
-        """Returns the generator from which a RandomSampler draws, in its state before the first draw, and whether the
-        generator is private.
+        """Returns the generator from which a RandomSampler must draw, in its state before the first draw, and whether
+        that generator is private.
 
-        The sampler's own generator is set to a saved state. For any other start a private generator is made.
+        If the sampler has a generator, and the start does not come from an earlier run or has the state of such a
+        generator, returns the sampler's generator, set to the saved state if there is one. Otherwise makes a private
+        generator.
         """
         own, saved = sampler.generator, self.given
         if own is not None and (saved is None or "generator" in saved):
@@ -76,7 +80,7 @@ class Start:
 
 
 def private_generator(start: int | Mapping[str, Any]) -> torch.Generator:
-    """Returns a new generator that programs cannot see, with the seed or the saved state in ``start``."""
+    """Returns a new generator that the program cannot see. ``start`` is its seed, or a start with its state."""
     generator = torch.Generator()
     if isinstance(start, int):
         generator.manual_seed(start)
@@ -86,11 +90,11 @@ def private_generator(start: int | Mapping[str, Any]) -> torch.Generator:
 
 
 def shard_start(sampler: Any) -> dict[str, Any] | None:
-    """Returns the start of a DistributedSampler's epoch: all settings that its order depends on. None if a setting that
-    must be a number is not one.
+    """Returns the start of a DistributedSampler's epoch: all settings that determine its order. Returns None if a
+    setting that must be an int is not one.
     """
     try:
-        # Converted to plain ints, also from bools and NumPy's ints.
+        # Bools and NumPy's ints become plain ints.
         numbers = {name: int(operator.index(getattr(sampler, name))) for name in _NUMBERS}
     except TypeError:
         return None
@@ -98,18 +102,18 @@ def shard_start(sampler: Any) -> dict[str, Any] | None:
         "shuffle": bool(sampler.shuffle),
         "drop_last": bool(sampler.drop_last),
         "dataset_length": len(sampler.dataset),
-        # Number of samples at the start of the order that were delivered before the number of ranks changed, and the
-        # ordinal of the first index batch after them.
+        # If the number of ranks has changed during the epoch: the number of samples at the start of the order that were
+        # delivered before the change, and the ordinal of the first index batch after them.
         "consumed": 0,
         "first": 0,
     }
 
 
 def shard(start: Mapping[str, Any]) -> np.ndarray:
-    """Returns the indices of one rank, from the part of the order after the ``consumed`` samples.
+    """Returns the indices of one rank, taken from the part of the order that follows the first ``consumed`` samples.
 
-    The order is torch's: a permutation seeded by seed + epoch, or all indices. If no samples are consumed, the result
-    is what torch's DistributedSampler yields.
+    The order is torch's: a permutation seeded with ``seed + epoch`` if ``shuffle`` is set, otherwise ascending. If
+    ``consumed`` is 0, the result is what torch's DistributedSampler yields.
     """
     size = start["dataset_length"]
     if start["shuffle"]:
@@ -119,7 +123,7 @@ def shard(start: Mapping[str, Any]) -> np.ndarray:
         order = np.arange(size)
     remaining = order[start["consumed"] :]
     replicas = start["num_replicas"]
-    # As in torch: either the tail is dropped, or the order is repeated from its start until all ranks have as many.
+    # As in torch, the order is either truncated or repeated from its start, so that all ranks get equally many indices.
     each = len(remaining) // replicas if start["drop_last"] else -(-len(remaining) // replicas)
     places = np.arange(start["rank"], each * replicas, replicas)
     return remaining[places % max(len(remaining), 1)]

@@ -1,4 +1,4 @@
-"""Warnings and errors of an iterator, with torch's texts."""
+"""An iterator's warnings and errors, with torch's wording."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ TOO_LONG_WITH_WORKERS = (
     "IterableDataset replica at each worker. Please see "
     "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
 )
-# Older versions of torch issue this warning for a line of torch's own file.
+# Older versions of torch attribute this warning to a line in torch's own file, not to the caller.
 _POINTS_TO_THE_CALLER = ("stacklevel",) in _BaseDataLoaderIter.__next__.__code__.co_consts
 
 
 def warn_of_length(it: IteratorLike, text: str = TOO_LONG) -> None:
-    """Warns that an iterable dataset has yielded more samples than its length."""
+    """Warns that an iterable dataset has yielded more samples than its length. ``text`` is the message's template."""
     text = text.format(it._dataset, it._IterableDataset_len_called, it._num_yielded)
     if _POINTS_TO_THE_CALLER:
         warnings.warn(text, stacklevel=frames_to_program())
@@ -33,5 +33,5 @@ def warn_of_length(it: IteratorLike, text: str = TOO_LONG) -> None:
 
 
 def timed_out(it: IteratorLike) -> LoaderTimeoutError:
-    """Returns the error for a wait that took longer than ``timeout``."""
+    """Returns the error for a wait that exceeded the loader's ``timeout``."""
     return LoaderTimeoutError(f"DataLoader timed out after {it._timeout} seconds")

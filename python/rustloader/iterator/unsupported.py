@@ -1,4 +1,4 @@
-"""The public names on systems other than Linux, without the extension. Loaders run on torch's own iterator."""
+"""The public names for systems other than Linux. There is no extension, and loaders run on torch's own iterator."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _warned = False
 
 
 def __getattr__(name: str) -> Any:
-    """Provides ``__version__``, which on Linux comes from the extension."""
+    """Provides ``__version__``, which comes from the extension on Linux."""
     if name != "__version__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return metadata.version("rustloader")
@@ -39,7 +39,7 @@ def __getattr__(name: str) -> Any:
 def warn() -> None:
     """Logs once per process that loaders run on torch's iterator."""
     global _warned
-    # A spawned worker runs the script's top level again, and must not repeat the warning.
+    # A spawned worker runs the script's top-level code again, and must not repeat the warning.
     process = multiprocessing.current_process()
     if not (_warned or process.daemon or getattr(process, "_inheriting", False)):
         _warned = True
@@ -57,7 +57,7 @@ def sample_seed() -> int:
 
 
 def share(x: Any, *, threshold: int = 1 << 20, key: str | None = None, timeout: float = 1800.0) -> Any:
-    """Returns ``x`` itself, or the result of the function ``x``: there is no shared memory."""
+    """Returns ``x`` itself or, if it is a function, its result: there is no shared memory."""
     return x() if callable(x) and not any(hasattr(x, name) for name in ("__getitem__", "__iter__")) else x
 
 
@@ -82,7 +82,7 @@ def cache(
     path: str | os.PathLike[str] | None = None,
     version: str = "",
 ) -> CachedDataset:
-    """Returns a dataset that makes a sample each time it is asked for: there is no shared memory."""
+    """Returns a dataset that fetches a sample again each time it is read: there is no shared memory for a cache."""
     check(dataset, then, key, path, version)
     return CachedDataset(dataset=dataset, then=then)
 
@@ -96,7 +96,7 @@ class StatefulDataLoader(DataLoader[Any]):
 
 @options.takes(options.Options)
 def install(values: dict[str, Any]) -> None:
-    """Only logs a warning: loaders keep torch's iterator and their own options."""
+    """Only logs a warning: loaders keep torch's iterator, and the options have no effect."""
     warn()
 
 
@@ -111,7 +111,7 @@ def is_installed() -> bool:
 
 @options.takes(options.Options)
 def installed(values: dict[str, Any]) -> Installed:
-    """Does what ``install()`` does, for the body of a ``with`` statement."""
+    """Returns a context manager that, like ``install()``, only logs a warning."""
     return Installed(_installed)
 
 
@@ -122,7 +122,8 @@ def _installed() -> Iterator[None]:
 
 
 def stats(source: Any) -> Stats:
-    """Returns empty statistics with a note that gives the reason. Raises TypeError for objects other than loaders."""
+    """Returns empty statistics, with a note that explains why. Raises TypeError if ``source`` is neither a loader nor
+    an iterator of one."""
     source = loader_in(source, lambda _: False)
     if not isinstance(source, (DataLoader, _BaseDataLoaderIter)):
         raise no_loader(source)
@@ -131,12 +132,12 @@ def stats(source: Any) -> Stats:
 
 
 def report_ranks(source: Any = None, group: Any = None) -> RankReport:
-    """Returns a report on this process alone, without figures."""
+    """Returns a report that covers only this process and has no measurements."""
     return RankReport((RankStats(0, socket.gethostname()),))
 
 
 class MetricsServer:
-    """A server without metrics."""
+    """A stand-in for the metrics server, which serves nothing."""
 
     port, address = 0, ""
 
@@ -151,7 +152,7 @@ class MetricsServer:
 
 
 def serve_metrics(port: int, address: str = "127.0.0.1") -> MetricsServer:
-    """Only logs a warning: there are no figures to serve."""
+    """Only logs a warning: there are no metrics to serve."""
     warn()
     return MetricsServer()
 
@@ -165,8 +166,8 @@ def trace(path: str | os.PathLike[str], *, level: str = "batch", seconds: float 
 
 @contextlib.contextmanager
 def report(source: Any, callback: Callable[[Stats], object], every: float = 10.0) -> Iterator[None]:
-    """Calls ``callback`` with ``stats(source)`` at the end of the body. Raises ValueError for an invalid interval, as
-    on Linux."""
+    """Calls ``callback`` with ``stats(source)`` when the body of the ``with`` statement ends. Raises ValueError for an
+    invalid interval, as on Linux."""
     check_interval(every)
     try:
         yield

@@ -1,4 +1,4 @@
-"""A multiprocessing context whose workers run on other machines and connect back."""
+"""A multiprocessing context whose workers run on other machines and connect back to the main process."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rustloader.settings.limits import REMOTE_START
 
 @dataclass(frozen=True)
 class Call:
-    """The parameters with which a worker connects back to the main process.
+    """The parameters that a worker needs to connect back to the main process.
 
     Attributes:
-        address: The address on which the main process listens.
-        port: The port on which it listens for this worker.
+        address: The address at which the worker reaches the main process.
+        port: The port on which the main process listens for this worker.
         token: The secret with which both ends authenticate themselves. It is never sent over their connection.
-        worker_id: The worker's number.
-        generation: Number of earlier processes of the worker.
+        worker_id: The worker's ID.
+        generation: Number of processes that this worker had before.
     """
 
     address: str
@@ -33,26 +33,27 @@ class Started(Protocol):
     """A worker that was asked to start."""
 
     def failure(self) -> str | None:
-        """Returns the reason why the worker has ended or cannot start; None while it starts or runs. Does not wait."""
+        """Returns the reason why the worker has ended or cannot start; None while it is starting or running. Does not
+        wait."""
 
     def waits_for(self) -> str:
-        """Describes what the worker may be waiting for, for the error about a start that takes too long."""
+        """Describes what the worker may be waiting for, for the error that is raised if its start takes too long."""
 
     def kill(self) -> None:
-        """Ends the worker in any state. Does not wait, and does not raise if the worker is gone."""
+        """Ends the worker, even if it is still starting. Does not wait, and does not raise if the worker is gone."""
 
 
 class RemoteContext(BaseContext, abc.ABC):
-    """A context for ``multiprocessing_context``. ``launch`` starts its workers, which then connect to this process.
+    """A context for ``multiprocessing_context``. Its ``launch`` starts the workers, which then connect to this process.
 
-    torch accepts any ``BaseContext``, but only rustloader's engine can use this one: all attributes with which torch's
-    iterator would start a process raise.
+    torch accepts any ``BaseContext``, but only rustloader's engine can use this one: the attributes that torch's
+    iterator uses to start a process raise RuntimeError.
     """
 
     _name = "remote"
 
     def get_start_method(self, allow_none: bool = False) -> str:
-        """Returns the name of the start method of these workers."""
+        """Returns the name of this context's start method."""
         return self._name
 
     def get_context(self, method: Any = None) -> Any:
@@ -70,30 +71,30 @@ class RemoteContext(BaseContext, abc.ABC):
 
     @property
     def start_seconds(self) -> float:
-        """Maximum number of seconds that the start of workers may take."""
+        """The number of seconds that the start of workers may take."""
         return REMOTE_START.get()
 
     @abc.abstractmethod
     def address(self) -> str:
-        """Returns the address at which workers reach this process. The process listens on this address alone, if this
-        machine has it.
+        """Returns the address at which workers reach this process. If this machine has the address, the process listens
+        only on it; otherwise, for example behind NAT, on all interfaces.
         """
 
     @abc.abstractmethod
     def dumps(self, value: Any) -> bytes:
-        """Pickles the dataset and functions: by value if the other machine cannot import their definitions."""
+        """Pickles the dataset or functions for a worker: by value if its machine cannot import their definitions."""
 
     @abc.abstractmethod
     def put(self, blob: bytes) -> Any:
-        """Stores bytes for the workers, and returns a reference to them, which ``launch`` takes."""
+        """Stores bytes for the workers, and returns a reference to these bytes, which is passed to ``launch``."""
 
     @abc.abstractmethod
     def launch(self, blob: Any, call: Call) -> Started:
-        """Starts a process on some machine, which calls ``rustloader.workers.remote.serve``.
+        """Starts a worker process, on any machine. The process must call ``rustloader.workers.remote.serve``.
 
         Args:
             blob: The result of ``put``.
-            call: The parameters with which the process connects back.
+            call: The parameters that the process needs to connect back.
         """
 
 

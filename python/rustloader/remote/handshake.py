@@ -1,15 +1,16 @@
-"""The handshake on a connection. Both ends prove that they know a secret before either of them unpickles anything.
+"""The handshake on a worker's connection. Both ends prove that they know a secret before either unpickles anything.
 
-The worker gets the secret from its launcher, such as Ray. The secret is never sent over the connection::
+The worker gets the secret from its launcher, such as Ray. The secret is never sent over the connection. The two ends
+send these messages::
 
     main process    challenge: magic number, nonce
-    worker          hello: magic number, nonce, worker number, pid, versions as JSON
+    worker          hello: magic number, nonce, worker ID, pid, versions as JSON
                     proof: HMAC-SHA256 of "worker", the challenge and the hello, with the secret as the key
     main process    proof: HMAC-SHA256 of "main", the challenge and the hello, with the secret as the key
                     reply: the job, or the reason why the main process refuses the worker
-    worker          reply: an acknowledgement that it has read the job, or the error that prevents this
+    worker          reply: the acknowledgement that it has read the job, or the error that prevented this
 
-The nonces are new for each connection, so a proof cannot be replayed on another one. After the handshake the engine
+Each connection has new nonces, so a proof cannot be replayed on another connection. After the handshake, the engine
 owns the connection.
 """
 
@@ -31,26 +32,26 @@ import torch
 from rustloader._core import __version__
 
 TOKEN_BYTES = 32
-# Increment this with every change to the handshake, the job, or the frames that follow (src/transport/frame.rs).
+# Increment this with every change to the handshake, to the job, or to the frames that follow (src/transport/frame.rs).
 PROTOCOL = 4
 _MAGIC = b"rustload"
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _CHALLENGE_BYTES = len(_MAGIC) + _NONCE_BYTES
-# Magic number, nonce, worker number, pid, length of the versions.
+# Magic number, nonce, worker ID, pid, length of the versions in bytes.
 _HELLO = struct.Struct(f"<8s{_NONCE_BYTES}sIIH")
-# The header of a reply: a flag, which is set if the sender continues, and the number of bytes that follow.
+# The header of a reply: a flag, which is set if the handshake continues, and the number of bytes that follow.
 _REPLY = struct.Struct("<?Q")
 _VERSIONS_MAX = 4096
 # Maximum size of a reply in bytes. It is large, because a job may contain the state of a dataset.
 _REPLY_MAX = 1 << 30
-# Seconds within which the other end of a connection must prove that it knows the secret. The limit is generous, because
-# an overloaded machine is slow, and a few silent strangers do not block other connections.
+# Seconds within which the other end of a connection must prove that it knows the secret. The limit is generous: an
+# overloaded machine may be slow, and a few strangers that stay silent do not block other connections.
 _HELLO_SECONDS = 30.0
 
 
 class HandshakeError(RuntimeError):
-    """Raised if the handshake fails: the other end refuses, is not the expected one, or sends too long a message."""
+    """Raised if the handshake fails: the other end refuses it, is not the expected one, or sends too long a message."""
 
 
 def new_token() -> bytes:
@@ -59,8 +60,8 @@ def new_token() -> bytes:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions that must be the same at both ends: rustloader encodes batches, and torch and NumPy pickle
-    them."""
+    """Returns the versions that must be the same at both ends: rustloader's, because it encodes batches, and those of
+    Python, torch and NumPy, because they pickle objects."""
     return {
         "rustloader": __version__,
         "Python": ".".join(platform.python_version_tuple()[:2]),
@@ -72,7 +73,7 @@ def versions() -> dict[str, str]:
 
 
 def version_mismatch(other: dict[str, Any]) -> str | None:
-    """Describes how the versions at the other end differ from those of this process; None if they are the same."""
+    """Describes how the other end's versions differ from those of this process. Returns None if they are the same."""
     own = versions()
     differing = [name for name, version in own.items() if other.get(name) != version]
     if not differing:
@@ -83,7 +84,7 @@ def version_mismatch(other: dict[str, Any]) -> str | None:
 
 def listen(address: str) -> socket.socket:
     """Opens a listening socket on a free port of an IPv4 or IPv6 address. If this machine does not have the address
-    (behind NAT, or in a container), the socket listens on all interfaces.
+    (because it is behind NAT, or in a container), the socket listens on all interfaces.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
@@ -115,12 +116,13 @@ def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
 
 
 def _proof(token: bytes, role: bytes, transcript: bytes) -> bytes:
-    """Returns the proof that one end knows the secret, bound to its role and the transcript."""
+    """Returns the proof that one end knows the secret. It is valid only for this role and this transcript."""
     return hmac.digest(token, role + transcript, "sha256")
 
 
 def send_reply(connection: socket.socket, continues: bool, text: bytes, deadline: float) -> None:
-    """Sends a reply: content with which the handshake continues, or the reason why it ends.
+    """Sends a reply. If ``continues`` is set, ``text`` is the content that the other end needs to continue; otherwise
+    it is the reason why the handshake ends.
 
     Raises:
         HandshakeError: The reply is too long.
@@ -134,10 +136,10 @@ def send_reply(connection: socket.socket, continues: bool, text: bytes, deadline
 
 
 def receive_reply(connection: socket.socket, deadline: float) -> bytes:
-    """Receives the content of a reply.
+    """Receives a reply and returns its content.
 
     Raises:
-        HandshakeError: The other end refuses to continue, for the reason in the text, or its reply is too long.
+        HandshakeError: The other end refuses to continue (the error's message is its reason), or its reply is too long.
     """
     continues, length = _REPLY.unpack(_receive(connection, _REPLY.size, deadline))
     if length > _REPLY_MAX:
@@ -149,11 +151,12 @@ def receive_reply(connection: socket.socket, deadline: float) -> bytes:
 
 
 def connect(address: str, port: int, token: bytes, worker_id: int, pid: int, deadline: float) -> socket.socket:
-    """Connects to the main process. When this returns, each end has proved to the other that it knows the secret.
+    """Connects to the main process. When this function returns, each end has proved to the other that it knows the
+    secret.
 
     Raises:
-        HandshakeError: The process that listens there does not know the secret.
-        OSError: No process listens there, or it closes the connection, or it is silent until the deadline.
+        HandshakeError: The process that listens there is not the main process, or does not know the secret.
+        OSError: No process listens there, or the process closes the connection, or does not answer by the deadline.
     """
     connection = socket.create_connection((address, port), timeout=_seconds_left(deadline))
     try:
@@ -165,7 +168,8 @@ def connect(address: str, port: int, token: bytes, worker_id: int, pid: int, dea
 
 
 def introduce(connection: socket.socket, token: bytes, worker_id: int, pid: int, deadline: float) -> None:
-    """Proves to the main process that this worker knows the secret, and checks that the main process knows it, too."""
+    """Proves to the main process that this worker knows the secret, and checks that the main process knows it, too.
+    Raises the same errors as `connect`."""
     challenge = _receive(connection, _CHALLENGE_BYTES, deadline)
     if not challenge.startswith(_MAGIC):
         raise HandshakeError("the process that listens there is not the main process of a DataLoader")
@@ -181,10 +185,10 @@ def authenticate_worker(connection: socket.socket, token: bytes, worker_id: int,
     """Checks that the other end is the expected worker, and proves to it that this process knows the secret.
 
     Returns:
-        The worker's pid; None for any other connection, which receives only the challenge.
+        The worker's pid; None if the other end is not the worker. Such an end receives only the challenge.
 
     Raises:
-        HandshakeError: The worker's versions differ. The worker has received the reason.
+        HandshakeError: The worker's versions differ from those of this process. The worker has been sent the reason.
     """
     limit = min(deadline, time.monotonic() + _HELLO_SECONDS)
     challenge = _MAGIC + secrets.token_bytes(_NONCE_BYTES)

@@ -1,4 +1,4 @@
-"""Marks a thread that pickles objects for other machines, which cannot access the memory of this one."""
+"""Marks a thread that pickles objects for other machines, because these cannot access this machine's shared memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def is_packing() -> bool:
 
 @contextlib.contextmanager
 def packing() -> Iterator[None]:
-    """Marks this thread as pickling objects for another machine, for the body of a ``with`` statement."""
+    """Marks this thread as pickling objects for another machine while the body of a ``with`` statement runs."""
     _state.depth += 1
     try:
         yield

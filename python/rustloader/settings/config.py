@@ -12,16 +12,16 @@ from rustloader.settings import loader_state, names, option_values, options
 from rustloader.settings.options import Option
 from rustloader.system.protocols import IteratorLike, LoaderLike
 
-# Arguments of torch's class that configure an iterator. ``resolve`` does not check them: torch does.
+# Arguments of torch's class that configure an iterator. `resolve` does not check them, because torch does.
 _TORCH_ARGUMENTS = ("num_workers", "prefetch_factor", "in_order", "persistent_workers", "timeout")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoaderConfig:
-    """The resolved settings of an iterator. Options that are not set have their defaults instead of None.
+    """The resolved settings of an iterator. An option that is not set has its default here, not None.
 
-    An iterator keeps them, because it does not keep its loader. Workers get them in their job, and the engine reads
-    them by name.
+    The iterator keeps these settings, because it keeps no reference to its loader. Workers receive them in their job,
+    and the engine reads the fields by name.
     """
 
     num_workers: int
@@ -40,30 +40,31 @@ class LoaderConfig:
     worker_affinity: str | Sequence[int | Collection[int]] | None
     name: str
     overlap_epochs: bool
-    # True if workers send snapshots of their datasets.
+    # Whether workers send snapshots of their datasets' states.
     snapshots: bool = False
 
     @property
     def window(self) -> tuple[int | None, int | None]:
-        """The reorder window as a number of batches and a number of bytes, at least one of which is None."""
+        """The reorder window, as a number of batches and a number of bytes. At least one of them is None."""
         return option_values.window(self.reorder_window)
 
     @property
     def raises(self) -> bool:
-        """True if an exception in a sample is raised, as in torch."""
-        # The type is checked first: a callable object may compare equal to anything.
+        """True if an exception in a sample is raised in the main process, as in torch."""
+        # The type is checked first, because the comparison with a callable object may run any code.
         return isinstance(self.on_error, str) and self.on_error == "raise"
 
     def changed(self, **values: Any) -> LoaderConfig:
-        """Returns these settings with some of them replaced."""
+        """Returns a copy of these settings in which some are replaced."""
         return dataclasses.replace(self, **values)
 
 
 def resolve(loader: LoaderLike) -> LoaderConfig:
-    """Returns the settings of a loader of any class: its own, or those of ``install()`` where it has torch's defaults.
+    """Returns the settings of a loader of any class. Where the loader has torch's default, an option of ``install()``
+    applies.
 
     Raises:
-        TypeError, ValueError: The program has set an attribute of the loader to a value that the option cannot have.
+        TypeError, ValueError: The program has set an attribute of the loader to a value that is invalid for the option.
     """
     installed = _installed(loader)
     values = {name: installed[name] if name in installed else getattr(loader, name) for name in _TORCH_ARGUMENTS}
@@ -74,11 +75,11 @@ def resolve(loader: LoaderLike) -> LoaderConfig:
 
 
 def _installed(loader: LoaderLike) -> dict[str, Any]:
-    """Returns the options of ``install()`` that apply to a loader."""
+    """Returns the options of ``install()`` that apply to a loader, by name."""
     values: dict[str, Any] = {}
     for name, value in options.current().items():
         option: Option = options.option_of(name)
-        if not option.unset:  # not an attribute of loaders
+        if not option.unset:  # loaders have no such attribute
             continue
         own = loader_state.given(loader, name) if option.keyword else getattr(loader, name)
         if own in option.unset:
@@ -105,7 +106,8 @@ def view(loader: LoaderLike, **values: Any) -> Any:
 
 
 def view_for_torch(loader: LoaderLike, config: LoaderConfig) -> Any:
-    """Returns the view of a loader that is passed to torch's code, or the loader itself if nothing is replaced."""
+    """Returns the view of a loader that torch's code gets: with the options of ``install()``, and with the number of
+    workers in ``config``. Returns the loader itself if nothing is replaced."""
     installed = _installed(loader)
     values = {name: installed[name] for name in installed if not options.option_of(name).keyword}
     if config.num_workers != loader.num_workers:
@@ -119,8 +121,8 @@ def original(loader: LoaderLike) -> Any:
 
 
 def keep_iterator(loader: LoaderLike, config: LoaderConfig, iterator: IteratorLike) -> None:
-    """Makes a loader keep its iterator if its workers are persistent only by an option of ``install()``. Sets the two
-    attributes that torch's ``__iter__`` reads."""
+    """Makes a loader keep its iterator if its workers are persistent only because of an option of ``install()``. For
+    this, sets the two attributes that torch's ``__iter__`` reads."""
     if config.persistent_workers and not loader.persistent_workers:
-        object.__setattr__(loader, "persistent_workers", True)  # torch's class refuses to set it
-        setattr(loader, "_iterator", iterator)  # noqa: B010, a protocol has it for reading alone
+        object.__setattr__(loader, "persistent_workers", True)  # torch's class does not allow an assignment
+        setattr(loader, "_iterator", iterator)  # noqa: B010, the protocol declares it as read-only

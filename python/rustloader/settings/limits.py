@@ -1,7 +1,7 @@
-"""Limits, intervals and environment variables of the Python side; docs/options.md lists the variables.
+"""Limits, intervals and environment variables of the Python code. docs/options.md describes the variables.
 
-``src/config.rs`` has the limits of the Rust core, and the limits of both sides, which ``rustloader._core`` exports.
-Importing this module imports neither torch nor the extension.
+The limits of the Rust core, and those that both sides use, are in ``src/config.rs``; ``rustloader._core`` exports the
+latter. Importing this module imports neither torch nor the extension.
 """
 
 from __future__ import annotations
@@ -12,39 +12,39 @@ from typing import Any, NamedTuple
 from rustloader.settings.option_values import NO, YES
 from rustloader.settings.options import Options, option_of
 
-# The oldest and the newest minor version of torch with which the tests run.
+# The oldest and the newest minor version of torch that the tests cover.
 TORCH_VERSIONS = ((2, 6), (2, 15))
 
-# Seconds from SIGTERM to SIGKILL at shutdown. A worker without its own handler ends at once.
+# At shutdown: seconds from SIGTERM to SIGKILL. A worker that has not installed a handler for SIGTERM ends at once.
 KILL_AFTER = 0.5
-# At the interpreter's exit: seconds that workers have to exit, and seconds from SIGTERM to SIGKILL.
+# At the interpreter's exit: seconds that workers have to exit before SIGTERM, and seconds from SIGTERM to SIGKILL.
 EXIT_GRACE = 0.5
 EXIT_KILL_AFTER = 0.2
-# Seconds to wait after SIGKILL. Only a process in uninterruptible sleep lives longer.
+# Seconds to wait for a process after SIGKILL. Only a process in uninterruptible sleep lives longer.
 KILLED_AFTER = 5.0
-# Seconds until a Ctrl-C that a destructor has caught is raised again. By then the object must be gone.
+# Seconds until a Ctrl-C that a destructor has caught is raised again. By then, the object must have been destroyed.
 INTERRUPT_AFTER = 0.02
-# Seconds to wait for the fork server to report how a worker ended, or to end itself.
+# Seconds to wait until the fork server has reported how a worker ended, or until the fork server itself has ended.
 STATUS_AFTER = 1.0
-# Seconds after which a spawned worker stops waiting for its turn to import torch. Without a limit workers could hang:
-# the program's main module may wait for other workers.
+# Seconds after which a spawned worker stops waiting for its turn to import torch. Without this limit, workers could
+# deadlock: the program's main module may wait for other workers when it is imported during a worker's turn.
 GATE_SECONDS = 10.0
-# CPU time that each worker may spend on snapshots of its dataset in an epoch: a number of seconds, so that from the
-# start a small state has a snapshot after each batch, plus a share of the time since the epoch began, so that a large
-# state lowers the batch rate by no more than this share.
+# CPU time that each worker may spend per epoch on snapshots of its dataset's state: a fixed number of seconds, so that
+# a small state is captured after every batch from the start, plus a share of the time since the epoch started, so that
+# a large state lowers the batch rate by no more than this share.
 SNAPSHOT_ALLOWANCE = 0.02
 SNAPSHOT_SHARE = 0.005
-# Number of a worker's batches after which an unchanged state of an iterable dataset is reported.
+# If the state of an iterable dataset has not changed after this number of a worker's batches, this is reported.
 FROZEN_AFTER = 64
-# Seconds until the restart of a worker that has died twice without a batch in between. Each further death doubles the
-# time, up to the maximum.
+# Seconds until the restart of a worker that has died twice without making a batch in between. Each further death in a
+# row doubles the time, up to the maximum.
 BACK_OFF = 0.1
 MAX_BACK_OFF = 5.0
-# Number of deaths at one sample, or in one batch, after which it is not tried again.
+# Number of deaths at one sample, or in one batch, after which that sample or batch is not tried again.
 POISON_AFTER = 3
 # Maximum number of deaths that an error lists.
 DEATHS_SHOWN = 20
-# Maximum number of characters of an index batch in errors and warnings.
+# Maximum number of characters with which errors and warnings show an index batch.
 INDEX_SHOWN = 200
 
 
@@ -55,7 +55,7 @@ class Seconds(NamedTuple):
     default: float
 
     def get(self) -> float:
-        """Returns the current value. Raises ValueError if it is not a nonnegative number."""
+        """Returns the variable's current value. Raises ValueError if it is not a nonnegative number."""
         text = os.environ.get(self.name, "")
         try:
             value = float(text) if text else self.default
@@ -75,36 +75,36 @@ class Switch(NamedTuple):
     default: bool
 
     def get(self) -> bool:
-        """Returns the current value. Raises ValueError if it is neither 1 nor 0."""
+        """Returns the variable's current value. Raises ValueError if it is neither 1 nor 0 nor a synonym of these."""
         text = os.environ.get(self.name, "").strip().lower()
         if text and text not in YES + NO:
             raise ValueError(f"{self.name} must be 1 or 0, got {text!r}; set it to one of them, or unset it")
         return text in YES if text else self.default
 
 
-# Seconds without a first batch until a stall warning; 0: no warning.
+# Seconds after which a worker that has not made its first batch causes a stall warning; 0 for no warning.
 STALL_START = Seconds("RUSTLOADER_STALL_START_SECONDS", 30.0)
-# Seconds of work on one batch until a stall warning; 0: no warning.
+# Seconds of work on one batch after which a worker causes a stall warning; 0 for no warning.
 STALL_ITEM = Seconds("RUSTLOADER_STALL_ITEM_SECONDS", 120.0)
-# Seconds to wait for the stack of the stalled worker; 0: no stack.
+# Seconds to wait for the stack of the stalled worker; 0 to omit the stack.
 STALL_STACK = Seconds("RUSTLOADER_STALL_STACK_SECONDS", 1.0)
-# Seconds until a worker dies of a SIGTERM that it alone has received, if the program has a handler for SIGTERM.
+# If the program handles SIGTERM: seconds after which a worker dies of a SIGTERM that no other worker has received.
 SIGTERM = Seconds("RUSTLOADER_SIGTERM_SECONDS", 0.5)
-# True if the program's fork server imports the modules that workers need.
+# Whether the program's fork server imports the modules that workers need.
 FORKSERVER_PRELOAD = Switch("RUSTLOADER_FORKSERVER_PRELOAD", True)
-# True if NumPy allocates large arrays of workers in shared memory.
+# Whether NumPy allocates the workers' large arrays in shared memory.
 NUMPY_ARENA = Switch("RUSTLOADER_NUMPY_ARENA", True)
 # Seconds that the start of workers on other machines may take, including the import of torch and the transfer of the
 # dataset.
 REMOTE_START = Seconds("RUSTLOADER_REMOTE_START_SECONDS", 120.0)
 SECONDS = (STALL_START, STALL_ITEM, STALL_STACK, SIGTERM, REMOTE_START)
-# Seconds between two checks of workers that start or end on other machines.
+# Seconds between two checks of workers that are starting or ending on other machines.
 REMOTE_CHECK = 0.05
-# Seconds that workers on other machines have to exit, after which a worker in the middle of a sample ends at once; and
-# the seconds from then until the connections are closed and the actors are killed.
+# Seconds that workers on other machines have to exit. After that, a worker ends at once, even in the middle of a
+# sample. REMOTE_KILL_AFTER seconds later, the connections are closed and the actors are killed.
 REMOTE_GRACE = 0.8
 REMOTE_KILL_AFTER = 0.2
-# Seconds that a worker on another machine has to send its last results.
+# Seconds that a worker on another machine has for sending its last results.
 REMOTE_FINISH = 5.0
 
 
@@ -117,7 +117,7 @@ class StallLimits(NamedTuple):
 
 
 def stall_limits() -> StallLimits:
-    """Returns the limits from the environment. Raises ValueError as `Seconds.get` does."""
+    """Returns the limits that the environment sets, or their defaults. Raises ValueError if a value is invalid."""
     return StallLimits(STALL_START.get(), STALL_ITEM.get(), STALL_STACK.get())
 
 
@@ -126,7 +126,8 @@ INSTALL = "RUSTLOADER_INSTALL"
 
 
 def parse_install(setting: str) -> dict[str, Any] | None:
-    """Returns the options that a value of ``RUSTLOADER_INSTALL`` sets, by name; None if the value installs nothing.
+    """Returns the options of ``install()`` that a value of ``RUSTLOADER_INSTALL`` sets, by name: none of them for "1",
+    which installs the engine without options. Returns None if the value installs nothing.
 
     Raises:
         ValueError: The value is neither 1 nor 0 nor a list of options.

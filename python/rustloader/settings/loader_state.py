@@ -1,8 +1,8 @@
 """The state that rustloader keeps for a loader from one iterator to the next.
 
-The parts that copies and pickles of a loader include are its attributes: the options that its constructor was given,
-the epochs with ``seed_by``, and the number of workers that "auto" has set. The other parts are in a `LoaderState` in a
-weak table, so that the loader otherwise has the same attributes as torch's.
+Copies and pickles of a loader must include three parts of this state, so they are attributes of the loader: the options
+that its constructor was given, the epochs with ``seed_by``, and the number of workers that "auto" has set. All other
+parts are in a `LoaderState`, which a weak table holds, so that the loader has no further attributes that torch's lacks.
 """
 
 from __future__ import annotations
@@ -16,34 +16,36 @@ from rustloader.system.weak_table import WeakTable
 if TYPE_CHECKING:
     from rustloader._core import WarmPages
 
-# The names of the options that the constructor was given. Subclasses may have attributes or methods of the same names.
+# The names of the options that the constructor was given. Without this list, an attribute or method of a subclass could
+# be taken for an option of the same name.
 GIVEN = "_rustloader_options"
-# The base seed of the first epoch, and the number of epochs that have begun. Only loaders with ``seed_by`` have these.
+# The base seed of the first epoch, and the number of epochs that have started. Only loaders with `seed_by` have this.
 EPOCHS = "_rustloader_epochs"
-# The number of workers that "auto" has set last. If `num_workers` differs, the program has set it.
+# The number of workers that "auto" set last. If `num_workers` differs from it, the program has changed `num_workers`.
 AUTO = "_rustloader_auto"
 
 
 class LoaderState:
-    """The state that is kept as long as its loader lives in this process."""
+    """The part of a loader's state that is kept in this process as long as the loader or one of its iterators lives."""
 
     def __init__(self) -> None:
         # The `rustloader.auto.tuner.Tuner` of a loader with num_workers="auto".
         self.tuner: Any = None
-        # The file and the line that made the loader, if its constructor has recorded them.
+        # The file and line that made the loader; None if its constructor has not recorded them.
         self.origin: tuple[str, int] | None = None
         self._logged: set[str] = set()
 
     @functools.cached_property
     def pages(self) -> WarmPages:
-        """The pages that are kept for the next epoch. They are freed with this state, after the loader and its
-        iterators are gone."""
+        """The pages of memory that are kept for the next epoch. They are freed together with this state, after the
+        loader and its iterators are gone."""
         from rustloader._core import WarmPages
 
         return WarmPages()
 
     def is_new(self, text: str) -> bool:
-        """Returns True if a text has not been logged for the loader, and records that it is logged now."""
+        """Returns True if a message has not been logged for the loader yet. Records it as logged, so that a later call
+        with the same message returns False."""
         is_new = text not in self._logged
         self._logged.add(text)
         return is_new
@@ -53,28 +55,30 @@ _states: WeakTable[LoaderState] = WeakTable()
 
 
 def of(source: object) -> LoaderState:
-    """Returns the state of a loader or of an iterator's loader. Creates it if there is none."""
+    """Returns the state of a loader; ``source`` is the loader or one of its iterators. Creates the state if there is
+    none."""
     return _states.find(source) or _states.keep(source, LoaderState())
 
 
 def find(source: object) -> LoaderState | None:
-    """Returns the state of a loader or of an iterator's loader, or None."""
+    """Returns the state of a loader, or None if there is none; ``source`` is the loader or one of its iterators."""
     return _states.find(source)
 
 
 def share(iterator: IteratorLike, loader: LoaderLike) -> None:
-    """Gives an iterator the state of its loader, because it does not keep the loader."""
+    """Makes an iterator share the state of its loader. The iterator has to hold the state itself, because it keeps no
+    reference to the loader."""
     _states.keep(iterator, of(loader))
 
 
 def given(loader: LoaderLike, name: str) -> Any:
-    """Returns the value of an option if the loader's constructor was given it, or None."""
+    """Returns a loader's value of an option; None if the option was not given to the loader's constructor."""
     names = getattr(loader, GIVEN, ())
     return getattr(loader, name, None) if type(names) is tuple and name in names else None
 
 
 def give(loader: LoaderLike, values: dict[str, Any]) -> None:
-    """Sets options of a loader as its constructor does: as attributes, from which frameworks rebuild loaders."""
+    """Sets options of a loader as its constructor does: as attributes, because frameworks rebuild loaders from them."""
     for name, value in values.items():
         setattr(loader, name, value)
     if values:
@@ -87,7 +91,7 @@ def epochs(loader: LoaderLike) -> tuple[int, int] | None:
 
 
 def set_epochs(loader: LoaderLike, base_seed: int, epoch: int) -> None:
-    # Not `setattr`, because the loader's class may refuse to set attributes.
+    # Not `setattr`, because the loader's class may refuse new attributes.
     object.__setattr__(loader, EPOCHS, (base_seed, epoch))
 
 
@@ -97,12 +101,12 @@ def forget_epochs(loader: LoaderLike) -> None:
 
 
 def has_auto(loader: LoaderLike) -> bool:
-    """Returns True if a loader was made with "auto", and the program has not set another number since."""
+    """Returns True if a loader was made with "auto", and the program has not set another number of workers since."""
     return type(number := getattr(loader, AUTO, None)) is int and number == loader.num_workers
 
 
 def forget_auto(loader: LoaderLike) -> None:
-    """Ends "auto" for a loader, which keeps its current number of workers."""
+    """Turns "auto" off for a loader, which keeps its current number of workers."""
     vars(loader).pop(AUTO, None)
 
 

@@ -15,11 +15,12 @@ _OWN = FOLDER + os.sep
 
 
 def note_origin(loader: LoaderLike, frame: FrameType | None) -> None:
-    """Records the file and the line that make a loader, for its default name. Keeps no frame.
+    """Records the file and line that make a loader, for its default name. Keeps no reference to a frame.
 
     Args:
         loader: The loader, whose constructor is running.
-        frame: The caller of that constructor. Frames of subclass constructors and of this package are skipped.
+        frame: The frame that called the constructor. It and its callers are skipped as long as they belong to the
+            constructor of a subclass or to this package.
     """
     while frame is not None and _makes_itself(loader, frame):
         frame = frame.f_back
@@ -29,7 +30,7 @@ def note_origin(loader: LoaderLike, frame: FrameType | None) -> None:
 
 def _makes_itself(loader: LoaderLike, frame: FrameType) -> bool:
     code = frame.f_code
-    # `DataLoader[int](...)` is called by the module typing.
+    # In `DataLoader[int](...)`, the module typing makes the call.
     if code.co_filename.startswith(_OWN) or code.co_filename == typing.__file__:
         return True
     if code.co_name != "__init__" or not code.co_argcount:
@@ -38,10 +39,10 @@ def _makes_itself(loader: LoaderLike, frame: FrameType) -> bool:
 
 
 def default(loader: LoaderLike) -> str:
-    """Returns the name of a loader that was given none: the file and the line that made it, as in "train.py:12".
+    """Returns the name of a loader that was not given one: the file and line that made it, as in "train.py:12".
 
-    The name is the type of the dataset for a copy, for a loader made in a notebook's cell, and for one that a library
-    has made from torch's class.
+    For a copy of a loader, a loader made in a notebook's cell, and a loader whose class is torch's, it is the name of
+    the dataset's type instead.
     """
     state = loader_state.find(loader)
     if state is None or state.origin is None or _is_of_cell(state.origin[0]):
@@ -51,21 +52,21 @@ def default(loader: LoaderLike) -> str:
 
 
 def _is_of_cell(file: str) -> bool:
-    """Returns True if a file is a cell of a notebook or of IPython, whose file name changes with its content."""
+    """Returns True if a file name denotes a cell of a notebook or of IPython. Such a name changes with the content."""
     return os.path.basename(os.path.dirname(file)).startswith("ipykernel_") or file.startswith("<ipython-input-")
 
 
 def given(loader: LoaderLike) -> str | None:
-    """Returns the name that a loader of any class was given or that ``install()`` has set; None if it has neither."""
+    """Returns the name that a loader of any class was given, or else the one that ``install()`` has set, or None."""
     name: str | None = options.in_force(loader, "name") or options.current().get("name")
     return name
 
 
 def of(loader: LoaderLike) -> str:
-    """Returns the name of a loader of any class."""
+    """Returns the name of a loader of any class: the given one, or the default."""
     return given(loader) or default(loader)
 
 
 def title(name: str | None) -> str:
-    """Returns the title of a loader in log messages, with its name if it was given one."""
+    """Returns the words with which log messages refer to a loader. ``name`` is the name that it was given, or None."""
     return "a DataLoader" if name is None else f"the DataLoader {name}"

@@ -1,6 +1,6 @@
-"""Kinds of option values. Each kind checks values, parses them from text, and raises the errors for invalid ones.
+"""The kinds of option values. Each kind checks values, parses them from strings, and raises errors for invalid ones.
 
-A new option uses one of these kinds, or adds a class to this module.
+For a new option, use one of these kinds, or add a class to this module.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 # Strings that mean True and False in environment variables.
 YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 METHODS = multiprocessing.get_all_start_methods()
-# Limit of core numbers, larger than on any machine.
+# Core numbers must be below this limit, which no machine reaches.
 MAX_CORES = 8192
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1024, "mi": 1024**2, "gi": 1024**3}
 _NAME = re.compile(r"[\w.:/+-](?:[\w.:/+ -]{0,98}[\w.:/+-])?")
@@ -27,9 +27,9 @@ class Kind:
     """A kind of option values.
 
     Attributes:
-        types: The types of its values. True and False do not count as integers.
-        described: Description of a valid value, for errors about values that Python code passes.
-        expected: Description of a valid string, for errors about environment variables and the command line.
+        types: The types of valid values. True and False do not count as integers.
+        described: Describes a valid value, in errors about a value that Python code passes.
+        expected: Describes a valid string, in errors about environment variables and the command line.
     """
 
     types: ClassVar[tuple[type, ...]]
@@ -37,25 +37,25 @@ class Kind:
     expected: str
 
     def is_kind(self, value: Any) -> bool:
-        """Returns True if a value has the right type. If not, ``check`` raises TypeError."""
+        """Returns True if a value has a valid type. Otherwise, ``check`` raises TypeError."""
         return isinstance(value, self.types) and (bool in self.types or not isinstance(value, bool))
 
     def allows(self, value: Any) -> bool:
-        """Returns True if a value of the right type is valid. If not, ``check`` raises ValueError."""
+        """Returns True if a value of a valid type is itself valid. Otherwise, ``check`` raises ValueError."""
         return True
 
     def read(self, text: str) -> Any:
-        """Converts a string to a value, which may still be invalid. Raises ValueError for an unreadable string."""
+        """Converts a string to a value, which ``allows`` may still reject. Raises ValueError if this is impossible."""
         raise NotImplementedError
 
     def check(self, name: str, value: Any) -> None:
-        """Raises TypeError or ValueError if an option of this name cannot have the value."""
+        """Raises TypeError or ValueError if a value is invalid. ``name`` is the option's name in the error message."""
         error = TypeError if not self.is_kind(value) else None if self.allows(value) else ValueError
         if error is not None:
             raise error(f"{name} must be {self.described}, got {value!r}")
 
     def parse(self, text: str) -> Any:
-        """Parses a string from the environment or the command line. Raises ValueError if it is not valid."""
+        """Converts a string from the environment or the command line to a value. Raises ValueError if it is invalid."""
         value = self.read(text)
         if not self.allows(value):
             raise ValueError(text)
@@ -107,7 +107,7 @@ class Seconds(Kind):
 
 
 class Choice(Kind):
-    """One of several words. Derived kinds also accept other values."""
+    """One of several words. Subclasses also accept values that are not strings."""
 
     types: ClassVar[tuple[type, ...]] = (str,)
 
@@ -135,7 +135,7 @@ class Policy(Choice):
 
 
 class Failures(Kind):
-    """A number of samples, or a fraction of all samples."""
+    """A number of samples, or a fraction of all samples, for the samples that may fail."""
 
     types: ClassVar[tuple[type, ...]] = (int, float)
     described = "a nonnegative integer, or a fraction of the samples between 0.0 and 1.0"
@@ -149,7 +149,7 @@ class Failures(Kind):
 
 
 class Name(Kind):
-    """A name that people read and that is a label of metrics."""
+    """A name that people can read and that is valid as a label value of metrics."""
 
     types: ClassVar[tuple[type, ...]] = (str,)
     described = expected = "a name of 1 to 100 letters, digits, spaces and characters of _.:/+-"
@@ -177,7 +177,7 @@ class StartMethod(Choice):
 
 
 class Size(Kind):
-    """A number of batches, or a size in bytes such as "512MiB"."""
+    """A number of batches, or a size in bytes as a string such as "512MiB"."""
 
     types: ClassVar[tuple[type, ...]] = (int, str)
     described = 'a positive integer (batches), or a size such as "512MiB"'
@@ -195,7 +195,7 @@ class Size(Kind):
 
 
 class Bytes(Kind):
-    """A size in bytes, as a number or a string such as "8GiB"."""
+    """A size in bytes, as a number or as a string such as "8GiB"."""
 
     types: ClassVar[tuple[type, ...]] = (int, str)
     described = 'a positive number of bytes, or a size such as "8GiB"'
@@ -212,13 +212,13 @@ class Bytes(Kind):
 
 
 def size_in_bytes(value: int | str) -> int:
-    """Converts a value of the kind `Bytes` to a number of bytes. Raises ValueError for a string that is not a size."""
+    """Converts a value of the kind `Bytes` to a number of bytes. Raises ValueError if it is a string but not a size."""
     number = value if isinstance(value, int) else _number(value)
     return byte_size(str(value)) if number is None else number
 
 
 class Cores(Kind):
-    """ "spread", or a list with one or several cores for each worker."""
+    """ "spread", or a list that has one or more cores for each worker."""
 
     described = "'spread', or a list with one or several cores for each worker"
     expected = "spread or cores such as 0/1/2-3"
@@ -237,7 +237,8 @@ class Cores(Kind):
         return bool(entries) and all(entries) and all(core >= 0 for entry in entries for core in entry)
 
     def read(self, text: str) -> str | list[list[int]]:
-        """Converts a string such as "spread" or "0/1/2-3+6" to a value."""
+        """Converts "spread", or a string such as "0/1/2-3+6", to a value. A slash separates workers, a plus sign the
+        cores of a worker."""
         if text.lower() == "spread":
             return "spread"
         workers = []
@@ -251,14 +252,15 @@ class Cores(Kind):
 
 
 def text_of(value: Any) -> str:
-    """Converts a value to the string from which its kind's ``parse`` makes the same value."""
+    """Converts an option's value to a string from which the ``parse`` of its kind makes the same value."""
     if isinstance(value, list):
         return "/".join("+".join(map(str, cores)) for cores in value)
     return str(int(value) if isinstance(value, bool) else value)
 
 
 def byte_size(text: str) -> int:
-    """Converts a size such as "512MiB" or "1.5 GB" to bytes. Raises ValueError for other strings, and below 1 byte."""
+    """Converts a size such as "512MiB" or "1.5 GB" to bytes. Raises ValueError for any other string, and for a size
+    below 1 byte."""
     match = _SIZE.fullmatch(text.strip())
     count = float(match[1]) * _UNITS[match[2].lower()] if match else 0
     if not 1 <= count < math.inf:
@@ -267,7 +269,8 @@ def byte_size(text: str) -> int:
 
 
 def window(value: int | str | None) -> tuple[int | None, int | None]:
-    """Converts a value of the kind `Size` to a number of batches and a number of bytes; at least one is None."""
+    """Converts a value of the kind `Size`, or None, to a number of batches and a number of bytes. At least one of them
+    is None."""
     if value is None:
         return None, None
     number = value if isinstance(value, int) else _number(value)

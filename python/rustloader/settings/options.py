@@ -1,10 +1,11 @@
 """``rustloader.Options``, and the options that ``install()`` has set.
 
 To add an option, add a field with its kind to ``Options``, and a field to ``LoaderConfig``. The parameters of
-``install()`` and ``installed()``, the syntax of ``RUSTLOADER_INSTALL`` and the flags of ``run`` follow from the fields.
+``install()`` and ``installed()``, the syntax of ``RUSTLOADER_INSTALL`` and the flags of ``run`` are derived from the
+fields of ``Options``.
 """
 
-# No `from __future__ import annotations`, so that signatures show types and not strings.
+# No `from __future__ import annotations`, so that annotations in signatures are types and not strings.
 import dataclasses
 import functools
 import inspect
@@ -44,22 +45,22 @@ class Option:
     """The metadata of a field of ``Options``.
 
     Attributes:
-        text: Description of the option in docstrings.
-        help: Description of the option in the help of ``run``.
-        unset: Values of a loader's attribute that the option overrides: torch's defaults. Empty if loaders have no such
-            attribute.
+        text: The option's description in docstrings.
+        help: The option's description in the help of the command ``run``.
+        unset: The values of a loader's attribute that an installed option replaces: torch's defaults. Empty if loaders
+            have no such attribute.
         kind: Checks values, and parses them from strings.
-        flag: Flag of ``run``.
-        metavar: Name of the flag's value in the help; empty for a flag without a value.
-        flag_value: Value that a flag without a value sets.
-        effective: Converts a value to the loader's attribute.
+        flag: The option's flag of the command ``run``.
+        metavar: The name of the flag's value in the help; empty for a flag that takes no value.
+        flag_value: The option's value that a flag without a value sets.
+        effective: Converts a value of the option to the value of the loader's attribute.
         keyword: Whether the option is a keyword argument of ``rustloader.DataLoader`` that torch's class does not have.
-        default: Value that applies if neither the loader nor ``install()`` sets one.
-        warns_if_lost: Whether a loader on torch's own iterator, which ignores the option, logs a warning, because it
-            then delivers other batches or ends early.
-        needs_workers: A verb phrase that completes "there is no worker to ..." in the error of a loader without
-            workers; empty for an option that works without them.
-        needs_persistent: Whether the workers must be persistent.
+        default: The value that applies if neither the loader nor ``install()`` sets one.
+        warns_if_lost: Whether a warning is logged if the loader runs on torch's own iterator, which ignores the option:
+            without the option, the loader would deliver different batches, or end early.
+        needs_workers: A verb phrase that completes "there is no worker to ..." in the error for a loader without
+            workers; empty if the option also works without workers.
+        needs_persistent: Whether the option works only with persistent workers.
     """
 
     text: str
@@ -87,13 +88,13 @@ def _field(*args: Any, **kw: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Options:
-    """Options of loaders: the fields are the keyword arguments of ``rustloader.install()``.
+    """Options of loaders. The fields are the keyword arguments of ``rustloader.install()``.
 
-    None leaves loaders unchanged. Any other value applies to loaders that have torch's default.
+    None leaves loaders unchanged. Any other value applies to all loaders that have torch's default for the option.
 
     Raises:
         TypeError: An option has the wrong type.
-        ValueError: An option cannot have that value.
+        ValueError: An option has an invalid value.
 
     Examples:
         >>> rustloader.Options(prefetch_factor=4)
@@ -299,12 +300,18 @@ def option_of(name: str) -> Option:
 
 
 def keywords() -> list[str]:
-    """Returns the options that are keyword arguments of ``rustloader.DataLoader``."""
+    """Returns the names of the options that are keyword arguments of ``rustloader.DataLoader``, but not of torch's."""
     return [name for name in Options.__dataclass_fields__ if option_of(name).keyword]
 
 
 def check_workers(given: dict[str, Any], num_workers: int, persistent: bool) -> None:
-    """Raises ValueError for an option that requires workers or persistent workers if the loader has none."""
+    """Raises ValueError if an option needs workers or persistent workers, and the loader has none.
+
+    Args:
+        given: The options that were given to the loader, by name.
+        num_workers: The loader's number of workers.
+        persistent: Whether the loader has ``persistent_workers=True``.
+    """
     persistent = persistent or current().get("persistent_workers", False)
     for name, value in given.items():
         option = option_of(name)
@@ -322,8 +329,8 @@ def check_workers(given: dict[str, Any], num_workers: int, persistent: bool) -> 
 
 
 def in_force(loader: LoaderLike, name: str) -> Any:
-    """Returns the value of an option that applies to a loader of any class. If the program has set an invalid value,
-    raises the same error as ``Options``.
+    """Returns the value that an option has for a loader of any class: the loader's own, or the default. Ignores
+    ``install()``. If the program has set the attribute to an invalid value, raises the same error as ``Options``.
     """
     option = option_of(name)
     value = loader_state.given(loader, name)
@@ -339,12 +346,14 @@ def type_of(name: str) -> Any:
 
 
 def with_fields(docstring: str | None, heading: str, names: Iterable[str] | None = None) -> str | None:
-    """Returns a docstring with a section on the fields (default: all), before the sections on the result and errors."""
+    """Inserts a section that describes options into a docstring, before its sections "Returns" and "Raises". ``names``
+    are the options' names; None stands for all options.
+    """
     if docstring is None:  # python -OO
         return None
     at = re.search(r"^( *)(?:Returns|Raises):$", docstring, re.MULTILINE)
     place = at.start() if at else len(docstring)
-    # Python 3.13 and later strip the indentation.
+    # Python 3.13 and later strip the indentation of docstrings.
     indent = at[1] if at else ""
     names = Options.__dataclass_fields__ if names is None else names
     entries = [f"{name}: {option_of(name).text}" for name in names]
@@ -366,20 +375,21 @@ def current() -> dict[str, Any]:
 
 
 def replace(values: dict[str, Any]) -> None:
-    """Replaces all options that are set."""
+    """Replaces all options that ``install()`` has set."""
     global _current
     _current = Options(**values)
 
 
 def add(values: dict[str, Any]) -> None:
-    """Adds to the options that are set. Raises the same errors as ``Options``. None leaves an option unchanged."""
+    """Adds to the options that ``install()`` has set. A value of None leaves an option unchanged. Raises the same
+    errors as ``Options``."""
     replace(current() | {name: value for name, value in values.items() if value is not None})
 
 
 def takes(options: Callable[_P, Options]) -> Callable[[Callable[[dict[str, Any]], _R]], Callable[_P, _R]]:
-    """Decorates a function that takes a dict of options, so that callers pass them as keyword arguments.
+    """Decorates a function that takes a dict of options, so that its callers pass the options as keyword arguments.
 
-    Type checkers and ``inspect.signature`` see the parameters of ``Options``, and the docstring describes them.
+    Type checkers and ``inspect.signature`` see the parameters of ``options``, and the docstring describes them.
     """
 
     def decorate(function: Callable[[dict[str, Any]], _R]) -> Any:

@@ -1,1 +1,1 @@
-"""Deaths and stalls of workers: their causes, the decisions about restarts, and the texts of errors and warnings."""
+"""Deaths and stalls of workers: their causes, the decisions about restarts, and the error and warning messages."""

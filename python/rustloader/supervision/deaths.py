@@ -1,4 +1,4 @@
-"""Errors for dead workers and the dead pin thread, with torch's texts."""
+"""Errors for dead workers and a dead pin thread, with torch's wording."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rustloader.supervision import stalls
 from rustloader.workers import remote
 from rustloader.workers.memory_events import OUT_OF_MEMORY
 
-# torch's sentence about the cause.
+# torch's text in place of the cause. The worker's report, if there is one, replaces it.
 _LOST = "Details are lost due to multiprocessing. Rerunning with num_workers=0 may give better error trace."
 
 
@@ -28,15 +28,15 @@ def error_of(
     out_of_memory: bool = False,
     report: str | None = None,
 ) -> Callable[[], WorkerDiedError]:
-    """Returns a function that makes a new error for a death, each time that it is to be raised.
+    """Returns a function that makes the error for a death: a new one each time that the error is raised.
 
     Args:
         death: The death.
         process: The worker's process, which the program may have closed or replaced; None if it is unknown.
         restarts: Number of earlier restarts of the worker.
-        history: Further notes for the error.
-        out_of_memory: Whether the worker's memory cgroup was out of memory.
-        report: The worker's report on an argument that it could not load, or None.
+        history: Additional notes for the error.
+        out_of_memory: Whether the worker's memory cgroup ran out of memory.
+        report: The worker's report on an argument that it could not load; None if there is no report.
     """
     exitcode, name = end_of(death, process)
     if death.index is None:
@@ -65,7 +65,7 @@ def error_of(
 
 
 def cause(death: Death, process: Any, out_of_memory: bool = False) -> str:
-    """Describes how a worker's process ended, as in "was killed by signal: Killed". Takes the arguments of
+    """Describes how a worker's process ended, as in "was killed by signal: Killed". The arguments are those of
     ``error_of``."""
     if death.stalled:
         return "took longer than stall_timeout for one batch and was killed"
@@ -78,7 +78,8 @@ def cause(death: Death, process: Any, out_of_memory: bool = False) -> str:
 
 
 def pin_thread_error(cause: str) -> Callable[[], RuntimeError]:
-    """Returns a function that makes the error for an unexpected end of the pin thread."""
+    """Returns a function that makes the error for a pin thread that ended unexpectedly. ``cause`` becomes a note of the
+    error, unless it is empty."""
 
     def make() -> RuntimeError:
         error = RuntimeError("Pin memory thread exited unexpectedly")
@@ -90,7 +91,8 @@ def pin_thread_error(cause: str) -> Callable[[], RuntimeError]:
 
 
 def end_of(death: Death, process: Any) -> tuple[int | None, str | None]:
-    """Returns the exit code of a worker and the name of the signal that killed it, each None if unknown."""
+    """Returns a worker's exit code, and the name of the signal that killed it. The exit code is None if it is unknown;
+    the name is None if no signal is known to have killed the worker."""
     exitcode, name = death.exitcode, death.signal
     if exitcode is None:
         exitcode = _exitcode_of(process)
@@ -100,10 +102,10 @@ def end_of(death: Death, process: Any) -> tuple[int | None, str | None]:
 
 
 def _exitcode_of(process: Any) -> int | None:
-    # With forkserver, only the fork server learns how a worker ended, and reports it a little later. `join` could wait
-    # without limit if a program has closed all descriptors.
-    # A closed process raises ValueError, and an object that a program has put in its place AttributeError. Any other
-    # error comes from a signal handler and passes through.
+    # With forkserver, only the fork server learns how a worker ended, and it reports this a little later. `join` could
+    # block forever if the program has closed all descriptors.
+    # If the process object was closed, it raises ValueError; an object with which the program has replaced it may raise
+    # AttributeError. Any other error comes from a signal handler and must propagate.
     with contextlib.suppress(AttributeError, ValueError):
         multiprocessing.connection.wait([process.sentinel], STATUS_AFTER)
         exitcode: int | None = process.exitcode

@@ -1,4 +1,4 @@
-"""Decides what follows a worker's death under ``max_restarts``: a restart at once, a later restart, or an error."""
+"""Decides what happens after a worker's death if ``max_restarts`` is set: a restart, now or later, or an error."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ FORK_WARNING = (
 
 
 class Restarts:
-    """The deaths of an iterator's workers in an epoch, and the decision about each.
+    """The deaths of an iterator's workers in an epoch, and the decision about each death.
 
     Args:
         limit: Number of deaths that an epoch survives: ``max_restarts``.
-        may_skip_samples: Whether a sample at which workers die can be skipped: ``on_error`` is set, and the dataset is
-            map-style.
+        may_skip_samples: Whether a sample at which workers die can be skipped, because ``on_error`` is set and the
+            dataset is map-style.
 
     Attributes:
-        lock: Held while a death is decided and its worker restarted.
-        survived: Number of deaths in this epoch that were not final, failed restarts included.
-        history: The last deaths and failed restarts of this epoch, one line each.
-        poison: For each worker, the samples to skip: a reason by the task and by the sample's place in its index batch.
+        lock: Held while the consequence of a death is decided and the worker is restarted.
+        survived: Number of deaths in this epoch that were not final. A failed restart counts as a death.
+        history: The latest deaths and failed restarts of this epoch, one line each.
+        poison: For each worker, the samples that it must skip, as {task: {position in the index batch: reason}}.
     """
 
     def __init__(self, limit: int, may_skip_samples: bool = False) -> None:
         self.limit, self._may_skip_samples = limit, may_skip_samples
-        # A signal handler may call `next` while its thread holds the lock.
+        # Reentrant, because a signal handler may call `next` in a thread that holds the lock.
         self.lock = threading.RLock()
         # For each worker: the generation of its last counted death, and whether that death is final.
         self._counted: dict[int, tuple[int, bool]] = {}
-        # For each worker: the generation of its last settled death.
+        # For each worker: the generation of its last settled death (see `settle`).
         self._settled: dict[int, int] = {}
         self._restarts: Counter[int] = Counter()
         # For each worker: a line that describes its last death.
@@ -50,22 +50,22 @@ class Restarts:
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
-        """Forgets the deaths of the last epoch."""
+        """Forgets the deaths of the previous epoch."""
         self.survived = 0
         self.history: deque[str] = deque(maxlen=DEATHS_SHOWN)
         self.poison: dict[int, dict[int, dict[int, str]]] = {}
-        # For each worker: its number of answers at its last death, and how many deaths in a row came without a new
-        # answer, after the first of them.
+        # For each worker: its number of answers at its last death, and the number of further deaths since it last gave
+        # a new answer, not counting the first.
         self._in_a_row: dict[int, tuple[int, int]] = {}
-        # Number of deaths at each sample, by its task and its place in the index batch (None if unknown).
+        # Number of deaths at each sample, by the task and the sample's position in the index batch (None if unknown).
         self._deaths_at: Counter[tuple[int, int | None]] = Counter()
-        # Number of deaths in each task since one of its samples was last declared poison.
+        # Number of deaths in each task, counted from the last time that one of its samples was declared poison.
         self._in_task: Counter[int] = Counter()
-        # Workers whose last death is final because of their batch.
+        # Workers whose last death is final because too many workers have died in their batch.
         self._poisoned: set[int] = set()
 
     def restarts_of(self, worker_id: int) -> int:
-        """Returns the number of restarts of a worker, in all epochs."""
+        """Returns how often a worker was restarted, in all epochs."""
         return self._restarts[worker_id]
 
     def is_counted(self, death: Death) -> bool:
@@ -75,17 +75,18 @@ class Restarts:
     def on_death(
         self, death: Death, cause: str = "exited unexpectedly", under_way: bool = True, out_of_memory: bool = False
     ) -> float | None:
-        """Counts a death and decides what follows. A death that is reported again is not counted again.
+        """Counts a death and decides what happens next. If the death was already counted, does not count it again and
+        returns 0 unless it is final.
 
         Args:
             death: The death.
             cause: How the process ended, as in "was killed by signal: Killed".
-            under_way: Whether the worker had begun the task that the death names. Deaths while a worker starts or
-                replays earlier batches do not count against the batch.
-            out_of_memory: Whether the worker's memory cgroup was out of memory.
+            under_way: Whether the worker had started the task that the death names. If a worker dies earlier, while it
+                starts or replays batches, the death does not count against that batch.
+            out_of_memory: Whether the worker's memory cgroup ran out of memory.
 
         Returns:
-            Seconds until the worker is to be restarted; None if the death is final.
+            The number of seconds after which the worker is to be restarted; None if the death is final.
         """
         if self.is_counted(death):
             return None if self._counted[death.worker_id][1] else 0.0
@@ -94,23 +95,23 @@ class Restarts:
         if under_way and death.task is not None and not self._survives_at(death, death.task, cause):
             return self._decided(death, None)
         answers, again = self._in_a_row.get(death.worker_id, (-1, 0))
-        # After an out-of-memory kill, even the first restart waits, so that other workers can release memory.
+        # After an out-of-memory kill, even the first restart is delayed, so that other workers can release memory.
         again = again + 1 if death.answers == answers else int(out_of_memory)
         return self._decided(death, self._next_start(death, again))
 
     def on_failed_start(self, death: Death, error: Exception) -> float | None:
-        """Counts a failed restart as a death, and decides what follows, as ``on_death`` does."""
+        """Counts a failed restart as a death, and decides what happens next. Returns the same as ``on_death``."""
         self.history.append(f"worker {death.worker_id} could not be restarted: {error}")
         _, again = self._in_a_row.get(death.worker_id, (0, 0))
         return self._decided(death, self._next_start(death, again + 1))
 
     def on_restart(self, death: Death) -> None:
-        """Counts a restart after a death."""
+        """Counts the restart that followed a death, and settles the death."""
         self._restarts[death.worker_id] += 1
         self.settle(death)
 
     def settle(self, death: Death) -> None:
-        """Records that a worker was restarted, or that its death is final."""
+        """Records that nothing remains to be done about a death: the worker was restarted, or the death is final."""
         self._settled[death.worker_id] = death.generation
 
     def is_settled(self, death: Death) -> bool:
@@ -118,11 +119,11 @@ class Restarts:
         return self._settled.get(death.worker_id, -1) >= death.generation
 
     def line_of(self, worker_id: int) -> str:
-        """Returns a line that describes a worker's last death."""
+        """Returns a line that describes a worker's last death. The worker must have died at least once."""
         return self._lines[worker_id]
 
     def notes(self, worker_id: int) -> list[str]:
-        """Returns notes about other deaths, for the error of a worker's final death."""
+        """Returns notes for the error about a worker's final death: about earlier deaths, and about its batch."""
         notes = []
         others = [line for line in self.history if line != self._lines.get(worker_id)]
         if others:
@@ -144,16 +145,19 @@ class Restarts:
         return min(BACK_OFF * 2.0 ** (min(again, 64) - 1), MAX_BACK_OFF) if again else 0.0
 
     def _survives_at(self, death: Death, task: int, cause: str) -> bool:
-        """Counts a death at a sample. Returns True if the worker may be restarted, if necessary without that sample."""
+        """Counts a death at a sample. Returns True if the worker may be restarted, and False if the batch must not be
+        tried again. After too many deaths at the sample, a restart requires that the sample can be skipped; the sample
+        is then declared poison."""
         sample = task, death.place
         self._deaths_at[sample] += 1
         self._in_task[task] += 1
         if max(self._deaths_at[sample], self._in_task[task]) < POISON_AFTER:
             return True
         number = death.first_task + task
-        # Deaths at different samples do not show that one of them kills: time or memory may have run out at each.
+        # Deaths at different samples of a batch do not show that any one of them is the cause: the worker may have run
+        # out of time or memory each time.
         place = death.place if self._deaths_at[sample] >= POISON_AFTER else None
-        # The replacement of a skipped sample may kill, too.
+        # True if workers die even at the sample that is fetched in place of a skipped one.
         is_skipped = place in self.poison.get(death.worker_id, {}).get(number, {})
         if place is None or is_skipped or not self._may_skip_samples:
             self._poisoned.add(death.worker_id)
@@ -165,7 +169,7 @@ class Restarts:
 
 
 def described(death: Death, cause: str, under_way: bool = True) -> str:
-    """Describes a death in one line. Takes the arguments of ``Restarts.on_death``."""
+    """Describes a death in one line. The arguments are those of ``Restarts.on_death``."""
     text = f"worker {death.worker_id} (pid {death.pid}) {cause}"
     if death.task is not None:
         text += f", {'at' if under_way else 'before'} batch {death.task} of index {index_text(death.index)}"
@@ -173,7 +177,7 @@ def described(death: Death, cause: str, under_way: bool = True) -> str:
 
 
 def hazard_of_fork() -> str | None:
-    """Returns the reason why a fork of this process is unsafe, or None."""
+    """Returns the reason why it is unsafe to fork this process, or None if no reason is known."""
     for name in ("cuda", "xpu", torch._C._get_privateuse1_backend_name()):
         is_initialized: Any = getattr(getattr(torch, name, None), "is_initialized", None)
         if is_initialized is not None and is_initialized():

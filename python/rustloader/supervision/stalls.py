@@ -1,4 +1,4 @@
-"""Warnings about stuck workers, and the error text for a worker that was killed because it was stuck."""
+"""Warnings about stuck workers, and the error message for a worker that was killed because it was stuck."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _FETCHER = re.compile(r'  File "[^"]*\btorch/utils/data/_utils/fetch\.py", line 
 
 
 def up_to_fetcher(stack: str) -> str:
-    """Returns the stacks of threads without the callers of torch's fetcher, which are the same for all batches.
+    """Removes the frames that call torch's fetcher from a dump of stacks: they are the same for all batches.
 
     Args:
-        stack: The output of faulthandler, the innermost frame of each thread first.
+        stack: The output of faulthandler, with the innermost frame of each thread first.
     """
     shown, below_fetcher = [], False
     for line in stack.splitlines():
@@ -34,9 +34,9 @@ def up_to_fetcher(stack: str) -> str:
 
 
 def text(worker_id: int, torch_text: str) -> str:
-    """Returns the text of the error for a worker that exceeded ``stall_timeout`` and was killed.
+    """Returns the error message for a worker that exceeded ``stall_timeout`` and was killed.
 
-    ``torch_text`` is torch's text for the death.
+    ``torch_text`` is torch's message about the death.
     """
     return (
         f"DataLoader worker {worker_id} took longer than stall_timeout for one batch and was killed; the log has its "
@@ -55,18 +55,19 @@ def warn(
     why_not: str | None,
     exceeds: tuple[float, bool] | None = None,
 ) -> None:
-    """Logs a warning about a stuck worker. The engine calls this function in ``next``.
+    """Logs a warning about a stuck worker. The engine calls this function during ``next``.
 
     Args:
-        worker: The worker's number.
-        pid: Its process id.
-        starting: Whether it has not produced its first batch yet.
-        seconds: How long it has been stuck.
-        state: Name of the state on its status page.
-        index: Its index batch, or None.
-        stack: The stacks of its threads, or None.
-        why_not: The reason why there is no stack.
-        exceeds: ``stall_timeout`` if the worker has exceeded it, and whether the worker was killed; otherwise None.
+        worker: The worker's ID.
+        pid: The process ID of the worker.
+        starting: Whether the worker has not produced its first batch yet.
+        seconds: How long the worker has been stuck.
+        state: The name of the state that its status page shows.
+        index: The worker's index batch, or None.
+        stack: The stacks of the worker's threads, or None.
+        why_not: The reason why there is no stack; None if there is one.
+        exceeds: If the worker has exceeded ``stall_timeout``: the value of this option, and whether the worker was
+            killed. Otherwise None.
     """
     time = f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
     log: Callable[..., None] = logger.warning

@@ -1,4 +1,4 @@
-"""Restarts dead workers, as ``Restarts`` decides, and makes the errors of final deaths."""
+"""Carries out what ``Restarts`` decides about dead workers, and makes the errors for final deaths."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _NEW_STREAMS = (
 
 
 class Supervisor:
-    """The handler for the deaths of a group's workers.
+    """Handles the deaths of a group's workers.
 
     Args:
         group: The workers.
-        counters: Statistics of the iterator.
-        state: The state of the iterator's loader, so that messages are logged once per loader.
-        restarts: Decides what follows a death; None if each death is final.
+        counters: The statistics of the iterator.
+        state: The state of the iterator's loader, which ensures that some messages are logged only once per loader.
+        restarts: Decides what happens after a death; None if every death is final.
         new_streams: Whether a restarted worker uses different random numbers.
     """
 
@@ -51,28 +51,28 @@ class Supervisor:
         return self._restarts is not None
 
     def begin_epoch(self) -> None:
-        """Forgets the deaths of the last epoch."""
+        """Forgets the deaths of the previous epoch."""
         if self._restarts is not None:
             self._restarts.begin_epoch()
 
     def poison_of(self, worker_id: int) -> dict[int, dict[int, str]]:
-        """Returns the samples that a worker skips, in the form of `Job.poison`."""
+        """Returns the samples that a worker must skip, in the form of `Job.poison`."""
         return {} if self._restarts is None else self._restarts.poison.get(worker_id, {})
 
     def replace_dead(self, death: Death, make_job: Callable[[Death], Job]) -> None:
-        """Restarts a vacant worker, postpones its restart, or makes its death final. If this method raises, the engine
-        asks again.
+        """Restarts a worker that has died, postpones its restart, or makes its death final. If this method raises, the
+        engine reports the death again.
 
         Args:
-            death: The engine's value with `VACANT`.
+            death: The value that the engine returned with `VACANT`.
             make_job: Makes the job of the new process.
         """
         restarts, engine = self._restarts, self._group.engine
         assert restarts is not None
-        # Before signals are blocked, because the helper processes would inherit the mask.
+        # The helper processes start before signals are blocked, because they would inherit the signal mask.
         process.start_helpers(self._group.context)
-        # With signals deferred, a handler that calls `next` runs before or after this block. Another thread in `next`
-        # gets the same answer from the engine, and waits for the lock.
+        # While signals are deferred, no signal handler can call `next` during this block. Another thread that calls
+        # `next` gets the same answer from the engine, and waits for the lock.
         with self._deferred_signals() as unblock, restarts.lock:
             if restarts.is_settled(death):
                 return
@@ -92,7 +92,7 @@ class Supervisor:
                 engine.postpone(death.worker_id, seconds)
 
     def error_of(self, death: Death) -> Callable[[], WorkerDiedError]:
-        """Returns a function that makes the error of a final death."""
+        """Returns a function that makes the error for a final death."""
         worker = self._process_of(death)
         report, start_notes = self._group.notes_of_start(death, deaths.end_of(death, worker)[0])
         if self._restarts is None:
@@ -102,12 +102,13 @@ class Supervisor:
         return deaths.error_of(death, worker, count, notes, self._was_out_of_memory(death, worker), report)
 
     def _deferred_signals(self) -> contextlib.AbstractContextManager[list[int]]:
-        """Defers signals while a local process starts. A start on another machine takes seconds, and cleans up after an
-        interrupt, so signals are not deferred."""
+        """Returns a context that defers signals while a local process starts. It does not defer them for a process on
+        another machine, because such a start takes seconds, and cleans up after an interrupt by itself."""
         return contextlib.nullcontext([]) if is_remote(self._group.context) else deferred_signals()
 
     def _process_of(self, death: Death) -> Any:
-        """Returns the dead process; None if the program has emptied the list of processes, which it can reach."""
+        """Returns the process object of a dead worker; None if the program, which has access to the list of processes,
+        has emptied it."""
         processes = self._group.processes
         return processes[death.worker_id] if death.worker_id < len(processes) else None
 
@@ -115,7 +116,7 @@ class Supervisor:
         return self._group.was_out_of_memory(death, deaths.end_of(death, worker)[0])
 
     def _decide(self, restarts: Restarts, death: Death) -> float | None:
-        """Returns the seconds until a worker is to be restarted; None if its death is final."""
+        """Returns the number of seconds after which a worker is to be restarted; None if its death is final."""
         if restarts.is_counted(death):
             return restarts.on_death(death)
         worker = self._process_of(death)
@@ -123,7 +124,7 @@ class Supervisor:
         return restarts.on_death(death, deaths.cause(death, worker, out_of_memory), death.has_begun, out_of_memory)
 
     def _replace(self, restarts: Restarts, death: Death, job: Job, unblock: list[int]) -> None:
-        """Starts the process that replaces a dead worker, and logs it."""
+        """Starts the process that replaces a dead worker, and logs the restart."""
         worker_id = death.worker_id
         self._warn_of_fork()
         cpu_times = self._counters.workers()
@@ -148,7 +149,8 @@ class Supervisor:
             logger.info(_NEW_STREAMS)
 
     def _warn_of_fork(self) -> None:
-        """Warns once per loader if a restart forks this process although other threads run or CUDA is initialized."""
+        """Warns once per loader if a restart forks this process although other threads run or an accelerator such as
+        CUDA is initialized."""
         if process.start_method(self._group.context) != "fork":
             return
         hazard = hazard_of_fork()

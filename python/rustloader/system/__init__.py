@@ -1,1 +1,1 @@
-"""Access to the operating system, to Python and to torch, for the other modules of the package."""
+"""Access to the operating system and to the internals of Python and torch, for the other modules of the package."""

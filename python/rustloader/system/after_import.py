@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class AfterImport:
-    """An import hook that calls a function after a module is imported. It does not import the module itself.
+    """An import hook that calls a function after the program has imported a module. It never imports the module itself.
 
-    It is a finder that finds only this module, by asking the other finders.
+    The hook is a finder for that module only, which delegates to the other finders.
 
     Args:
         name: Full name of the module.
@@ -27,12 +27,12 @@ class AfterImport:
         self._then = then
 
     def wait(self) -> None:
-        """Starts to wait for the import."""
+        """Starts waiting for the import."""
         sys.meta_path.insert(0, self)
 
     @property
     def is_waiting(self) -> bool:
-        """True from ``wait`` to the end of the import."""
+        """True from the call of ``wait`` to the end of the import."""
         return self in sys.meta_path
 
     def find_spec(
@@ -50,7 +50,7 @@ class AfterImport:
         return spec
 
     def _wrap(self, loader: Loader) -> None:
-        """Makes a module's loader call ``then`` after it has executed the module."""
+        """Makes the module's loader call ``then`` after it has executed the module."""
         run = loader.exec_module
 
         def exec_module(module: types.ModuleType) -> None:

@@ -1,4 +1,4 @@
-"""The function ``call_into`` on every system. The docstring of ``rustloader._core.call_into`` explains its rules."""
+"""The function ``call_into`` on every system. The docstring of ``rustloader._core.call_into`` explains its use."""
 
 import sys
 from collections.abc import Callable
@@ -9,9 +9,9 @@ if sys.platform.startswith("linux"):
 else:
 
     def call_into(into: list[Any], function: Callable[..., Any], /, *args: Any) -> None:
-        """Does the same as ``rustloader._core.call_into`` without the extension, but more slowly."""
+        """Does the same as ``rustloader._core.call_into``, but more slowly, because there is no extension."""
         before = len(into)
-        # One call of C code computes the value and keeps it. A StopIteration of `function` ends the `map`.
+        # A single call of C code computes the value and appends it. If `function` raises StopIteration, `map` ends.
         into.extend(map(function, *([argument] for argument in args)))
         if len(into) == before:
             raise StopIteration

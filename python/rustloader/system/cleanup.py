@@ -1,4 +1,4 @@
-"""Cleans up without hiding the error that made it necessary."""
+"""Functions that clean up after an error without hiding it."""
 
 import logging
 import traceback
@@ -9,7 +9,8 @@ logger = logging.getLogger("rustloader")
 
 
 def clean_up_after(error: BaseException, clean: Callable[[], object]) -> None:
-    """Cleans up before ``error`` is raised. A second error becomes a note of ``error``; an interrupt is raised."""
+    """Calls ``clean``. The caller then raises ``error``. If ``clean`` raises an error, this becomes a note of
+    ``error``; an interrupt such as KeyboardInterrupt propagates."""
     try:
         clean()
     except Exception as second:
@@ -17,7 +18,8 @@ def clean_up_after(error: BaseException, clean: Callable[[], object]) -> None:
 
 
 def quietly(step: Callable[..., object], *args: Any) -> None:
-    """Runs one step of a shutdown. Logs its error, so that the other steps still run; an interrupt is raised."""
+    """Runs one step of a shutdown. If the step raises an error, logs it, so that the other steps still run; an
+    interrupt such as KeyboardInterrupt propagates."""
     try:
         step(*args)
     except Exception as error:
@@ -25,11 +27,11 @@ def quietly(step: Callable[..., object], *args: Any) -> None:
 
 
 def forget_frames(error: BaseException) -> None:
-    """Drops the tracebacks of an error that is not raised again, and of its causes and contexts.
+    """Removes the tracebacks of an error that will not be raised again, and those of its causes and contexts.
 
-    If a frame has raised the value of a local variable, the frame refers to the error, and the error to the frame. Such
-    a cycle lives until the garbage collector runs, together with the variables of all callers. An iterator among these
-    would not end with its last other reference.
+    If a function has raised an error that is the value of a local variable, the frame refers to the error, and the
+    error to the frame. This cycle, and with it the variables of all callers, lives until the garbage collector runs. If
+    one of these variables is an iterator, its workers would not end when the program drops its last reference to it.
     """
     pending: list[BaseException | None] = [error]
     while pending:

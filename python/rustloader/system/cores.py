@@ -1,4 +1,4 @@
-"""The processor cores that a process may use, and the ranks that share them."""
+"""The CPU cores that a process may use, and the ranks that share them."""
 
 import functools
 import math
@@ -13,10 +13,11 @@ cpu_quota = functools.cache(_read_quota)
 
 
 def effective_cores(affinity: int | None = None) -> float:
-    """Returns the number of cores that an affinity (default: this process's) and the CPU quota of the cgroups allow.
+    """Returns the number of cores that a process may use: the cores of its affinity, or the CPU quota of its cgroups if
+    that is lower.
 
     Args:
-        affinity: Number of cores in the affinity.
+        affinity: Number of cores in the process's affinity; None for the affinity of this process.
     """
     cores = len(os.sched_getaffinity(0)) if affinity is None else affinity
     quota = cpu_quota()
@@ -24,15 +25,15 @@ def effective_cores(affinity: int | None = None) -> float:
 
 
 def usable_cores(affinity: int | None = None) -> int:
-    """Returns the effective cores, rounded up."""
+    """Returns the number of effective cores, rounded up."""
     return max(1, math.ceil(effective_cores(affinity)))
 
 
 def ranks_on_cores() -> int:
     """Returns the number of ranks that share this rank's cores: 1 if the ranks are bound to different cores, otherwise
-    all ranks on this machine.
+    the number of ranks on this machine.
 
-    With a CPU quota, which all ranks share, they do not count as bound.
+    If there is a CPU quota, the ranks never count as bound, because they all share the quota.
     """
     ranks = local_ranks.size() or 1
     bound = ranks > 1 and cpu_quota() is None and local_ranks.are_bound(os.sched_getaffinity(0))
@@ -40,15 +41,16 @@ def ranks_on_cores() -> int:
 
 
 def own_cores() -> int:
-    """Returns the usable cores, divided among the ranks that share them; 1 or more."""
+    """Returns this rank's share of the usable cores: their number divided by the number of ranks that share them, but
+    at least 1."""
     return max(1, usable_cores() // ranks_on_cores())
 
 
 def busy_seconds() -> float | None:
-    """Returns the processor time that all processes have used so far on the cores that this process may use; None if it
-    is not known.
+    """Returns the CPU time that all processes have used so far on the cores that this process may use, in seconds; None
+    if it is unknown.
 
-    The time includes what other virtual machines have taken (steal).
+    The time includes the time that other virtual machines have taken (steal).
     """
     cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     lines = [line.split() for line in (read("/proc/stat") or "").splitlines() if line.startswith("cpu")]
@@ -60,9 +62,10 @@ def busy_seconds() -> float | None:
 
 
 def share_of_cores(cpu_seconds: float | None, seconds: float) -> float | None:
-    """Returns processor time as a share of the time of all cores within some seconds, from 0 to 1; None if unknown."""
+    """Returns the share of this process's cores that ``cpu_seconds`` of CPU time keep busy over ``seconds`` of elapsed
+    time, from 0 to 1; None if it is unknown."""
     cores = len(os.sched_getaffinity(0))
-    # If a CPU quota allows fewer cores, the share of the cores is not meaningful.
+    # If a CPU quota allows fewer cores, this share is not meaningful.
     if cpu_seconds is None or seconds <= 0 or usable_cores() < cores:
         return None
     return min(1.0, max(0.0, cpu_seconds) / (cores * seconds))

@@ -1,7 +1,8 @@
-"""Keeps ``torch.compile`` from tracing this package, just as it skips ``torch.utils.data``.
+"""Makes ``torch.compile`` skip this package, just as it skips ``torch.utils.data``.
 
-Dynamo decides by the file of a function. This package adds its folder only when the program imports Dynamo, because
-that import takes more than a second, and most programs do not need it.
+Dynamo decides by a function's file whether to trace the function. This module adds the package's folder to the skipped
+ones only once the program has imported Dynamo, because this import takes more than a second, and most programs do not
+need it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _RULES = "torch._dynamo.trace_rules"
 
 def _add_folder() -> None:
     """Adds the folder of this package to the folders that Dynamo skips."""
-    # `add` is not a public function. Without it the loaders work, but Dynamo traces their frames.
+    # `add` is not a public function. If it is missing, the loaders still work, but Dynamo traces their frames.
     add = getattr(sys.modules.get(_RULES), "add", None)
     if add is not None:
         try:

@@ -1,11 +1,11 @@
-"""The steps that this package takes around ``os.fork``, and their order.
+"""The steps that this package takes before and after ``os.fork``, and their order.
 
-A module registers what a step does (:func:`at_fork`). The list in this module fixes the order, which therefore does not
-depend on the order of imports. Hooks of the C library run between these steps and the fork itself: ``src/sys/fork.rs``
-lists them.
+Each module registers the functions of its step (:func:`at_fork`). The list in this module fixes the order of the steps,
+which therefore does not depend on the order of imports. Hooks of the C library run between these steps and the fork
+itself; ``src/sys/fork.rs`` lists them.
 
-CPython calls the parts of the steps one by one. If one raises, possibly from a signal handler, ``sys.unraisablehook``
-reports the error, and the other steps still run.
+CPython calls these functions one by one. If a function raises, for example because a signal handler does,
+``sys.unraisablehook`` reports the error, and the remaining functions still run.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-# After a fork the steps run in this order, before the fork in the reverse order.
+# After a fork, the steps run in this order; before a fork, in the reverse order.
 STEPS = (
-    # A child makes a new lock for the ledgers. This step is first, because later steps may run the garbage collector.
-    # Objects that it destroys may take the lock, and in the child a lock that a thread of the parent held stays locked.
+    # The child makes a new lock for the ledgers. This step is first, because later steps may trigger the garbage
+    # collector, which may destroy objects that take this lock. In the child, a lock that another thread of the parent
+    # held is never released.
     "ledgers",
-    # The lock of the sockets with which ranks meet is held during the fork, and a child closes its copies of the
-    # sockets. This step precedes all steps without a lock, because other threads of the parent wait for its lock.
+    # Ranks meet on sockets. During the fork, the parent holds the lock of these sockets; the child closes its copies of
+    # them. This step precedes all steps without a lock, because other threads of the parent wait for its lock.
     "ranks",
-    # A child has no reports. This step is independent of the others.
+    # The child drops the parent's reports. This step is independent of the others.
     "reports",
-    # A child serves no metrics: it closes its copy of the socket. This step is independent of the others.
+    # The child serves no metrics: it closes its copy of the socket. This step is independent of the others.
     "metrics",
-    # A child makes multiprocessing forget the parent's workers. This step is independent of the others.
+    # The child makes multiprocessing forget the parent's workers. This step is independent of the others.
     "workers",
-    # The parent restarts the thread that returns idle pages. In the parent this is the last step that does something,
-    # so that the thread starts when the locks are free again.
+    # The parent restarts the thread that returns idle pages. In the parent, this is the last step that does anything,
+    # so that all locks are free again when the thread starts.
     "pages",
     # A child of multiprocessing's fork server gets its own NumPy generator. This step is independent of the others.
     "numpy",
@@ -37,8 +38,8 @@ _PARTS = ("before", "after_in_parent", "after_in_child")
 
 
 class _Part:
-    """A part of a step: what it does before the fork, or after it in one of the processes. It does nothing until a
-    module registers a function."""
+    """A part of a step: the part before the fork, the part in the parent after it, or the part in the child after it.
+    It does nothing until a module registers a function for it."""
 
     def __init__(self, step: str, part: str) -> None:
         self._name = f"{step}, {part}"
@@ -64,16 +65,16 @@ def at_fork(
     after_in_parent: Callable[[], object] | None = None,
     after_in_child: Callable[[], object] | None = None,
 ) -> None:
-    """Registers the functions of a step, in place of those that were registered before.
+    """Registers the functions of a step. They replace all functions that were previously registered for the step.
 
     Args:
         name: One of ``STEPS``.
-        before: Called in the parent before the fork.
-        after_in_parent: Called in the parent after the fork.
-        after_in_child: Called in the child after the fork.
+        before: Called in the parent before the fork; None to do nothing.
+        after_in_parent: Called in the parent after the fork; None to do nothing.
+        after_in_child: Called in the child after the fork; None to do nothing.
 
     Raises:
-        ValueError: No step has that name.
+        ValueError: There is no step with that name.
     """
     if name not in _parts:
         raise ValueError(
@@ -84,5 +85,5 @@ def at_fork(
 
 
 def registered(name: str) -> tuple[str, ...]:
-    """Returns the parts of a step for which a function is registered in this process."""
+    """Returns the names of a step's parts for which a function is registered in this process."""
     return tuple(part for part in _PARTS if _parts[name][part].function is not None)

@@ -1,17 +1,17 @@
-"""Formats counts, times, sizes, index batches and type names as strings."""
+"""Functions that format counts, times, sizes, index batches and type names for messages."""
 
 _PLURALS = {"batch": "batches", "copy": "copies", "entry": "entries", "miss": "misses"}
 
 
 def count_of(count: int, what: str) -> str:
-    """Formats a count with its noun: "1 worker", "2,500 batches"."""
+    """Formats a count and its noun, which is given in the singular: "1 worker", "2,500 batches"."""
     if count != 1:
         what = _PLURALS.get(what, f"{what}s")
     return f"{count:,} {what}"
 
 
 def duration(seconds: float) -> str:
-    """Formats a number of seconds with three digits and a suitable unit: "17.2 us", "123 ms", "4.56 s"."""
+    """Formats a number of seconds with three significant digits and a suitable unit: "17.2 us", "123 ms", "4.56 s"."""
     for unit, scale in (("us", 1e6), ("ms", 1e3)):
         if 0 < seconds * scale < 999.5:
             return f"{seconds * scale:.3g} {unit}"
@@ -19,7 +19,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Formats a number of bytes with two or three digits and a suitable unit: "1.2 MB", "123 kB"."""
+    """Formats a number of bytes with two or three significant digits and a suitable unit: "1.2 MB", "123 kB"."""
     for unit, bytes_ in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= bytes_:
             value = count / bytes_
@@ -28,7 +28,7 @@ def size(count: float) -> str:
 
 
 def short_index(index: str, limit: int = 40) -> str:
-    """Shortens the text of a long index batch to its start, followed by the total count if the text has it."""
+    """Shortens the string for a long index batch to its start, followed by the total count if the string has it."""
     if len(index) <= limit:
         return index
     head, _, total = index.partition(", ... ")
@@ -39,15 +39,15 @@ def short_index(index: str, limit: int = 40) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns a text with a question mark in place of each character that is not printable."""
+    """Returns a string in which a question mark replaces each character that is not printable."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def type_name(value: object) -> str:
-    """Returns the name of a value's type, with its module unless that is ``builtins``."""
+    """Returns the name of a value's type, including the module unless this is ``builtins``."""
     return name_of(type(value))
 
 
 def name_of(kind: type) -> str:
-    """Returns the name of a type, with its module unless that is ``builtins``."""
+    """Returns the name of a type, including the module unless this is ``builtins``."""
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

@@ -1,4 +1,4 @@
-"""The states of the global random number generators."""
+"""Saves and restores the states of the global random number generators."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-# Sizes in bytes in the state of NumPy's MT19937: of its 624 words, and of these with the position that follows them.
+# Sizes in bytes in the state of NumPy's MT19937: the size of its 624 words, and the size of these words and the
+# position that follows them.
 _KEY, _STATE = 624 * 4, 625 * 4
 
 
 class GeneratorStates:
-    """The states of the global generators of torch, Python and NumPy at one moment. NumPy's is left out if the program
-    has not imported ``numpy.random``."""
+    """The states of the global generators of torch, Python and NumPy when this object was created. NumPy's state is
+    omitted if the program has not imported ``numpy.random``."""
 
     def __init__(self) -> None:
         self._torch_state = torch.default_generator.get_state()
@@ -26,7 +27,7 @@ class GeneratorStates:
         self._numpy_state = None if numpy_random is None else _NumpyState(numpy_random)
 
     def restore(self) -> None:
-        """Sets the generators to these states."""
+        """Sets the generators to the saved states."""
         torch.default_generator.set_state(self._torch_state)
         random.setstate(self._python_state)
         if self._numpy_state is not None:
@@ -36,20 +37,21 @@ class GeneratorStates:
 class _NumpyState:
     """The state of NumPy's global generator.
 
-    NumPy takes 30 us to return its state and another 30 us to set it. Therefore the state of the usual bit generator is
-    read and written directly in memory, unless there are other threads, which could draw at the same time. NumPy draws
-    normal numbers in pairs, and the leftover second number of a pair is not in that memory. It is read by drawing: if a
-    draw of a normal number does not change the state, it has returned the leftover number.
+    NumPy takes 30 us to return its state and another 30 us to set it. Therefore the state of the usual bit generator,
+    MT19937, is read and written directly in memory, unless there are other threads, which could draw at the same time.
+    NumPy draws normal numbers in pairs, and the leftover second number of a pair is not in that memory. The only way to
+    read it is to draw a normal number: if this does not change the state in memory, it has returned the leftover.
     """
 
     def __init__(self, numpy_random: Any) -> None:
         self._generator = generator = numpy_random.mtrand._rand
         self._bits = generator._bit_generator
-        # The state as NumPy's dict, for any bit generator and with a leftover number; None if `_memory` has all of it.
+        # The complete state as NumPy's dict; None if `_memory` contains the complete state, which it does not if the
+        # bit generator is another one or if there is a leftover number.
         self._dict: dict[str, Any] | None = None
         self._address = _address_of(self._bits, numpy_random.MT19937)
         self._memory = b"" if self._address is None else ctypes.string_at(self._address, _STATE)
-        # If all words are 0, they stay 0 whatever is drawn, and a draw of a normal number would not return.
+        # If all words are 0, they stay 0 however much is drawn, and drawing a normal number would never return.
         if self._address is None or threading.active_count() > 1 or not self._memory[:_KEY].strip(b"\0"):
             self._dict = generator.get_state(legacy=False)
             return
@@ -59,31 +61,33 @@ class _NumpyState:
             generator.set_state(self._dict)
 
     def restore(self) -> None:
-        """Sets the generator to this state."""
+        """Sets the generator to the saved state."""
         bits = self._generator._bit_generator
         if type(bits) is not type(self._bits):
-            # The program has replaced the bit generator by one of another type, whose state was not saved.
+            # The program has replaced the bit generator with one of another type, whose state was not saved.
             return
         if self._dict is None and bits is self._bits and threading.active_count() == 1:
-            # Even if the memory is unchanged: a seed may have restored it and left a leftover number.
+            # This is necessary even if the memory is unchanged: the program may have restored the memory by seeding,
+            # and there may be a leftover number nevertheless.
             self._take_leftover()
             ctypes.memmove(self._address, self._memory, _STATE)  # type: ignore[arg-type]
         else:
             self._generator.set_state(self._dict or self._as_dict())
 
     def _as_dict(self) -> dict[str, Any]:
-        """Returns the saved memory as NumPy's dict, without a leftover number."""
+        """Returns the state saved in `_memory` as NumPy's dict, without a leftover number."""
         *key, pos = struct.unpack("=624Ii", self._memory)
         return {"bit_generator": "MT19937", "state": {"key": key, "pos": pos}, "has_gauss": 0, "gauss": 0.0}
 
     def _take_leftover(self) -> float | None:
-        """Takes the leftover normal number of a pair; None if there is none. The state in memory does not change."""
+        """Removes the leftover second number of a pair from the generator and returns it; returns None if there is
+        none. The state in memory is the same afterwards."""
         address: Any = self._address
         before = ctypes.string_at(address, _STATE)
         drawn = float(self._generator.standard_normal())
         if ctypes.string_at(address, _STATE) == before:
             return drawn
-        # The draw has made a new pair. Its second number must not stay.
+        # There was no leftover, so the draw has made a new pair. The second number of this pair must be removed.
         self._generator.standard_normal()
         ctypes.memmove(address, before, _STATE)
         return None
@@ -94,7 +98,8 @@ _checked: tuple[Any, int | None] = None, None
 
 
 def _address_of(bits: Any, usual: Any) -> int | None:
-    """Returns the address of a bit generator's state; None if its type or its layout in memory is not the usual one."""
+    """Returns the address of a bit generator's state in memory; None if the generator's type is not ``usual``, or if
+    the state does not have the expected layout."""
     global _checked
     checked, address = _checked
     if bits is not checked:

@@ -11,7 +11,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Installed(ContextDecorator):
-    """A context manager without a truth value, because ``if rustloader.installed():`` would always be true.
+    """A context manager that has no truth value: ``if rustloader.installed():`` raises TypeError. Otherwise it would
+    always be true; the caller most likely means ``is_installed()``.
 
     Args:
         make: Makes the context manager that each ``with`` statement enters.
@@ -30,7 +31,8 @@ class Installed(ContextDecorator):
         return self._entered.pop().__exit__(*error)
 
     def __call__(self, function: _Function) -> _Function:
-        """Decorates a function. Refuses generators and coroutines, which run after the call, outside the context."""
+        """Decorates a function. Raises TypeError for a generator or coroutine function, because its body would run
+        after the call, outside the context."""
         checks = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
         if any(check(function) for check in checks):
             name = getattr(function, "__qualname__", "the function")

@@ -1,4 +1,4 @@
-"""Distinguishes errors raised by signal handlers from errors of the interrupted code."""
+"""Distinguishes errors that signal handlers raise from errors that the interrupted code raises."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 
 # Stands for the error that the caller of `is_interrupt` is handling.
 _CURRENT: Any = object()
-# Before Python 3.13, a function's frame keeps the dict that `f_locals` makes of its variables.
+# Before Python 3.13, a function's frame keeps the dict of its variables that reading `f_locals` creates.
 _CACHES_LOCALS = sys.version_info < (3, 13)
 
 
 def is_interrupt(error: BaseException | None, handled: BaseException | None = _CURRENT) -> bool:
-    """Returns True if a signal handler raised an error or one of the errors in its context chain.
+    """Returns True if a signal handler raised ``error`` or an error in its context chain.
 
-    Python passes the interrupted frame to a handler as an argument, and this frame is also the handler's caller. No
-    other function gets its caller's frame, so a handler is recognized even if it was uninstalled before it raised.
-    Python's own handler for Ctrl-C has no Python frame, but it raises KeyboardInterrupt.
+    Python passes the interrupted frame to a handler as an argument, and this frame is also the handler's caller. Other
+    functions do not take their caller's frame as an argument, so a handler is recognized by it, even if the handler was
+    uninstalled before it raised. Python's own handler for Ctrl-C has no Python frame, but it raises KeyboardInterrupt.
 
     Args:
         error: The error.
         handled: The error at which the search along the context chain stops (default: the error that is being handled).
-            A caller that is handling ``error`` itself passes the error that was being handled before.
+            A caller that is handling ``error`` itself must pass the error that was being handled before.
     """
-    # The chain may continue with an error that the caller of `next` is handling.
+    # Without a stop, the chain could continue with an error that the caller of `next` is handling.
     if handled is _CURRENT:
         handled = sys.exception()
     seen: set[int] = set()
@@ -41,7 +41,7 @@ def is_interrupt(error: BaseException | None, handled: BaseException | None = _C
 
 
 def _is_handler(frame: FrameType) -> bool:
-    """Returns True if one of the arguments of a frame is its caller's frame."""
+    """Returns True if one of the arguments of a frame's function is the frame of its caller."""
     if frame.f_back is None:
         return False
     names, varargs, _, values = inspect.getargvalues(frame)
@@ -49,6 +49,6 @@ def _is_handler(frame: FrameType) -> bool:
     if varargs is not None:
         arguments.extend(values.get(varargs) or ())
     if _CACHES_LOCALS and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        # The frame keeps this copy of its variables. If the error is among them, they form a cycle.
+        # The frame keeps this dict of its variables. If the error is one of them, the dict would create a cycle.
         values.clear()
     return any(value is frame.f_back for value in arguments)

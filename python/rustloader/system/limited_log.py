@@ -1,4 +1,4 @@
-"""A log whose length is limited when faults repeat."""
+"""A log that limits the number of messages when faults repeat."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ LOG_SECONDS = 60.0
 class LimitedLog:
     """A log that passes at most ``LOG_LINES`` messages to a logger in the ``LOG_SECONDS`` after the first of them.
 
-    Further messages are only counted. The next message after that time, or ``flush``, logs how many were left out.
-    There is no lock, which a fork could copy while a thread holds it. So several threads may log a few more messages.
+    Further messages are only counted. The number of omitted messages is logged before the next message after that time,
+    and by ``flush``. There is no lock, because a fork could copy it while another thread holds it. Therefore, if
+    several threads log at the same time, a few more messages than the limit may pass.
 
     Args:
         logger: The logger that gets the messages.
-        clock: Returns the time in seconds.
+        clock: Returns the current time in seconds.
     """
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
@@ -29,19 +30,19 @@ class LimitedLog:
         self._end = -float("inf")
         self._lines = 0
         self._left_out = 0
-        # The highest level of the messages that were left out.
+        # The highest level of the omitted messages.
         self._level = logging.NOTSET
 
     def warning(self, text: str, *args: Any) -> None:
-        """Logs a warning, unless the limit is reached."""
+        """Logs a warning, as `log` does."""
         self.log(logging.WARNING, text, *args)
 
     def info(self, text: str, *args: Any) -> None:
-        """Logs an info message, unless the limit is reached."""
+        """Logs an info message, as `log` does."""
         self.log(logging.INFO, text, *args)
 
     def log(self, level: int, text: str, *args: Any) -> None:
-        """Logs a message, unless the limit is reached. Messages below the logger's level do not count."""
+        """Logs a message, or only counts it if the limit is reached. Messages below the logger's level are ignored."""
         if not self._logger.isEnabledFor(level):
             return
         now = self._clock()
@@ -56,7 +57,7 @@ class LimitedLog:
             self._level = max(self._level, level)
 
     def flush(self) -> None:
-        """Logs how many messages were left out since the last call, if any."""
+        """Logs how many messages were omitted since the last call. Logs nothing if there were none."""
         count, level = self._left_out, self._level
         if count:
             self._left_out, self._level = 0, logging.NOTSET

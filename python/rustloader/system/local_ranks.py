@@ -1,7 +1,8 @@
-"""The ranks of a distributed program on this machine, from the variables of its launcher (torchrun, Slurm, MPI).
+"""The ranks of a distributed program on this machine, from the environment variables of its launcher (torchrun, Slurm,
+MPI).
 
-Of several environment variables with the same meaning, the first valid one is used. A variable is valid if its value is
-a number in ASCII digits.
+If several environment variables have the same meaning, the first valid one is used. A variable is valid if its value
+consists of ASCII digits.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ from collections.abc import Iterable, Mapping
 
 import rustloader.system.procfs as procfs
 
-# One variable per launcher: the number of ranks on this machine, and this process's rank among them.
+# The variables, one per launcher, for the number of ranks on this machine, and for this process's local rank.
 _SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
-# One variable per launcher: this process's rank among all ranks.
+# The variables, one per launcher, for this process's global rank.
 _GLOBAL = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 # Slurm's variable with the number of tasks on each node, as in "2(x3),1".
 _SLURM_SIZES = "SLURM_STEP_TASKS_PER_NODE"
 
 
 def number(name: str, environment: Mapping[str, str] = os.environ) -> int | None:
-    """Returns the value of an environment variable if it is a number, or None."""
+    """Returns the value of an environment variable; None if it is not set or not a number of at most nine digits."""
     text = environment.get(name, "")
     return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
 
@@ -33,13 +34,13 @@ def size() -> int | None:
 
 
 def rank() -> int | None:
-    """Returns this process's rank among those on this machine, from 0; None if unknown."""
+    """Returns this process's local rank (its rank on this machine), from 0; None if unknown."""
     variable = _number_in(os.environ)
     return None if variable is None else variable[1]
 
 
 def global_rank() -> int | None:
-    """Returns this process's rank among those on all machines, from 0; None if unknown."""
+    """Returns this process's global rank (its rank among all machines), from 0; None if unknown."""
     return next((value for name in _GLOBAL if (value := number(name)) is not None), None)
 
 
@@ -55,11 +56,11 @@ def _slurm_size() -> int | None:
 
 
 def are_bound(cores: Iterable[int]) -> bool:
-    """Returns True if each rank is bound to its own cores, which is so if this rank's cores differ from the launcher's.
-    Linux only.
+    """Returns True if the ranks seem to be bound to different cores, that is, if this rank's cores differ from those of
+    the launcher. Works only on Linux.
 
     Args:
-        cores: The numbers of this rank's cores.
+        cores: The core numbers in this rank's affinity.
     """
     try:
         return os.sched_getaffinity(_launcher()) != set(cores)
@@ -69,10 +70,10 @@ def are_bound(cores: Iterable[int]) -> bool:
 
 
 def _launcher() -> int:
-    """Returns the pid of the launcher: the nearest ancestor without this rank's number in its environment.
+    """Returns the pid of the launcher: the nearest ancestor whose environment does not have this process's local rank.
 
-    The processes between the launcher and this process are wrappers of the rank (a shell, ``uv run``, ``conda run``),
-    which have the rank's cores.
+    Processes between the launcher and this process are wrappers of this rank (a shell, ``uv run``, ``conda run``),
+    which have the same affinity as the rank.
     """
     pid, own = os.getppid(), _number_in(os.environ)
     while own is not None and number_of(pid) == own and (parent := procfs.parent(pid)):
@@ -81,7 +82,8 @@ def _launcher() -> int:
 
 
 def number_of(pid: int) -> tuple[str, int] | None:
-    """Returns the name and the value of the rank variable with which a process was started; None without one."""
+    """Returns the name and value of the variable for the local rank with which a process was started. Returns None if
+    the process has no such variable or cannot be read."""
     lines = (procfs.read(f"/proc/{pid}/environ") or "").split("\0")
     return _number_in(dict(line.split("=", 1) for line in lines if "=" in line))
 

@@ -1,4 +1,4 @@
-"""Keeps the memory of a delivered tensor valid for its views when torch moves the tensor to shared memory."""
+"""Keeps the memory of a delivered tensor alive for its views when torch moves the tensor to shared memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import torch
 from rustloader._core import move_storage
 from rustloader.system.patches import Patch
 
-# The methods with which torch moves a storage to other memory. ``share_memory_()`` and torch's queues call them.
+# The methods that move a storage to other memory. `share_memory_()` and torch's queues call them.
 _MOVES = ("_share_fd_cpu_", "_share_filename_cpu_")
 
 
 def watch() -> None:
-    """Wraps torch's methods that move a storage, once per process. Otherwise their behaviour does not change."""
+    """Wraps torch's methods that move a storage, so that views keep the old memory. The methods otherwise behave as
+    before. Does nothing if they are already wrapped in this process."""
     for name in _MOVES:
         function = getattr(torch.UntypedStorage, name)
         if not hasattr(function, "_rustloader_watches"):

@@ -2,5 +2,5 @@
 
 import os
 
-# The folder of the package. Its parent folder is an entry of `sys.path`.
+# The folder of the package. `sys.path` contains its parent folder.
 FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

@@ -1,8 +1,9 @@
-"""A list of all changes that this package makes to torch, multiprocessing, NumPy and Python at run time.
+"""The list of all changes that this package makes to torch, multiprocessing, NumPy and Python at run time.
 
-A :class:`Patch` replaces an attribute of a foreign module or class. It refuses attributes that are not in the list.
-Other changes, and changes to one object only, are made by the modules that need them; the list describes their place in
-words. ``tests/python/unit/test_patch_list.py`` compares the list with the changes in a program and its workers.
+A :class:`Patch` replaces an attribute of a module or class that is not part of this package. It refuses attributes that
+are not in the list. The modules that need other changes, or changes to a single object, make these themselves; the list
+then describes in words what is changed. ``tests/python/unit/test_patch_list.py`` compares the list with the changes
+that are found in a program and its workers.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ COMMAND = "a process of a command"
 
 @dataclass(frozen=True)
 class Change:
-    """A change at run time.
+    """A change that is made at run time.
 
     Attributes:
-        place: The dotted name of an attribute, or a description of another place.
+        place: What is changed: the dotted name of an attribute, or a description in words.
         by: The modules of this package that make the change.
         process: The processes in which the change is made.
         why: The purpose of the change.
@@ -39,7 +40,7 @@ class Change:
 
     @property
     def is_attribute(self) -> bool:
-        """True if the place is an attribute."""
+        """True if ``place`` is the name of an attribute."""
         return " " not in self.place
 
 
@@ -211,7 +212,7 @@ PATCHES = (
         "the start of a worker",
         _NEVER,
     ),
-    # Changes of one object
+    # Changes to a single object
     Change(
         "a _SingleProcessDataLoaderIter: _sampler_iter and _dataset_fetcher",
         "iterator.single",
@@ -325,14 +326,14 @@ _NOTHING: Any = object()
 
 
 class Patch:
-    """The replacement of an attribute of a foreign module, class or object.
+    """Replaces an attribute of a module, class or object that is not part of this package. This can be undone.
 
     Args:
         place: Dotted name of the attribute, as in ``PATCHES``.
         owner: The module, class or object that has the attribute.
 
     Raises:
-        ValueError: The place is not in the list.
+        ValueError: ``PATCHES`` has no entry for the attribute.
     """
 
     def __init__(self, place: str, owner: Any) -> None:
@@ -342,7 +343,8 @@ class Patch:
             )
         self._owner = owner
         self._name = place.rpartition(".")[2]
-        # The value before, if the attribute was the owner's own: a class may inherit it.
+        # `_before` is the previous value, or `_NOTHING` if the owner had not defined the attribute itself: a class may
+        # have inherited it.
         self._before = self._ours = _NOTHING
 
     def put_in(self, replacement: Any) -> None:
@@ -353,10 +355,10 @@ class Patch:
         setattr(self._owner, self._name, replacement)
 
     def take_out(self, *, anyway: bool = False) -> None:
-        """Restores the attribute, unless other code has replaced it since. Does nothing if it is not replaced.
+        """Restores the attribute, unless other code has replaced it since. Does nothing if this patch is not in effect.
 
         Args:
-            anyway: Whether to restore it even if other code has replaced it.
+            anyway: Whether to restore the attribute even if other code has replaced it.
         """
         ours, self._ours = self._ours, _NOTHING
         if ours is _NOTHING or not (anyway or vars(self._owner).get(self._name, _NOTHING) is ours):

@@ -1,4 +1,6 @@
-"""Reads figures of processes from /proc. The end of a process is not an error, but has its own result."""
+"""Reads the states and memory use of processes from /proc. If a process has ended, the functions return a special value
+and do not raise.
+"""
 
 import contextlib
 import os
@@ -9,19 +11,19 @@ STARTED = 19
 
 
 def read(path: str) -> str | None:
-    """Returns the content of a file in /proc or /sys, or None if it is not readable."""
+    """Returns the content of a file in /proc or /sys; None if the file cannot be read."""
     with contextlib.suppress(OSError), open(path, errors="replace") as file:
         return file.read()
     return None
 
 
 def stat(pid: int) -> list[str]:
-    """Returns the fields of /proc/PID/stat, starting with the state; empty if the process is gone."""
+    """Returns the fields of /proc/PID/stat, starting with the state; an empty list if the process is gone."""
     return (read(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
 
 
 def state(pid: int) -> str:
-    """Returns the letter for a process's state; "X" if the process is gone."""
+    """Returns the letter that denotes a process's state; "X" if the process is gone."""
     return (stat(pid) or ["X"])[0]
 
 
@@ -31,28 +33,29 @@ def parent(pid: int) -> int:
 
 
 def has_ended(pid: int) -> bool:
-    """Returns True if a process is gone or a zombie."""
+    """Returns True if a process is gone or is a zombie."""
     return state(pid) in "ZX"
 
 
 def is_stopped(pid: int) -> bool:
-    """Returns True if a signal (SIGSTOP or Ctrl-Z) or a debugger has stopped a process."""
+    """Returns True if a process is currently stopped by a signal (SIGSTOP or Ctrl-Z) or by a debugger."""
     return state(pid) in "Tt"
 
 
 def exit_code(pid: int) -> int | None:
-    """Returns the exit code of a zombie as in multiprocessing; None for other processes."""
+    """Returns the exit code of a zombie, as multiprocessing defines it: negative for a signal. Returns None for any
+    other process."""
     fields = stat(pid)
     return os.waitstatus_to_exitcode(int(fields[-1])) if fields[:1] == ["Z"] else None
 
 
 def pids() -> list[int]:
-    """Returns all process ids in /proc."""
+    """Returns the ids of all processes in /proc, in ascending order."""
     return sorted(int(name) for name in os.listdir("/proc") if name.isdecimal())
 
 
 def members(group: int) -> Iterator[int]:
-    """Yields the process ids of a process group, except those of ended processes."""
+    """Yields the ids of the processes in a process group, except processes that have ended."""
     for pid in pids():
         fields = stat(pid)
         if fields[2:3] == [str(group)] and fields[0] not in "ZX":
@@ -60,31 +63,31 @@ def members(group: int) -> Iterator[int]:
 
 
 def resident(pid: int) -> int | None:
-    """Returns the resident bytes of a process, including shared pages (RSS); None if the process has ended."""
+    """Returns the resident memory of a process in bytes, including shared pages (RSS); None if the process is gone."""
     fields = (read(f"/proc/{pid}/statm") or "").split()
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") or None if len(fields) > 1 else None
 
 
 def amounts(text: str | None) -> dict[str, int]:
-    """Returns numbers of bytes by name, from the lines of a file in /proc that are in kB."""
+    """Returns the amounts of memory in a file's text from /proc, in bytes, by name. Skips lines that are not in kB."""
     lines = [line.split() for line in (text or "").splitlines()]
     return {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if len(words) == 3 and words[2] == "kB"}
 
 
 def rollup(pid: int) -> dict[str, int]:
-    """Returns the totals of /proc/PID/smaps_rollup in bytes, by the kernel's names; empty if not readable."""
+    """Returns the amounts in /proc/PID/smaps_rollup in bytes, by the kernel's names; an empty dict if unreadable."""
     return amounts(read(f"/proc/{pid}/smaps_rollup"))
 
 
 def private(pid: int) -> int | None:
-    """Returns the resident bytes of a process that no other process maps (USS); None if not readable."""
+    """Returns the resident memory of a process that no other process maps, in bytes (USS); None if unreadable."""
     sums = rollup(pid)
     return sums["Private_Clean"] + sums["Private_Dirty"] if sums else None
 
 
 def proportional(pid: int) -> int | None:
-    """Returns the resident bytes of a process, where each page is divided by the number of processes that map it (PSS);
-    None if not readable.
+    """Returns the resident memory of a process in bytes, counting each page as its size divided by the number of
+    processes that map it (PSS); None if unreadable.
     """
     return rollup(pid).get("Pss")
 

@@ -1,4 +1,4 @@
-"""The attributes of torch's and this package's loaders and iterators that this package uses."""
+"""The attributes of loaders and iterators, both torch's and this package's, that this package relies on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class HasState(Protocol):
-    """A dataset, or an iterator over one, with a state that can be saved and loaded."""
+    """A dataset, or an iterator over a dataset, whose state can be saved and loaded."""
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state_dict: Any) -> None: ...

@@ -1,4 +1,4 @@
-"""Access to torch's own iterator class and functions, and calls that appear to come from torch's module."""
+"""Gives access to torch's own iterator class and functions, and makes calls that appear to come from torch's module."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any
 
 from torch.utils.data import dataloader as torch_dataloader
 
-# Saved before a program can replace them: torch's iterator class, and the functions from which `in_torch` makes calls.
+# torch's iterator class, and the functions from which the calls of `in_torch` appear to come. They are saved before the
+# program can replace them.
 TorchIter = torch_dataloader._MultiProcessingDataLoaderIter
 TORCH_INIT: Any = TorchIter.__init__
 TORCH_GET_ITERATOR: Any = torch_dataloader.DataLoader._get_iterator
@@ -23,18 +24,18 @@ TORCH_NEXT: Any = torch_dataloader._BaseDataLoaderIter.__next__
 class IterType(ABCMeta):
     """The metaclass of the engine's iterator class.
 
-    While ``rustloader.install()`` puts the engine's class in place of torch's, torch's iterators count as instances of
-    the engine's class. The metaclass is an ABCMeta so that subclasses can also have abstract base classes, as with
-    torch's class.
+    While ``rustloader.install()`` is in effect, the engine's class stands in for torch's, and torch's iterators count
+    as instances of the engine's class. The metaclass is an ABCMeta so that subclasses may have abstract base classes,
+    too, as they may with torch's class.
 
     Attributes:
-        stand_in: The class that is in place of torch's; None while ``install()`` is not in effect.
+        stand_in: The class that stands in for torch's class; None while ``install()`` is not in effect.
     """
 
     stand_in: IterType | None = None
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        # torch's class is a base of the stand-in.
+        # torch's class is a base class of the stand-in, so its instances include those of the stand-in.
         return type.__instancecheck__(TorchIter if cls is IterType.stand_in else cls, instance)
 
     def __subclasscheck__(cls, subclass: Any) -> bool:
@@ -42,22 +43,22 @@ class IterType(ABCMeta):
 
 
 def is_defined_in(function: Any, module: types.ModuleType) -> bool:
-    """Returns True if a function was defined in a module, and not put there from elsewhere by a program."""
+    """Returns True if a function was defined in ``module``, False if a program has defined it elsewhere."""
     return getattr(function, "__globals__", None) is vars(module)
 
 
 def known_code(function: Any, module: types.ModuleType, *known: str) -> types.CodeType | None:
-    """Returns the code of a function of torch if this package imitates that code; otherwise None.
+    """Returns the code of a function of torch if it is a version that this package reproduces; otherwise None.
 
     Args:
-        function: The function, as found in a class or module of torch, where a program may have replaced it.
-        module: The module of torch that defines the function.
+        function: The function, as found in a class or module of torch. A program may have replaced it.
+        module: The module in which torch defines the function.
         known: For each known version of the function: the names that it uses, in the order of their first use.
     """
     code = getattr(function, "__code__", None)
     if code is None or not is_defined_in(function, module):
         return None
-    # Python 3.11 compiles a comprehension to a separate code object.
+    # Python 3.11 compiles each comprehension to a separate code object.
     inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
     names = dict.fromkeys(name for part in (code, *inner) for name in part.co_names)
     return code if " ".join(names) in known else None
@@ -69,8 +70,8 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
 
 @functools.cache
 def _caller(caller: types.CodeType, name: str) -> Callable[..., Any]:
-    """Returns a copy of ``_call`` whose frame appears to be in torch's file and module, at the line where ``caller``
-    uses ``name``."""
+    """Returns a copy of ``_call`` whose frame appears to be in torch's file and module, at the first line where
+    ``caller`` uses ``name``."""
     lines = (it.positions.lineno for it in dis.get_instructions(caller) if it.argval == name and it.positions)
     line = next(filter(None, lines), caller.co_firstlineno)
     code = _call.__code__.replace(
@@ -83,21 +84,22 @@ def _caller(caller: types.CodeType, name: str) -> Callable[..., Any]:
 
 
 def in_torch(caller: Callable[..., Any], name: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Calls a function as if torch's own function called it. Warnings with `stacklevel=2` name the file and the line of
-    their caller, and programs filter by these.
+    """Calls a function as if a function of torch called it. This is for functions that warn with ``stacklevel=2``: such
+    a warning is attributed to the caller's file and line, by which programs filter warnings.
 
     Args:
-        caller: The function in torch's `dataloader` module that makes the call in torch.
+        caller: The function in torch's ``dataloader`` module that makes this call in torch.
         name: The name that ``caller`` calls. The call appears to come from the line where the name is first used.
         function: The function to call.
-        args: Its arguments.
+        args: The arguments of ``function``.
     """
     return _caller(getattr(caller, "__code__", _call.__code__), name)(function, *args)
 
 
 def frames_to_program() -> int:
-    """Returns the `stacklevel` with which the caller's warning names the code that has called this package."""
-    # The path comes from a code object, like those of the frames: the code may have been compiled elsewhere.
+    """Returns the ``stacklevel`` with which a warning that the caller issues is attributed to the code that called this
+    package."""
+    # The path comes from a code object, just like the frames' paths: the code may have been compiled elsewhere.
     package = os.path.join(os.path.dirname(os.path.dirname(frames_to_program.__code__.co_filename)), "")
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
@@ -106,10 +108,10 @@ def frames_to_program() -> int:
 
 
 def forget_locals(error: BaseException) -> None:
-    """Clears the local variables of the function that raised ``error`` in the caller's frame.
+    """Clears the local variables of the function that the caller has called and that raised ``error``.
 
-    torch's ``ExceptionWrapper.reraise`` keeps its error in a local variable. The cycle of error, traceback and frame
-    would keep the iterator and its workers alive until the garbage collector runs.
+    torch's ``ExceptionWrapper.reraise`` keeps the error in a local variable. The cycle of error, traceback and frame
+    would otherwise keep the iterator and its workers alive until the garbage collector runs.
     """
     called = error.__traceback__ and error.__traceback__.tb_next
     if called is not None:

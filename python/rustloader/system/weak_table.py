@@ -1,4 +1,4 @@
-"""A table that associates values with objects and keeps no object alive."""
+"""A table that associates values with objects without keeping the objects alive."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ _V = TypeVar("_V")
 
 
 class WeakTable(Generic[_V]):
-    """A table of values by the identity of their objects, because loaders that compare by value may not be hashable.
+    """A table that associates a value with an object. It goes by the object's identity, because a loader that compares
+    by value may not be hashable.
 
     Args:
         on_end: Called with the value when its object is destroyed.
@@ -22,27 +23,30 @@ class WeakTable(Generic[_V]):
         self._entries: dict[int, tuple[weakref.ref[Any], _V]] = {}
 
     def find(self, source: object) -> _V | None:
-        """Returns the value of an object, or None."""
+        """Returns the value of an object; None if the table has none."""
         reference, value = self._entries.get(id(source), (None, None))
         return value if reference is not None and reference() is source else None
 
     def items(self) -> Iterator[tuple[Any, _V]]:
-        """Yields the objects that are alive, with their values."""
+        """Yields each object that is still alive, together with its value."""
         for reference, value in list(self._entries.values()):
             source = reference()
             if source is not None:
                 yield source, value
 
     def keep(self, source: object, value: _V) -> _V:
-        """Keeps a value while its object is alive, if the object supports weak references. Returns the value."""
-        # Only a weak reference to the table, so that the callbacks end with it while the interpreter exits.
+        """Stores a value for as long as its object is alive. Does not store it if the object does not support weak
+        references. Returns the value."""
+        # The callback holds only a weak reference to the table, so that it does nothing once the table is gone, for
+        # example while the interpreter exits.
         key, weak = id(source), weakref.ref(self)
 
         def forget(reference: weakref.ref[Any]) -> None:
             table = weak()
             if table is None:
                 return
-            # If the garbage collector destroys an iterator, the iterator's destructor no longer finds the value.
+            # `on_end` is called here, because the destructor of an iterator that the garbage collector destroys no
+            # longer finds the value.
             if table._on_end is not None:
                 table._on_end(value)
             # By now, another object may have the same id.
