@@ -15,7 +15,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from rustloader._core import seed_words
 from rustloader.errors import WorkerDiedError
 from rustloader.fetch import torch_fetcher
-from rustloader.fetch.failures import EmptyBatchError, Failure, BatchWithFailures, failure_of
+from rustloader.fetch.failures import BatchWithFailures, EmptyBatchError, Failure, failure_of
 from rustloader.fetch.tables import TableFetcher
 
 # Maximum number of replacements that are tried for a sample before its error is raised.

@@ -15,7 +15,7 @@ from rustloader._core import BATCH, DEAD, END, ERROR, NO_PIN_THREAD, TIMED_OUT, 
 from rustloader.auto import tuner
 from rustloader.auto.tuner import Tuner
 from rustloader.device import pinning
-from rustloader.fetch.failures import EmptyBatch, EmptyBatchError, Failure, BatchWithFailures, add_note
+from rustloader.fetch.failures import BatchWithFailures, EmptyBatch, EmptyBatchError, Failure, add_note
 from rustloader.iterator import early_epochs, failures, fallback, fetching
 from rustloader.iterator.epochs import Epochs
 from rustloader.iterator.failures import FailureCount

@@ -6,7 +6,7 @@ import pytest
 from failing_samples import BAD, SIZE, Broken, index_batches, left, minus, numbers
 from support import SOON, DataLoader, LoaderIter, gone, rustloader, wait_until, worker_pids
 
-from rustloader.fetch.failures import Failure, BatchWithFailures, failure_of
+from rustloader.fetch.failures import BatchWithFailures, Failure, failure_of
 from rustloader.metrics.faults import KEPT_DEATHS, KEPT_FAILURES, Faults
 from rustloader.metrics.fields import FaultStats
 
