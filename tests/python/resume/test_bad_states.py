@@ -1,4 +1,4 @@
-"""States that do not fit: one clear error, and the loader goes on as before. Never other batches."""
+"""States that do not fit, also those of another num_workers: one clear error, and the loader is as before."""
 
 import copy
 
@@ -234,7 +234,7 @@ def test_another_number_of_workers_leaves_the_loader_as_it_was(kind, saved, load
 
 
 @pytest.mark.parametrize("saved, loaded", [(0, 2), (2, 0), (1, 3)])
-def test_a_stateless_map_style_dataset_goes_on_with_any_number(saved, loaded):
+def test_a_stateless_map_style_dataset_resumes_with_any_num_workers(saved, loaded):
     iterator, state = stopped(make("map", saved))
     rest = list(iterator)
     loader = make("map", loaded)
