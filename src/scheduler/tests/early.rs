@@ -50,6 +50,18 @@ fn early_tasks_go_round_the_workers_and_are_delivered_in_their_own_epoch() {
 }
 
 #[test]
+fn early_tasks_begin_at_the_first_worker_whatever_their_first_number_is() {
+    let mut machine = Machine::new(Settings { persistent: true, ..Settings::torch(3, 2, true) }).unwrap();
+    for task in 0..4 {
+        assert_eq!(machine.submit(task), to(task, task as u32 % 3));
+    }
+    at(&mut machine, 0, Event::SamplerEnded);
+    done(&mut machine, 0, 0);
+    assert_eq!(machine.begin_early().unwrap(), TaskId(4));
+    assert_eq!((machine.submit(4), machine.submit(5)), (to(4, 0), to(5, 1)));
+}
+
+#[test]
 fn results_in_any_order_wait_for_their_epoch() {
     let mut machine = ended(Settings::torch(2, 1, false));
     delivered(&mut machine, 1, 1);
