@@ -45,7 +45,7 @@ class DataLoader(torch_data.DataLoader[_T_co]):
 
     Arguments, attributes, batches and their order, seeds, warnings and errors are those of the installed version of
     torch, whose documentation applies. With ``num_workers=0``, and on systems other than Linux, torch's own loop runs.
-    With workers:
+    With workers, these rules hold:
 
     * Batches arrive in a shared-memory arena, whose memory is reused. A batch stays valid while the program keeps any
       part of it (a tensor, a view, a ``.numpy()`` array), even after the loader and its workers have ended. A tensor of

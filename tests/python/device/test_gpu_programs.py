@@ -68,10 +68,10 @@ def test_a_profile_is_drawn(tmp_path):
     trace.write_text(json.dumps({"traceEvents": events}))
     status, out, err = run(BENCHES / "overlap.py", trace, picture)
     assert status == 0, err
-    assert out.startswith("50% of the time of copies to the device a kernel ran, too")
+    assert out.startswith("A kernel also ran in 50% of the time of copies to the device")
     root = xml.etree.ElementTree.parse(picture).getroot()
     words = [it.text for it in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert "5.1 ms: 50% of the copies to the device beside kernels" in words
+    assert "5.1 ms: 50% of the copies to the device overlap with kernels" in words
     assert "stream 7" in words and "stream 13" in words
     trace.write_text(json.dumps({"traceEvents": events[3:]}))
     status, _, err = run(BENCHES / "overlap.py", trace, picture)

@@ -356,4 +356,4 @@ def test_the_verdict_names_the_attribute():
 def test_memory_of_workers_is_printed():
     running = WorkerStats(0, pid=7, alive=True, rss_bytes=500_000_000, private_bytes=20_000_000, tasks=1)
     text = str(grown(workers=(running, WorkerStats(1, private_bytes=312_000_000, tasks=1)), iterators=1))
-    assert "(pid 7, 500 MB, 20.0 MB of its own)" in text and "(ended, 312 MB of its own)" in text
+    assert "(pid 7, 500 MB, 20.0 MB private)" in text and "(ended, 312 MB private)" in text

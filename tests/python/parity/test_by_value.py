@@ -468,7 +468,7 @@ def test_a_class_redefined_since_comes_back_as_the_one_that_was_sent():
     assert by_name.find_own("gone", __name__, "Once") is Once
     with pytest.raises(AttributeError) as caught:
         by_name.find_own("gone", __name__, "Lost")
-    assert "got 'Lost' of" in caught.value.__notes__[0]
+    assert "received 'Lost' of" in caught.value.__notes__[0]
 
 
 class Equal(type):

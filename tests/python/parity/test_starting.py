@@ -145,7 +145,7 @@ def test_what_a_worker_cannot_load_is_in_the_error(argument, arguments, workers,
         and len(re.findall(rf"DataLoader worker \(pid \d+\) exited unexpectedly with {lost} [01]", out)) == 2
     )
     assert out.count("AttributeError: Can't get attribute") == 2 and "Details are lost" not in out
-    assert out.count("put it into a module, or use multiprocessing_context='fork'.") == 2
+    assert out.count("move these into a module, or use multiprocessing_context='fork'.") == 2
 
 
 @pytest.mark.ours

@@ -156,7 +156,7 @@ def test_none_for_every_worker_ends_them():
 @pytest.mark.ours
 def test_an_index_put_into_a_queue_by_hand_is_refused():
     iterator = iter(DataLoader(Numbers(6), num_workers=1))
-    with pytest.raises(RuntimeError, match="has to override _try_put_index"):
+    with pytest.raises(RuntimeError, match="must override _try_put_index"):
         iterator._index_queues[0].put((7, [1]))
     assert len(values(iterator)) == 6
 
