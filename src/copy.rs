@@ -5,7 +5,8 @@
 //! 10 GB/s without. In addition, the dataset's data stay in the caches. For copies that fit into a cache, the reader
 //! would lose as much time as the writer gains.
 
-/// Copies `len` bytes, with streaming stores if `streaming` and the processor supports them.
+/// Copies `len` bytes. Uses streaming stores if `streaming` is true, `len` is at least 4096 and the processor supports
+/// them.
 ///
 /// # Safety
 /// `len` bytes must be readable at `from` and writable at `to`, and the two ranges must not overlap.

@@ -1,8 +1,9 @@
 //! The format of the ring entries and of the message head, with the functions that read and write them.
 //!
 //! A task entry is `[task, kind, block, length, inline ...]`. Index batches of up to [`INLINE_BYTES`] bytes travel in
-//! the entry itself, others in a block of the main process's region. (A ring of bytes would have to be filled piece by
-//! piece while the worker drains it, and the main process cannot fill it during the user's training step.)
+//! the entry itself, others in a block of the main process's region. (If the ring held bytes instead, a large
+//! index batch would have to be written piece by piece while the worker reads it, and the main process cannot write
+//! during the user's training step.)
 //!
 //! A result entry is `[task, kind | block << 32, length, checksum, fetch us | collate us << 32, pack us | copies << 32,
 //! bytes, copied bytes]`. Its block holds the message: the number of leaves, a table of the leaves' blocks and lengths,
@@ -72,7 +73,7 @@ impl ResultKind {
         matches!(self, Self::Snapshot | Self::FailedSnapshot)
     }
 
-    /// Returns true if an entry of this kind may have a message (if `has_block` is true), or may lack one (if it is
+    /// Returns true if an entry of this kind is valid with a message (if `has_block` is true), or without one (if it is
     /// false).
     fn fits(self, has_block: bool) -> bool {
         match self {

@@ -37,7 +37,7 @@ pub struct Positions {
     ahead: BTreeSet<u64>,
     /// The ordinals of tasks that no worker will answer. Each is kept until no position before it can be requested.
     left_out: BTreeSet<u64>,
-    /// The last answers, which an earlier position may not include.
+    /// The last answers. An earlier position can leave some of them out.
     recent: VecDeque<Answer>,
     /// Number of batches in `recent`.
     batches: usize,
@@ -133,9 +133,9 @@ impl Positions {
         self.settled[worker as usize]
     }
 
-    /// Returns the position after the first `answers` answers of the epoch, moved back by `back` batches and by the
-    /// errors that follow the earliest of these. `answers` must be the number of all answers, or one less. The error
-    /// says why there is no such position.
+    /// Takes the first `answers` answers of the epoch, removes the last `back` batches and the errors after each of
+    /// them, and returns the position after the rest. `answers` must be the number of all answers, or one less. The
+    /// error says why there is no such position.
     pub fn at(&self, answers: u64, back: usize) -> Result<Position, String> {
         let missing = self.answers.checked_sub(answers).filter(|missing| *missing <= 1);
         let Some(missing) = missing else {
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn nine_batches_can_be_taken_back_and_the_answer_that_is_missing() {
+    fn nine_batches_can_be_taken_back_even_if_the_last_answer_is_missing() {
         for count in [10, 11, 50] {
             let positions = in_order(2, &vec![true; count]);
             let count = count as u64;
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn the_record_is_bounded_and_allocates_nothing_in_order() {
+    fn the_record_is_bounded_and_answers_in_order_allocate_nothing() {
         let mut positions = in_order(1, &[true; 100]);
         assert_eq!(positions.recent.len(), BACK_BATCHES + 1);
         assert_eq!(positions.recent.capacity(), Positions::new(1).recent.capacity());

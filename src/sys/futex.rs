@@ -55,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_changed_word_does_not_sleep() {
+    fn a_wait_on_a_changed_word_does_not_sleep() {
         let word = AtomicU32::new(1);
         assert_eq!(wait(&word, 0, None).unwrap(), Wake::Changed);
         assert_eq!(wake(&word, u32::MAX).unwrap(), 0);

@@ -23,8 +23,7 @@ class ThreadedDataset:
     Args:
         dataset: Map-style dataset.
         pool: The threads.
-        before_sample: Called in the thread before each sample, with the sample's position in the batch; None calls
-            nothing.
+        before_sample: If not None, called in the thread before each sample, with the sample's position in the batch.
     """
 
     def __init__(self, dataset: Any, pool: Pool, before_sample: Callable[[int], None] | None) -> None:
@@ -114,7 +113,7 @@ class _Batch:
             if self._error is not None:
                 return False
             try:
-                # This raises an error when the loader shuts down.
+                # In a worker, the iterator of indices checks for a shutdown and raises an error when there is one.
                 index = next(self._indices)
             except StopIteration:
                 return False

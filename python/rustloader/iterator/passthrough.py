@@ -1,4 +1,4 @@
-"""The iterator mode for loaders that the engine cannot serve as torch would. In it, every method is torch's own."""
+"""The iterator mode for loaders that the engine cannot serve as torch would. It delegates to torch's own methods."""
 
 from __future__ import annotations
 

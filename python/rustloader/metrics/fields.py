@@ -275,8 +275,8 @@ class SchedulingStats:
         prefetch_factor: Maximum number of outstanding batches per worker.
         in_order: Whether batches are delivered in order.
         dispatch: "round_robin" or "shared_queue".
-        reorder_window: Maximum number of batches that are outstanding or wait for an earlier batch, or, as a string,
-            their maximum size in bytes; None means ``prefetch_factor`` x ``num_workers`` batches.
+        reorder_window: Limit of the batches that are outstanding or wait for an earlier batch: an int limits their
+            number, a string their size in bytes; None means ``prefetch_factor`` x ``num_workers`` batches.
         worker_threads: Number of samples of a batch that a worker fetches concurrently.
         map_style: Whether the dataset is map-style.
         batch_size: Samples per batch; None with a custom batch sampler, or without batching.
@@ -305,7 +305,7 @@ class SchedulingStats:
 
 @dataclass(frozen=True)
 class CacheEstimate:
-    """Estimates the size of a cache of all samples from the batches delivered so far.
+    """Estimates how large a cache of all samples would be, based on the batches delivered so far.
 
     Attributes:
         bytes: Approximate size of all samples in bytes, in the form in which batches contain them.
@@ -353,7 +353,7 @@ class CoreUsers:
 
 @dataclass(frozen=True, repr=False)
 class StatsFields:
-    """The fields of ``Stats``, from which alone verdicts and tables are computed."""
+    """The fields of ``Stats``. Verdicts and tables are computed from these fields alone."""
 
     name: str = ""
     num_workers: int = 0

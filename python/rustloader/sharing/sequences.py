@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NoReturn
 from rustloader._core import SharedItems, SharedPairs, SharedStore
 from rustloader.sharing import pickling
 
-# The kinds of images.
+# The kind of object that a store holds.
 LIST, TUPLE, DICT, ARRAY, TENSOR = range(1, 6)
 # Number of items that a repr shows.
 _SHOWN = 3
@@ -24,15 +24,15 @@ def checked(store: SharedStore, kind: int) -> SharedStore:
     return store
 
 
-def forbid(kind: type, names: Iterable[str], remedy: str) -> None:
-    """Adds to a class methods that raise a TypeError, with a remedy, instead of changing the object."""
+def forbid(cls: type, names: Iterable[str], remedy: str) -> None:
+    """Makes the named methods of a class raise a TypeError that suggests a remedy, instead of changing the object."""
     for name in names:
 
         def method(self: Any, *args: Any, _name: str = name, **kwargs: Any) -> NoReturn:
             raise TypeError(f"a {type(self).__name__} is read-only ({_name}): change a copy, {remedy}")
 
         method.__name__ = name
-        setattr(kind, name, method)
+        setattr(cls, name, method)
 
 
 class _Sequence(SharedItems):
@@ -251,15 +251,15 @@ class SharedDict(SharedPairs):
         return f"<SharedDict of {len(self)} items, {self.nbytes} bytes: {{{', '.join(shown)}{dots}}}>"
 
 
-_CHANGING = ("__setitem__", "__delitem__", "clear", "pop")
-_CHANGING_LISTS = ("append", "extend", "insert", "remove", "sort", "reverse", "__iadd__", "__imul__")
-forbid(SharedList, (*_CHANGING, *_CHANGING_LISTS), "to_list()")
-forbid(SharedTuple, _CHANGING[:2], "to_list()")
-forbid(SharedDict, (*_CHANGING, "popitem", "setdefault", "update", "__ior__"), "to_dict()")
+_MUTATORS = ("__setitem__", "__delitem__", "clear", "pop")
+_LIST_MUTATORS = ("append", "extend", "insert", "remove", "sort", "reverse", "__iadd__", "__imul__")
+forbid(SharedList, (*_MUTATORS, *_LIST_MUTATORS), "to_list()")
+forbid(SharedTuple, _MUTATORS[:2], "to_list()")
+forbid(SharedDict, (*_MUTATORS, "popitem", "setdefault", "update", "__ior__"), "to_dict()")
 
 SharedList._comparable_types, SharedTuple._comparable_types = (list, SharedList), (tuple, SharedTuple)
-for _kind in (SharedList, SharedTuple, SharedDict):
-    pickling.register(_kind, pickling.reduce_to_store)
+for _cls in (SharedList, SharedTuple, SharedDict):
+    pickling.register(_cls, pickling.reduce_to_store)
 collections.abc.Sequence.register(SharedList)
 collections.abc.Sequence.register(SharedTuple)
 collections.abc.Mapping.register(SharedDict)

@@ -1,5 +1,5 @@
-"""Resumes a worker: loads the states of the dataset and its iterator, then fetches again the batches that were made
-after these states, and drops them."""
+"""Resumes a worker: loads the saved states of the dataset and its iterator, then replays the batches that were made
+after the states were saved: fetches them again and drops them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def load_dataset(dataset: Any, start: WorkerStart) -> None:
 
 
 def load_iterator(fetcher: Any, start: WorkerStart) -> None:
-    """Loads the state of the dataset's iterator, which a new fetcher of torch has just made."""
+    """Loads the state of the dataset's iterator, which a new torch fetcher has just made."""
     iterator: Iterator[Any] = getattr(fetcher, "dataset_iter", iter(()))
     if start.iterator_state is not None and is_stateful(iterator):
         iterator.load_state_dict(start.iterator_state)
@@ -40,17 +40,18 @@ def load_counters(seeds: Any, start: WorkerStart) -> None:
 
 
 def earlier_tasks(count: int, worker_id: int, num_workers: int, first_ordinal: int) -> list[int]:
-    """Returns the numbers of a worker's last ``count`` tasks before the position of a resumed epoch, which continues
-    with task 0. With round robin a worker gets every ``num_workers``-th task of an epoch. No number is below that of
-    the epoch's first task, even if a program has changed the position in the state.
+    """Returns the numbers of a worker's last ``count`` tasks before the position of a resumed epoch. Since the epoch
+    continues with task 0, earlier tasks have negative numbers. With round robin a worker gets every
+    ``num_workers``-th task of an epoch. No number is below that of the epoch's first task, even if a program has
+    changed the position in the state.
     """
     last = (worker_id - first_ordinal) % num_workers - num_workers
     return [max(last - num_workers * turns_back, -first_ordinal) for turns_back in reversed(range(count))]
 
 
 def replay(fetcher: Any, batches: Iterable[Any], kind: int, fetch: Callable[[Any], object] | None = None) -> None:
-    """Fetches batches again, as in the first run, and drops them with their errors, which the first run raised. After
-    an iterable dataset has ended, nothing more is fetched from it.
+    """Fetches batches again, as in the first run, and drops them. Drops errors too, because the first run has already
+    raised them. After an iterable dataset has ended, nothing more is fetched from it.
 
     Args:
         fetcher: The fetcher.

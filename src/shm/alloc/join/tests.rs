@@ -39,7 +39,7 @@ fn block_of(a: &Allocator, id: u32) -> (u64, u64) {
     (offset, capacity)
 }
 
-fn bytes_of(table: &[BlockEntry], ids: impl IntoIterator<Item = u32>) -> u64 {
+fn warm_bytes_of(table: &[BlockEntry], ids: impl IntoIterator<Item = u32>) -> u64 {
     ids.into_iter().map(|id| table[id as usize].warm.load(Ordering::Relaxed)).sum()
 }
 
@@ -68,8 +68,8 @@ fn check(a: &Allocator) {
     let mut free: Vec<u32> = blocks.iter().filter(|block| block.3 == 0).map(|block| block.0).collect();
     free.sort_unstable();
     assert_eq!(listed, free);
-    assert_eq!(a.idle, bytes_of(table, listed));
-    assert_eq!(a.warm, bytes_of(table, blocks.iter().map(|block| block.0)));
+    assert_eq!(a.idle, warm_bytes_of(table, listed));
+    assert_eq!(a.warm, warm_bytes_of(table, blocks.iter().map(|block| block.0)));
     assert_eq!(a.places, blocks.iter().map(|block| (block.1, block.0)).collect());
     let without = |id: &u32| table[*id as usize].capacity.load(Ordering::Relaxed) == 0;
     let mut spare = a.spare.clone();
@@ -198,7 +198,7 @@ fn entries_of_joined_blocks_are_used_again() {
         assert_eq!(a.arena.usage().blocks, 1);
         a.release(id);
         let now = a.arena.block_count(0);
-        // From the second round on, the bytes after the last block of the first round are a block, too.
+        // The first round leaves unused bytes at the end of the region. From the second round on, they are a block.
         assert!(round < 2 || now == entries, "{now}");
         entries = now;
         check(&a);
@@ -273,7 +273,7 @@ fn acts() -> impl Strategy<Value = Act> {
 
 /// A held block as the model tracks it.
 #[derive(Debug)]
-struct Model {
+struct HeldBlock {
     id: u32,
     len: u64,
     place: (u64, u64),
@@ -282,7 +282,7 @@ struct Model {
     stamp: u64,
 }
 
-impl Model {
+impl HeldBlock {
     /// Returns the addresses of the block's first and last 8 bytes.
     fn words(&self, arena: &Arena) -> [*mut u64; 2] {
         let start = arena.block_memory(0, self.id, self.len).unwrap().as_ptr();
@@ -305,12 +305,12 @@ fn run(acts: Vec<Act>) {
     let mut a = allocator();
     let arena: Arc<Arena> = a.arena.clone();
     let region = region_len(&a);
-    let mut held: Vec<Model> = Vec::new();
+    let mut held: Vec<HeldBlock> = Vec::new();
     for (stamp, act) in (1..).zip(acts) {
         match act {
             Act::Allocate(len, holder) => match a.allocate(len, holder) {
                 Ok(id) => {
-                    let new = Model { id, len, place: block_of(&a, id), bits: holder, delivered: false, stamp };
+                    let new = HeldBlock { id, len, place: block_of(&a, id), bits: holder, delivered: false, stamp };
                     assert!(held.iter().all(|other| other.id != id));
                     for word in new.words(&arena) {
                         // SAFETY: the block is new, and the word is in it.
