@@ -225,7 +225,7 @@ def test_a_stuck_actor_is_killed_and_replaced(cluster, tmp_path):
 def test_an_actor_without_a_place_is_an_error_that_names_it(cluster, monkeypatch):
     monkeypatch.setenv("RUSTLOADER_REMOTE_START_SECONDS", "2")
     context = rustloader.ray.RayContext(num_cpus=50, resources={"decoding": 1})
-    with pytest.raises(RuntimeError, match=r"asks for CPU 50 \(in the cluster 4, free .*decoding 1 \(in the cluster 0"):
+    with pytest.raises(RuntimeError, match=r"requests CPU 50 \(in the cluster 4, free .*decoding 1 \(in the cluster 0"):
         epochs(noisy(), context, 1)
 
 
