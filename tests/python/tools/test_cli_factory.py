@@ -257,3 +257,11 @@ def test_a_file_beside_a_package_of_its_name_is_not_taken_for_it(tmp_path, monke
     (tmp_path / "bare_script").write_text("def make(): pass\n")
     with pytest.raises(factory.Unusable, match=r"must end in \.py"):
         factory.find(f"{tmp_path}/bare_script:make")
+
+
+def test_the_description_of_an_error_has_no_notes():
+    # rustloader adds a note to a worker's error. With it, `check` would find a difference to torch.
+    error = KeyError("no sample 0")
+    error.add_note("Worker 0 was fetching batch 0.")
+    assert failure(error).text == "KeyError: 'no sample 0'"
+    assert "Worker 0 was fetching batch 0." in failure(error).details

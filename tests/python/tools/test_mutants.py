@@ -73,7 +73,7 @@ def test_a_rename_of_all_locals_leaves_each_mutant_at_its_place(dialect, tmp_pat
 def formatters(dialect: sources.Dialect) -> list[str]:
     if dialect is PYTHON:
         return [str(Path(sys.executable).parent / "ruff"), "format", "--isolated", "--line-length", "60"]
-    return ["rustfmt", "--edition", "2024", "--config", "max_width=70,use_small_heuristics=Off,skip_children=true"]
+    return ["rustfmt", "--edition", "2024", "--config", "max_width=76,use_small_heuristics=Off,skip_children=true"]
 
 
 @pytest.mark.parametrize("dialect", LANGUAGES, ids=lambda d: d.folder)

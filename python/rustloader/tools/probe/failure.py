@@ -30,7 +30,7 @@ class Failure:
     """Description of an exception.
 
     Attributes:
-        text: the type and the message.
+        text: the type and the message, without notes.
         where: the innermost frame in user code, as "file.py:12 in function", then the worker if the exception comes
             from a worker; "" if there is neither.
         details: the whole traceback.
@@ -49,7 +49,10 @@ class Failure:
 
 def failure(error: BaseException) -> Failure:
     """Describes an exception. If it was first raised in a worker, describes the worker's traceback."""
-    text = "".join(traceback.format_exception_only(error)).strip()
+    described = traceback.TracebackException(type(error), error, None, compact=True)
+    # Without notes: rustloader adds one to a worker's error, torch does not.
+    described.__notes__ = None
+    text = "".join(described.format_exception_only()).strip()
     lines = text.splitlines()
     if len(lines) > 2 and _WORKER.search(lines[0]) and lines[1].startswith("Original Traceback"):
         return _failure_in_worker(lines)
