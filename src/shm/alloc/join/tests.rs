@@ -292,7 +292,7 @@ impl HeldBlock {
 }
 
 /// Returns the length in bytes of the region's longest part without a held block.
-fn longest_gap(held: &[Model], region: u64) -> u64 {
+fn longest_gap(held: &[HeldBlock], region: u64) -> u64 {
     let mut places: Vec<(u64, u64)> = held.iter().map(|block| block.place).collect();
     places.push((region, 0));
     places.sort_unstable();
