@@ -58,8 +58,8 @@ impl PyPort {
         Ok((code, first_task, Some(PyBytes::new(py, message).into_any().unbind())))
     }
 
-    /// Returns memory in the arena for `len` bytes, or `None` if the worker already retains so many blocks that the
-    /// caller should use the heap. First runs Python's garbage collector if garbage may be holding blocks.
+    /// Allocates `len` bytes in the arena. Returns `None` once the worker holds too many blocks; the caller then uses
+    /// the heap. Runs Python's garbage collector first if garbage may still hold blocks.
     fn lease(&self, py: Python<'_>, len: usize) -> PyResult<Option<WorkerLease>> {
         // Python itself reports errors that finalizers raise.
         let collect = || drop(py.import("gc").and_then(|gc| gc.call_method0("collect")));
