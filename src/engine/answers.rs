@@ -1,4 +1,5 @@
-//! The answers and snapshots of this epoch, from which checkpoints are made. Any thread may read them at any time.
+//! The answers and snapshots of the current epoch, from which a loader's state is made. Any thread may read them at any
+//! time.
 
 use std::sync::Arc;
 
@@ -28,12 +29,12 @@ pub struct Answers {
 }
 
 impl Answers {
-    /// Creates the record of an iterator without answers.
+    /// Creates the record for a new iterator, without answers.
     pub(super) fn new(workers: u32) -> Self {
         Self { positions: Positions::new(workers as usize), snapshots: Snapshots::new(workers as usize) }
     }
 
-    /// Begins another epoch: forgets the answers and snapshots of the last one.
+    /// Begins another epoch: drops the answers and snapshots of the previous one.
     pub(super) fn begin_epoch(&mut self) {
         self.positions.begin_epoch();
         self.snapshots.begin_epoch();

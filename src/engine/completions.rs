@@ -1,4 +1,4 @@
-//! The consumer's ends of the completion rings, the bitmap of non-empty rings, and the messages of results.
+//! The consumer's ends of the completion rings, the bitmap of non-empty rings, and the results' messages.
 
 use std::sync::Arc;
 
@@ -63,7 +63,7 @@ pub struct Completions {
     rings: Vec<Consumer<ArenaRing>>,
     /// Index of the current word of the bitmap.
     word: usize,
-    /// The marks taken from that word whose rings are not drained yet.
+    /// The marks taken from that word for rings that are not drained yet.
     marks: u64,
 }
 
@@ -123,7 +123,7 @@ pub struct SnapshotMessage {
 }
 
 impl SnapshotMessage {
-    /// Takes over the hold on a snapshot's block. Returns `None` if the snapshot has no block.
+    /// Takes over the main process's hold on a snapshot's block. Returns `None` if the snapshot has no block.
     pub fn new(arena: &Arc<Arena>, incoming: Incoming) -> Option<Self> {
         incoming.entry.block.map(|_| Self { arena: arena.clone(), incoming })
     }
@@ -133,15 +133,15 @@ impl SnapshotMessage {
         self.incoming.entry.kind == ResultKind::FailedSnapshot
     }
 
-    /// Returns the payload, copied out of shared memory. Fails with [`Error::Corrupt`] if its checksum does not match.
+    /// Returns the payload, copied out of shared memory. Fails with [`Error::Corrupt`] if it is not what was sent.
     pub fn read(&self) -> Result<Vec<u8>> {
         let Incoming { worker, entry: ResultEntry { block, len, checksum, .. } } = self.incoming;
-        let block = block.ok_or_else(|| Error::corrupt("a snapshot without a message"))?;
+        let block = block.ok_or_else(|| Error::corrupt("a snapshot has no message"))?;
         let mut bytes = Vec::new();
         self.arena.read_block(worker, block, len, &mut bytes)?;
         let (leaves, start) = wire::read_message(&bytes)?;
         if !leaves.is_empty() || wire::checksum(&bytes[start..]) != checksum {
-            return Err(Error::corrupt(format!("a snapshot of worker {worker} is not as it was sent")));
+            return Err(Error::corrupt(format!("a snapshot of worker {worker} differs from what was sent")));
         }
         bytes.drain(..start);
         Ok(bytes)
@@ -185,7 +185,7 @@ impl Message {
     pub fn open(arena: &Arc<Arena>, incoming: &Incoming, mut buffer: Vec<u8>) -> Result<Self> {
         let ResultEntry { block, len, kind, checksum, .. } = incoming.entry;
         let worker = incoming.worker;
-        let block = block.ok_or_else(|| Error::corrupt("a result without a message"))?;
+        let block = block.ok_or_else(|| Error::corrupt("a result has no message"))?;
         let copied = arena.read_block(worker, block, len, &mut buffer);
         let_go(arena, worker, block);
         copied?;
@@ -225,7 +225,8 @@ impl Leaves {
         self.rows.is_empty()
     }
 
-    /// Returns a lease on a leaf. Fails with [`Error::Corrupt`] if there is no such leaf, or if it was taken before.
+    /// Returns a lease on a leaf. Fails with [`Error::Corrupt`] if there is no such leaf, or if it has already been
+    /// taken.
     pub fn take(&mut self, index: usize) -> Result<Lease> {
         let leaf = self.rows.get_mut(index).and_then(Option::take);
         let leaf = leaf.ok_or_else(|| Error::corrupt(format!("leaf {index} of a message is missing")))?;

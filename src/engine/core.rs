@@ -57,7 +57,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// Creates an engine without workers or snapshots, over a given arena.
     pub fn over(arena: Arc<Arena>, settings: Settings) -> Result<Self> {
         if arena.geometry().shared_queue != (settings.dispatch == Dispatch::SharedQueue) {
-            return Err(Error::usage("an arena needs a shared queue for that dispatch, and for no other"));
+            return Err(Error::usage("an arena must have a shared queue if the dispatch uses one, and only then"));
         }
         let handle = Arc::new(Handle::new(arena.clone())?);
         page::open(&arena, &settings);
@@ -107,8 +107,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.handle.trace.mark(Kind::Epoch, MAIN, task, epoch);
     }
 
-    /// Returns true if one more index batch is to be submitted at the start of an epoch, after the sampler has been
-    /// asked for `asked` index batches.
+    /// Returns true if another index batch must be submitted at the start of an epoch, after the sampler has been asked
+    /// for `asked` index batches.
     pub fn primes(&self, asked: usize) -> bool {
         self.scheduler.primes(asked)
     }
@@ -118,8 +118,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.event(Event::SamplerEnded)
     }
 
-    /// Starts the pin thread, which runs `around`; `around` calls [`pin::Body::run`]. Call it after all workers have
-    /// started.
+    /// Starts the pin thread, which runs `around`; `around` must call [`pin::Body::run`]. Call it after all workers
+    /// have started.
     pub fn start_pinning<P: pin::Prepare<Ready = B>>(
         &mut self,
         prepare: P,
@@ -153,7 +153,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         }
     }
 
-    /// Returns a value for each worker: true if the worker takes tasks in this epoch.
+    /// Returns, for each worker, true if the worker takes tasks in this epoch.
     pub fn active(&self) -> Vec<bool> {
         (0..self.arena().geometry().workers).map(|worker| self.scheduler.is_active(WorkerId(worker))).collect()
     }
@@ -168,8 +168,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         held.or_else(bound).or_else(|| queue.oldest_waiting().and_then(tagged))
     }
 
-    /// Returns the tag of `task`, which `worker` is processing. Returns `None` if the task is not unanswered. It need
-    /// not be the worker's oldest one: the pin thread may still hold results of older tasks.
+    /// Returns the tag of `task`, which `worker` is processing, or `None` if the task has been answered. It need not be
+    /// the worker's oldest unanswered task, because the pin thread may still hold results of older ones.
     pub fn tag_at(&self, worker: u32, task: TaskId) -> Option<&T> {
         let bound = || self.scheduler.tasks_of(WorkerId(worker)).find(|(bound, _)| *bound == task);
         self.scheduler.tag_of(task).or_else(|| bound().map(|(_, tag)| tag))
@@ -192,8 +192,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
 
     fn registered(&mut self, worker: u32, process: &Process, token: u64) -> Result<()> {
         let is_vacant = self.scheduler.is_vacant(WorkerId(worker));
-        // A replacement does not fail if its process cannot be added to the poll set: the loader then finds the end of
-        // the process by checking for it.
+        // The call does not fail if the process of a replacement cannot be added to the poll set: the loader then
+        // checks at intervals whether the process has ended.
         self.inbox.watch(worker, process, token, is_vacant)?;
         if is_vacant { self.replaced(worker) } else { Ok(()) }
     }
@@ -227,8 +227,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     }
 
     /// Begins another epoch of persistent workers, and sends them `message`. Afterwards, call [`Engine::step`] until
-    /// [`Engine::resuming`] returns false. A worker that has not answered the last reset gets `message` after it has
-    /// answered.
+    /// [`Engine::resuming`] returns false. A worker that has not yet answered the previous reset gets `message` once it
+    /// has.
     pub fn reset(&mut self, message: &[u8]) -> Result<()> {
         self.times.tick();
         let rewinds = self.scheduler.is_early();
@@ -242,13 +242,13 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.sticky(result)
     }
 
-    /// Returns the state of `next`. The caller reports events to it.
+    /// Returns the state of `next`, to which the caller reports events.
     #[inline]
     pub fn delivery(&mut self) -> &mut Delivery<T, B, E> {
         &mut self.delivery
     }
 
-    /// Returns the death that [`Engine::step`] reports, now or later, as [`Step::Dead`].
+    /// Returns the death that [`Engine::step`] reports as [`Step::Dead`], now or later.
     pub fn death(&self) -> Option<Death> {
         self.scheduler.death()
     }
@@ -286,7 +286,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Ok(step)
     }
 
-    /// Processes new events. Does not return errors that it finds in shared memory; [`Delivery::answer`] does.
+    /// Processes new events. Errors found in shared memory are not returned here, but by [`Delivery::answer`].
     #[inline]
     pub(super) fn process_events(&mut self) -> Result<()> {
         self.times.tick_if_stale();

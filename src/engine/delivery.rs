@@ -1,4 +1,4 @@
-//! The state of calls of `next()`: owed draws, deferred errors and interrupted work.
+//! The state of calls to `next()`: owed draws, deferred errors and interrupted work.
 //!
 //! It is a state machine between the scheduler and the bindings, without Python, threads or a clock. The bindings call
 //! the sampler, and unpickle and convert batches. `T` is the type of an index batch, `B` that of a result that the
@@ -11,7 +11,7 @@
 //! |---|---|---|---|
 //! | 1 | an earlier call deferred an error of the sampler ([`Event::DrawFailed`]); checked once, as the call begins | [`Step::Raise`] | the answer |
 //! | 2 | the iterator is closed | [`Step::Closed`] | nothing |
-//! | 3 | earlier calls owe draws (never with a window); each is tried once per call, and none after one that found no memory | [`Step::Submit`] | [`Event::IndexDrawn`], [`Event::DrawFailed`] with no index unsent |
+//! | 3 | earlier calls owe draws (never with a window); each is tried once per call, until one finds no memory | [`Step::Submit`] | [`Event::IndexDrawn`], [`Event::DrawFailed`] without an unsent index batch |
 //! | 4 | a signal handler interrupted the decoding of a delivered result ([`Event::DecodeInterrupted`]) | [`Step::Unread`] | the answer |
 //! | 5 | shared memory is damaged ([`Event::Broken`]) | the error | nothing |
 //! | 6 | a result is tied to its worker | [`Step::Open`] | [`Delivery::untie`] |
@@ -21,9 +21,9 @@
 //! | 10 | the scheduler answers `Wait`, and the pin thread has ended | [`Step::NoPinThread`] | nothing |
 //! | 11 | the scheduler answers `Wait` | [`Step::Wait`] | an event |
 //!
-//! An error of the sampler never replaces a batch: the call that draws the index still delivers its batch, and the
-//! error is deferred to the next call (1) or to the end of the epoch (8). After an error or an interrupt the draw is
-//! owed, because a signal handler may have raised the exception before the sampler yielded an index.
+//! An error of the sampler never replaces a batch: the call whose draw fails still delivers its batch, and the error is
+//! deferred to the next call (1) or to the end of the epoch (8). After an error or an interrupt the draw is owed,
+//! because a signal handler may have raised the exception before the sampler yielded an index.
 //!
 //! With a window, no draw is owed, because the scheduler answers `Submit` while there is room. The scheduler must not
 //! do so while an error is deferred, or a sampler that always fails would keep the call from ending.
@@ -50,7 +50,7 @@ use crate::scheduler::Decision;
 pub enum Event<T, B, E> {
     /// An epoch begins. This event resets the state of the last epoch.
     EpochBegan,
-    /// A call of `next` begins.
+    /// A call to `next` begins.
     NextBegan,
     /// A [`Step::Submit`] is done: the index batch has been sent, or the sampler is exhausted.
     IndexDrawn,
@@ -89,7 +89,7 @@ enum Health {
     Broken(Error),
 }
 
-/// The state of the calls of `next` on one iterator.
+/// The state of the calls to `next` on one iterator.
 #[derive(Debug)]
 pub struct Delivery<T, B, E> {
     /// True if the scheduler fills a window. It then repeats failed draws itself.
@@ -266,7 +266,7 @@ impl<T, B, E> Delivery<T, B, E> {
         self.tied.as_ref().map(|tied| tied.incoming.worker)
     }
 
-    /// Takes the tied result if it is from `worker`. If `worker` is `None`, takes it whichever worker sent it.
+    /// Takes the tied result if it is from `worker`. If `worker` is `None`, takes it from any worker.
     pub fn untie(&mut self, worker: Option<u32>) -> Option<Arrival<B>> {
         self.tied.take_if(|tied| worker.is_none_or(|worker| tied.incoming.worker == worker))
     }

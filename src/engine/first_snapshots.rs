@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::id::WorkerId;
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
-    /// Returns true while the first snapshot of a live worker in this epoch is missing. Returns false without
+    /// Returns true while a live worker has not yet sent its first snapshot of this epoch. Returns false without
     /// snapshots, or if the iterator has ended or failed.
     pub fn is_starting(&self) -> bool {
         let is_active = self.snapshots && !self.has_ended() && self.delivery.is_sound();
@@ -27,7 +27,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Ok(self.delivery.tied())
     }
 
-    /// Returns true once the iterator is closed. No more results may be taken then, because the rings may belong to
+    /// Returns true once the iterator is closed. After that, no results may be taken, because the rings may belong to
     /// another iterator.
     fn has_ended(&self) -> bool {
         self.finished || self.handle.closing()

@@ -33,8 +33,8 @@ struct WorkerSlot {
     liveness: Option<Arc<Process>>,
 }
 
-/// Returns the token of a worker's pidfd in a poll set. It includes the generation, so that events of earlier processes
-/// in the slot can be told apart.
+/// Returns the token of a worker's pidfd in a poll set. It includes the generation, so that an event of an earlier
+/// process in the slot is recognized as stale.
 fn token(worker: u32, generation: u32) -> u64 {
     u64::from(generation) << 32 | u64::from(worker)
 }
@@ -56,7 +56,7 @@ pub struct Handle {
     exiting: AtomicBool,
     /// The workers' final status; `Some` once another iterator may use the arena. The lock is held while the arena is
     /// used without exclusive access. The bindings hold the GIL meanwhile, so that Python never forks while the lock is
-    /// held; a child checks [`Handle::is_ours`] nevertheless.
+    /// held; a child checks [`Handle::is_ours`] anyway.
     last: Mutex<Option<Box<[Status]>>>,
     answers: Mutex<Answers>,
     /// The connections to workers. Set when the first worker on another machine is registered; then all workers are on
@@ -173,7 +173,7 @@ impl Handle {
         (token(worker, slot.generation) == named).then_some((worker, process))
     }
 
-    /// Creates the control of the pin thread. Fails with [`Error::Usage`] if there is one already.
+    /// Creates the [`PinControl`]. Fails with [`Error::Usage`] if there already is one.
     pub(super) fn new_pin_control(&self) -> Result<Arc<PinControl>> {
         let control = Arc::new(PinControl::new()?);
         let placed = self.pinning.set(control.clone());
@@ -181,7 +181,7 @@ impl Handle {
         Ok(control)
     }
 
-    /// Returns the control of the pin thread, if there is one.
+    /// Returns the [`PinControl`], if there is a pin thread.
     pub fn pinning(&self) -> Option<&PinControl> {
         self.pinning.get().map(Arc::as_ref)
     }
@@ -259,7 +259,7 @@ impl Handle {
         }
     }
 
-    /// Makes the connections' threads receive the results of workers on other machines again.
+    /// Makes the connections' threads resume receiving results of workers on other machines.
     pub(super) fn on_duty(&self) {
         if let Some(links) = self.links.get() {
             links.on_duty();
@@ -300,8 +300,8 @@ impl Handle {
         }
     }
 
-    /// Detaches the handle from the arena, and keeps the workers' final status and totals. Call it after the workers
-    /// have ended. Afterwards another iterator may use the arena, and `close` does not stop that iterator's workers.
+    /// Detaches the handle from the arena after storing the workers' final status and totals. Call it after the workers
+    /// have ended. Another iterator may then use the arena; `close` does not stop that iterator's workers.
     pub fn detach_from_arena(&self) {
         let mut last = self.last();
         if last.is_none() {
@@ -378,8 +378,8 @@ impl Handle {
         self.running().for_each(|(_, process)| process.signal(signal));
     }
 
-    /// Returns true if every worker exited in an orderly way and none was replaced. Then the arena is undamaged and has
-    /// no lost blocks.
+    /// Returns true if every worker exited cleanly and none was replaced. Then the arena is undamaged and has no lost
+    /// blocks.
     pub fn all_left(&self) -> bool {
         (0..self.arena.geometry().workers).all(|worker| {
             let Ok(slot) = self.slot(worker) else { return false };
@@ -419,8 +419,8 @@ impl Handle {
             return Ok(last.get(worker as usize).copied());
         }
         let page = || &self.arena.control(worker).status;
-        let there = worker < self.arena.geometry().workers;
-        Ok(there.then(|| Status::of(page(), sys::clock::monotonic_ns())))
+        let exists = worker < self.arena.geometry().workers;
+        Ok(exists.then(|| Status::of(page(), sys::clock::monotonic_ns())))
     }
 
     /// Returns the memory in use in the arena. All values are zero after the end of the iterator and in a forked child.
@@ -452,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slot_takes_one_process_after_the_other() {
+    fn a_slot_takes_one_process_after_another() {
         let handle = Handle::new(Arena::create_sized(1 << 30, 2, 4).unwrap()).unwrap();
         let spawn = || Command::new("sleep").arg("1000").spawn().unwrap();
         let refused = |result: Result<()>| assert!(matches!(result, Err(Error::Usage { .. })), "{result:?}");
@@ -493,13 +493,13 @@ mod tests {
     }
 
     #[test]
-    fn a_file_with_the_number_of_a_pidfd_does_not_make_the_wait_for_its_process_spin() {
+    fn a_wait_does_not_spin_if_another_file_has_the_number_of_a_pidfd() {
         let handle = Handle::new(Arena::create_sized(1 << 30, 1, 4).unwrap()).unwrap();
         let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
         handle.started(0, child.id() as i32).unwrap();
         let number = handle.process(0).unwrap().pidfd.as_ref().unwrap().as_fd().as_raw_fd();
         let file = std::fs::File::open("/proc/self/exe").unwrap();
-        // SAFETY: dup2 takes plain numbers. The call replaces the pidfd.
+        // SAFETY: dup2 takes plain integers. The call replaces the pidfd.
         assert!(unsafe { libc::dup2(file.as_raw_fd(), number) } != -1);
         let before = cpu_time();
         assert!(!handle.wait_gone(WAIT_SLICE).unwrap());

@@ -1,4 +1,4 @@
-//! Arrivals from the workers: results from the rings or the pin thread, rings of the doorbell, and the ends of
+//! Arrivals from the workers: results from the rings or the pin thread, wake-ups by the doorbell, and exits of
 //! processes.
 
 use std::os::fd::AsRawFd;
@@ -26,12 +26,12 @@ pub(super) enum Source<B> {
 #[derive(Debug)]
 pub(super) struct Inbox<B> {
     handle: Arc<Handle>,
-    /// The source of results. `None` only while it changes, and in a forked child.
+    /// The source of results. `None` only while it is being replaced, and in a forked child.
     source: Option<Source<B>>,
     poll: PollSet,
     /// Tokens that the last poll returned.
     ready: Vec<u64>,
-    /// Workers whose end cannot be polled; it is checked after each slice of a wait.
+    /// Workers whose exit cannot be polled; they are checked after each slice of a wait instead.
     unwatched: Vec<u32>,
     /// True if the doorbell cannot be polled; results are then checked for after each slice of a wait.
     is_deaf: bool,
@@ -69,7 +69,7 @@ impl<B: Send + 'static> Inbox<B> {
         // Store the link before anything else can fail: the thread owns the rings now.
         let link = match self.source.insert(Source::Thread(link)) {
             Source::Thread(link) => link,
-            Source::Rings(_) => unreachable!("it has just been inserted"),
+            Source::Rings(_) => unreachable!("the link has just been inserted"),
         };
         self.poll.remove(DOORBELL)?;
         self.poll.add(link.control.pickup.as_fd().as_raw_fd(), DOORBELL)
@@ -89,7 +89,7 @@ impl<B: Send + 'static> Inbox<B> {
         matches!(self.source, Some(Source::Rings(_)))
     }
 
-    /// Returns the channel of the pin thread, if there is one.
+    /// Returns the channels to and from the pin thread, if there is one.
     #[inline]
     pub(super) fn link(&self) -> Option<&pin::PinLink<B>> {
         match &self.source {
@@ -154,12 +154,12 @@ impl<B: Send + 'static> Inbox<B> {
         Ok(true)
     }
 
-    /// Prepares for a wait: forgets the tokens of the last poll.
+    /// Prepares for a wait: drops the tokens of the last poll.
     pub(super) fn wait_begins(&mut self) {
         self.ready.clear();
     }
 
-    /// Sleeps until something arrives, but at most for `limit`. Returns `None` without sleeping if something has
+    /// Sleeps until something arrives, but for at most `limit`. Returns `None` without sleeping if something has
     /// already arrived or the iterator is shut down.
     pub(super) fn sleep(&mut self, limit: Duration) -> Result<Option<WaitOutcome>> {
         let sleeper = self.sleeper();
@@ -174,7 +174,7 @@ impl<B: Send + 'static> Inbox<B> {
         outcome.map(Some)
     }
 
-    /// Returns true if an arrival may fail to end a sleep, so that sleeps must be short.
+    /// Returns true if some arrivals do not end a sleep, so that sleeps must be short.
     pub(super) fn is_blind(&self) -> bool {
         self.is_deaf || !self.unwatched.is_empty()
     }

@@ -1,4 +1,4 @@
-//! Passes results, from the rings or the pin thread, and deaths of workers to the scheduler.
+//! Passes results (from the rings or the pin thread) and workers' deaths to the scheduler.
 
 use crossbeam_channel::TryRecvError;
 
@@ -73,7 +73,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             return Ok(());
         }
         let (worker, bytes) = (WorkerId(incoming.worker), incoming.entry.load.bytes);
-        // A task that was bound to the worker by a death is no longer in the queue.
+        // A task that a death has bound to the worker is no longer in the queue.
         if self.outbox.queue().is_some() && !self.scheduler.is_oldest_of(worker, task) {
             self.outbox.answered(incoming.worker, &incoming.entry)?;
         }
@@ -91,13 +91,13 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
                 self.handle.answers().resumed(incoming.worker);
                 Event::Resumed(worker)
             }
-            ResultKind::Snapshot | ResultKind::FailedSnapshot => unreachable!("it has been kept"),
+            ResultKind::Snapshot | ResultKind::FailedSnapshot => unreachable!("snapshots are kept above"),
         })
     }
 
     /// Passes the remaining results of a worker whose process has ended to the scheduler, and then reports the death.
     /// If workers may be replaced, discards an unopened tied result and all results after it, because the next process
-    /// makes them again.
+    /// produces them again.
     pub(super) fn ended(&mut self, worker: u32) -> Result<()> {
         if let Some(link) = self.inbox.link() {
             if link.drain.try_send(worker).is_ok() {

@@ -57,7 +57,7 @@ impl Links {
         }
     }
 
-    /// Makes all connections check their rings and the stop flag.
+    /// Makes the threads of all connections check their rings and the stop flag.
     pub(super) fn wake(&self) {
         self.all().for_each(|link| link.wake());
     }
@@ -69,7 +69,7 @@ impl Links {
         }
     }
 
-    /// Makes the connections' threads receive results again. Call it before the consumer sleeps.
+    /// Makes the connections' threads resume receiving results. Call it before the consumer sleeps.
     pub(super) fn on_duty(&self) {
         self.all().for_each(|link| link.on_duty());
     }

@@ -1,4 +1,4 @@
-//! The workers' processes: stuck ones, ended ones, and the number of results that each worker has published.
+//! Records of the workers' processes: which are stuck, how they died, and how many results each worker has published.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::sys::pidfd::ExitStatus;
 
 /// A record of a process that has died, for reports made after its slot and status page may have been emptied.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Remains {
+pub(super) struct DeathRecord {
     pub(super) pid: i32,
     pub(super) status: Option<ExitStatus>,
     /// The last task that the process took.
@@ -32,14 +32,14 @@ pub(super) struct Liveness {
     handle: Arc<Handle>,
     /// Finds stuck workers, which are named in the log.
     pub(super) stalls: Stalls,
-    /// Finds stuck workers that are to be killed.
+    /// Finds stuck workers that must be killed.
     pub(super) overdue: Overdue,
     /// True if workers that die may be replaced.
     restarts: bool,
     /// Number of each worker's results in this epoch. Counted only if `restarts` is true.
     answered: Box<[u64]>,
     /// The records of dead processes whose slots have not been filled again. Kept only if `restarts` is true.
-    remains: BTreeMap<u32, Remains>,
+    records: BTreeMap<u32, DeathRecord>,
 }
 
 impl Liveness {
@@ -51,7 +51,7 @@ impl Liveness {
             overdue: Overdue::new(workers),
             restarts,
             answered: vec![0; workers as usize].into(),
-            remains: BTreeMap::new(),
+            records: BTreeMap::new(),
         }
     }
 
@@ -78,29 +78,29 @@ impl Liveness {
         self.answered[worker as usize]
     }
 
-    /// Keeps the record of a worker's process that has ended, if another one may take its place.
-    pub(super) fn keep_remains(&mut self, worker: u32) {
+    /// Keeps the record of a worker's process that has ended, if the process may be replaced.
+    pub(super) fn keep_record(&mut self, worker: u32) {
         if self.restarts {
-            let remains = self.record_of(worker);
-            self.remains.insert(worker, remains);
+            let record = self.read_record(worker);
+            self.records.insert(worker, record);
         }
     }
 
     /// Returns the record of a worker's process that has ended.
-    pub(super) fn remains_of(&self, worker: u32) -> Remains {
-        self.remains.get(&worker).copied().unwrap_or_else(|| self.record_of(worker))
+    pub(super) fn record_of(&self, worker: u32) -> DeathRecord {
+        self.records.get(&worker).copied().unwrap_or_else(|| self.read_record(worker))
     }
 
-    fn record_of(&self, worker: u32) -> Remains {
+    fn read_record(&self, worker: u32) -> DeathRecord {
         let process = self.handle.process(worker);
         let status = process.as_deref().and_then(Process::status);
         let page = &self.handle.arena.control(worker).status;
-        Remains {
+        DeathRecord {
             pid: process.as_ref().map_or(0, |process| process.pid),
             status,
             task: page.task.load(Ordering::Relaxed),
             has_begun: page.has_begun(),
-            // Once all samples have been fetched, none of them can be to blame.
+            // Once all samples are fetched, none of them can be the cause.
             place: (page.has_begun() && page.state.load(Ordering::Relaxed) == WorkerState::Fetch as u32)
                 .then(|| page.place.load(Ordering::Relaxed).checked_sub(1))
                 .flatten(),
@@ -109,7 +109,7 @@ impl Liveness {
         }
     }
 
-    /// Resets the checks of a worker, for its next process.
+    /// Resets the checks of a worker for its next process.
     pub(super) fn forget(&mut self, worker: u32) {
         self.stalls.forget(worker);
         self.overdue.forget(worker);
@@ -117,6 +117,6 @@ impl Liveness {
 
     /// Drops the record of a worker's last process, because the worker has a process again.
     pub(super) fn replaced(&mut self, worker: u32) {
-        self.remains.remove(&worker);
+        self.records.remove(&worker);
     }
 }

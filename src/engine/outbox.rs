@@ -1,4 +1,4 @@
-//! Messages to the workers: tasks and control messages, in the workers' rings or the shared queue.
+//! Messages to the workers: tasks and control messages, sent through the workers' rings or the shared queue.
 
 use std::sync::Arc;
 
@@ -49,7 +49,7 @@ impl Outbox {
     }
 
     /// Returns an entry for task 0 whose payload is inline or, if it is too long, in a new block. The caller sets the
-    /// task. Does not wait for memory.
+    /// task number. Does not wait for memory.
     pub(super) fn entry(&mut self, kind: TaskKind, payload: &[u8]) -> Result<TaskEntry> {
         if let Some(entry) = TaskEntry::inline(0, kind, payload) {
             return Ok(entry);
@@ -65,7 +65,7 @@ impl Outbox {
         Ok(TaskEntry::in_block(0, kind, block, len))
     }
 
-    /// Releases the payload's block of an entry that is not sent.
+    /// Releases the payload block of an entry that will not be sent.
     pub(super) fn release_payload(&self, entry: &TaskEntry) {
         if let Some(block) = entry.block {
             self.handle.arena.release(self.allocator.region(), block, CONSUMER);
@@ -83,7 +83,7 @@ impl Outbox {
     pub(super) fn push_shared(&mut self, entry: &TaskEntry) -> Result<()> {
         match &mut self.queue {
             Some(queue) => queue.push(entry)?,
-            None => unreachable!("the scheduler and the arena have a shared queue, or neither"),
+            None => unreachable!("the scheduler and the arena agree on whether there is a shared queue"),
         }
         self.handle.wake_one()
     }
@@ -102,7 +102,7 @@ impl Outbox {
     }
 
     /// Returns the entries that begin an epoch early, one for each worker. Returns `None` if a worker has not yet taken
-    /// its last early entry but one, because its ring could overflow. Does not wait for memory.
+    /// its second-to-last early entry, because its ring could overflow. Does not wait for memory.
     pub(super) fn early_entries(&mut self, first_task: u64, message: &[u8]) -> Result<Option<Vec<TaskEntry>>> {
         let mut rings = self.tasks.iter_mut().zip(&self.early);
         if rings.any(|(ring, [filled, _])| !ring.has_taken(*filled)) {
@@ -132,7 +132,7 @@ impl Outbox {
         Ok(())
     }
 
-    /// Sends the message that [`Outbox::begin_epoch`] prepared to a worker.
+    /// Sends a worker the message that [`Outbox::begin_epoch`] prepared.
     pub(super) fn resume(&mut self, worker: u32) -> Result<()> {
         let payload = std::mem::take(&mut self.epoch);
         let sent = self.control(worker, self.epoch_kind, &payload);

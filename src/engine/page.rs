@@ -30,7 +30,7 @@ pub(super) fn close(arena: &Arena) {
     arena.header().main.state.store(MainState::Unused as u32, Ordering::Relaxed);
 }
 
-/// The status page, and the counters that it shows.
+/// The main process's status page, and the counters that it shows.
 #[derive(Debug)]
 pub(super) struct Page {
     arena: Arc<Arena>,
@@ -66,7 +66,7 @@ impl Page {
         }
     }
 
-    /// Shows that a `next` begins, and the total time of training steps.
+    /// Shows that a call to `next` begins, and the total time of training steps.
     #[inline]
     pub(super) fn show_next(&self, now: Duration) {
         if let Some(page) = self.page() {
@@ -87,7 +87,7 @@ impl Page {
         }
     }
 
-    /// Shows the counters and the new state at the end of a `next`.
+    /// Shows the counters and the new state at the end of a call to `next`.
     #[inline]
     pub(super) fn show_counts(&self, state: MainState, now: Duration) {
         if let Some(page) = self.page() {

@@ -5,9 +5,9 @@
 //!                            pin thread <--channel, doorbell----- next(): "drain worker w, it has ended"
 //! ```
 //! The thread owns the consumer's ends of the rings ([`Completions`]). To the scheduler, batches in the channel are
-//! still outstanding, so the channel holds at most `max_tasks` batches, as many snapshots, and a few other events.
-//! [`PinEvent::Drained`] comes through the same channel, so a worker's death is reported after all results that the
-//! worker had published.
+//! still outstanding, so the channel holds at most `max_tasks` batches, `max_tasks` snapshots and a few other events.
+//! [`PinEvent::Drained`] comes through the same channel, so a worker's death is reported after all results that it
+//! published.
 //!
 //! A fork may copy a lock of the channel or of [`PinControl`] while the thread holds it. A child takes none of these
 //! locks: the engine forgets the [`PinLink`], and callers check [`Handle::is_ours`] first.
@@ -61,9 +61,9 @@ pub enum PinEvent<B> {
 pub struct PinLink<B> {
     /// The thread's events.
     pub events: Receiver<PinEvent<B>>,
-    /// Dead workers whose rings the thread is to drain.
+    /// Dead workers whose rings the thread must drain.
     pub drain: Sender<u32>,
-    /// The thread's control.
+    /// The state through which the engine controls the thread.
     pub control: Arc<PinControl>,
 }
 
@@ -81,8 +81,8 @@ pub struct Body<P: Prepare> {
     lost: Option<BTreeSet<u32>>,
 }
 
-/// Starts a thread that runs `around`; `around` calls [`Body::run`] and returns its result. `results` is the number of
-/// results for which the channel has room. Fails with [`Error::Os`] if the system refuses a thread or a descriptor.
+/// Starts a thread that runs `around`; `around` must call [`Body::run`] and return its result. `results` is the number
+/// of results for which the channel has room. Fails with [`Error::Os`] if the system refuses a thread or a descriptor.
 pub fn start<P: Prepare>(
     prepare: P,
     handle: &Arc<Handle>,
@@ -94,8 +94,8 @@ pub fn start<P: Prepare>(
     let control = handle.new_pin_control()?;
     let arena = handle.arena.clone();
     let workers = arena.geometry().workers as usize;
-    // The channel also needs room for other events: those of exhausted, resumed and drained workers, and the last
-    // event.
+    // The channel also needs room for other events: those of exhausted, resumed and drained workers, and the thread's
+    // last event.
     let (events, received) = bounded(results + 4 * workers + 4);
     let (drain, to_drain) = bounded(workers);
     let (last_events, last_control, last_handle) = (events.clone(), control.clone(), handle.clone());
@@ -259,7 +259,7 @@ impl<P: Prepare> Body<P> {
         lost.contains(&worker)
     }
 
-    /// Sleeps until the doorbell rings, but at most for one slice.
+    /// Sleeps until the doorbell rings, but for at most one slice.
     fn sleep(&mut self, poll: &mut sys::poll::PollSet) -> std::result::Result<(), String> {
         let limit = if poll.is_empty() { BLIND_SLICE } else { WAIT_SLICE };
         let mut ready = Vec::new();

@@ -11,7 +11,7 @@ use crate::shm::layout::Sleeper;
 use crate::sync::lock;
 use crate::sys;
 
-/// The control of the pin thread. Any thread may use it, without exclusive access.
+/// The state through which other threads control the pin thread. Any thread may use it, without exclusive access.
 #[derive(Debug)]
 pub struct PinControl {
     stop: AtomicBool,
@@ -39,7 +39,7 @@ impl ThreadEnd {
 }
 
 impl PinControl {
-    /// Creates the control of a thread that has not been started yet.
+    /// Creates the state for a thread that has not been started yet.
     pub fn new() -> Result<Self> {
         Ok(Self {
             stop: AtomicBool::new(false),
@@ -72,7 +72,7 @@ impl PinControl {
         self.end.clone()
     }
 
-    /// Returns true until the thread has signalled its end.
+    /// Returns true until the thread has signaled its end.
     pub fn is_alive(&self) -> bool {
         !*lock(&self.end.ended)
     }

@@ -1,4 +1,4 @@
-//! The position in an epoch: which tasks have been delivered, now and a few answers ago.
+//! The position in an epoch: which tasks have been delivered so far, or had been a few answers earlier.
 //!
 //! An *answer* is a batch that the engine has returned to the caller of `next`, or the error in its place.
 //! [`Positions`] keeps the last few answers, so that it can also return earlier positions. The tasks of the epoch are
@@ -37,7 +37,7 @@ pub struct Positions {
     ahead: BTreeSet<u64>,
     /// The ordinals of tasks that no worker will answer. Each is kept until no position before it can be requested.
     left_out: BTreeSet<u64>,
-    /// The last answers. An earlier position can leave some of them out.
+    /// The most recent answers. A position before the last answer excludes some of them.
     recent: VecDeque<Answer>,
     /// Number of batches in `recent`.
     batches: usize,
@@ -50,7 +50,7 @@ pub struct Positions {
 }
 
 impl Positions {
-    /// Creates the record of an epoch without answers, for `workers` workers.
+    /// Creates the record for an epoch of `workers` workers, without answers.
     pub fn new(workers: usize) -> Self {
         Self {
             low: 0,
@@ -64,7 +64,7 @@ impl Positions {
         }
     }
 
-    /// Begins another epoch: forgets all answers.
+    /// Begins another epoch: drops all answers.
     pub fn begin_epoch(&mut self) {
         *self = Self::new(self.settled.len());
     }
@@ -109,8 +109,8 @@ impl Positions {
         }
     }
 
-    /// Forgets answers that every position includes. A position can leave out only the last answer and the
-    /// [`BACK_BATCHES`] batches before it.
+    /// Moves answers that every position includes from `recent` to `settled`. A position can exclude only the last
+    /// answer and the [`BACK_BATCHES`] batches before it.
     #[inline]
     fn settle(&mut self) {
         while self.recent.len() > 1
@@ -133,9 +133,9 @@ impl Positions {
         self.settled[worker as usize]
     }
 
-    /// Takes the first `answers` answers of the epoch, removes the last `back` batches and the errors after each of
-    /// them, and returns the position after the rest. `answers` must be the number of all answers, or one less. The
-    /// error says why there is no such position.
+    /// Returns the position after the first `answers` answers of the epoch, without the last `back` batches and the
+    /// errors after each of them. `answers` must be the number of all answers, or one less. The error says why there is
+    /// no such position.
     pub fn at(&self, answers: u64, back: usize) -> Result<Position, String> {
         let missing = self.answers.checked_sub(answers).filter(|missing| *missing <= 1);
         let Some(missing) = missing else {
@@ -220,7 +220,7 @@ mod tests {
         let positions = in_order(2, &[true, false, true, false, false]);
         assert_eq!(positions.at(5, 0), position(5, &[], &[3, 2], Some(0)));
         assert_eq!(positions.at(4, 0), position(4, &[], &[2, 2], Some(1)));
-        // The position before the last batch also leaves out the errors after that batch.
+        // The position before the last batch also excludes the errors after that batch.
         assert_eq!(positions.at(5, 1), position(2, &[], &[1, 1], Some(1)));
         assert_eq!(positions.at(5, 2), position(0, &[], &[0, 0], None));
         assert_eq!(positions.at(5, 3), Err("2 batches of this epoch can be taken back, not 3".into()));

@@ -1,5 +1,5 @@
-//! A worker's process: its end, exit status and signals. For a worker on another machine, the connection stands in for
-//! the process.
+//! A worker's process: its exit, its exit status, and signals to it. For a worker on another machine, the connection
+//! stands in for the process.
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -15,7 +15,8 @@ use crate::transport::Link;
 pub struct Process {
     /// The process ID; for a worker on another machine, the ID there.
     pub pid: i32,
-    /// The pidfd. `None` if the system refuses pidfds, if the process was gone, or for a worker on another machine.
+    /// The pidfd. `None` if the system refuses pidfds, if the process was already gone, or for a worker on another
+    /// machine.
     pub pidfd: Option<sys::pidfd::PidFd>,
     /// The start time in /proc, which distinguishes processes that reuse a pid; 0 if unreadable.
     start_time: u64,
@@ -23,7 +24,7 @@ pub struct Process {
     pub started: Duration,
     /// True if the process had already been reaped when it was registered, so that its pid may be reused.
     was_gone: bool,
-    /// True if the worker is a descendant of the main process. Only descendants are signalled.
+    /// True if the worker is a descendant of the main process. Only descendants are signaled.
     pub(super) descends: bool,
     /// The connection to the worker, if it is on another machine.
     pub link: Option<Arc<Link>>,
@@ -86,7 +87,7 @@ impl Process {
     pub(super) fn signal(&self, signal: i32) {
         if let Some(link) = &self.link {
             link.kill();
-            // The process may be stopped, or its machine may be gone, so do not wait for an orderly end.
+            // The process may be stopped, or its machine may be gone, so do not wait for a clean exit.
             if signal == libc::SIGKILL {
                 link.cut("the main process has killed the worker");
             }
@@ -96,7 +97,8 @@ impl Process {
             return;
         }
         let sent = self.pidfd.as_ref().is_some_and(|pidfd| pidfd.send_signal(signal).is_ok());
-        // Use the pid only if it certainly still is the worker's, because the start time matches or it is a child's.
+        // Use the pid only if it is certain to be still the worker's: the start time matches, or the process is a
+        // child.
         let same =
             || self.start_time != 0 && sys::pidfd::start_time(self.pid).is_ok_and(|time| time == self.start_time);
         if !sent && (same() || sys::pidfd::is_child(self.pid)) {
@@ -120,14 +122,14 @@ mod tests {
         let process = Process::open(child.id() as i32);
         assert!(process.has_exited() && process.was_gone);
         assert_eq!(process.status(), None);
-        // Simulate that another process has reused the pid.
+        // Simulate another process that reuses the pid.
         let process = Process { pid: std::process::id() as i32, ..process };
         assert!(process.has_exited());
         process.signal(libc::SIGKILL);
     }
 
     #[test]
-    fn this_process_and_strangers_are_not_signalled() {
+    fn this_process_and_unrelated_processes_are_not_signaled() {
         // Use SIGKILL, because a delivered signal 0 would go unnoticed, and SIGKILL would end the test.
         Process::open(std::process::id() as i32).signal(libc::SIGKILL);
         let parent = std::os::unix::process::parent_id() as i32;
@@ -137,8 +139,8 @@ mod tests {
     }
 
     #[test]
-    fn a_grandchild_is_signalled_as_long_as_its_parent_is_a_child() {
-        // The shell and its child are like a fork server and its worker.
+    fn a_grandchild_is_signaled_if_its_parent_was_a_child_at_registration() {
+        // The shell and its child stand for a fork server and its worker.
         let mut shell = Command::new("sh")
             .args(["-c", "sleep 100 >&- & echo $!; exec >&-; wait"])
             .stdout(Stdio::piped())
@@ -160,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn without_pidfd_and_start_time_only_a_child_is_signalled() {
+    fn without_pidfd_and_start_time_only_a_child_is_signaled() {
         // The shell's child is not a child of this process. After the shell exits, init adopts it.
         let mut shell =
             Command::new("sh").args(["-c", "sleep 100 >&- & echo $!"]).stdout(Stdio::piped()).spawn().unwrap();

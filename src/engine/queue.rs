@@ -1,9 +1,9 @@
-//! The engine's side of the shared queue, which knows which worker holds each task.
+//! The engine's side of the shared queue, which records which worker holds each task.
 //!
-//! The workers sleep on one futex. A new task wakes one of them. A control message, which travels in the ring of a
+//! The workers sleep on one futex. A new task wakes one of them. A control message, which travels through the ring of a
 //! single worker, wakes all of them, and so does the end of the iterator. If a worker is killed while it sleeps, it
-//! stays counted as a sleeper, which only costs needless wake-ups. If a worker is killed after it was woken for a task,
-//! the task is not stranded: the death wakes the other workers, and each of them also polls once per
+//! remains counted as a sleeper; the only cost is needless wake-ups. If a worker is killed after it was woken for a
+//! task, the task is not stranded: the death wakes the other workers, and each of them also polls once per
 //! [`IDLE_SLICE`](crate::config::IDLE_SLICE).
 
 use std::sync::Arc;
@@ -30,7 +30,7 @@ impl SharedQueue {
         match self.0.push(&entry.to_words()) {
             Ok(position) if position == entry.task => Ok(()),
             pushed => Err(Error::corrupt(format!(
-                "task {} has no place in the queue, which has room for all tasks: {pushed:?}",
+                "task {} did not get its position in the shared queue: {pushed:?}",
                 entry.task
             ))),
         }
@@ -42,7 +42,7 @@ impl SharedQueue {
             return Ok(());
         }
         let holder = self.holder(TaskId(entry.task));
-        Err(Error::corrupt(format!("worker {worker} answers task {}, whose holder is {holder:?}", entry.task)))
+        Err(Error::corrupt(format!("worker {worker} answered task {}, whose holder is {holder:?}", entry.task)))
     }
 
     /// Returns the worker that holds a task and has not answered it.
@@ -55,7 +55,7 @@ impl SharedQueue {
         self.0.held_by(worker).map(TaskId)
     }
 
-    /// Returns the oldest task that waits for any worker.
+    /// Returns the oldest task that no worker has taken.
     pub(super) fn oldest_waiting(&self) -> Option<TaskId> {
         self.0.oldest_waiting().map(TaskId)
     }

@@ -17,8 +17,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
 
     /// Empties a vacant worker's slot for its next process, which [`Engine::started`] registers. Results that the last
     /// process published stay valid, and so do the leases on its blocks. The payloads of tasks that it did not take are
-    /// released. The call may be repeated before `started`, once a process that used the slot in the meantime has
-    /// ended.
+    /// released. Until `started` is called, this call may be repeated, once a process that used the slot in the
+    /// meantime has ended.
     ///
     /// Errors: [`Error::Usage`] if the worker is not vacant.
     pub fn vacate(&mut self, worker: u32) -> Result<()> {
@@ -37,8 +37,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     }
 
     /// Returns true if the tied result could not be opened because its worker, which may be replaced, is ending. The
-    /// result is then dropped, the death reported, and the next process makes the result again. Call this if an attempt
-    /// to open the result failed, before [`Engine::opened`].
+    /// result is then dropped, the death is reported, and the next process produces the result again. Call this if an
+    /// attempt to open the result failed, before [`Engine::opened`].
     pub fn lost_tied(&mut self) -> Result<bool> {
         let worker = self.delivery.tied_worker().filter(|_| self.liveness.restarts());
         let Some(worker) = worker.filter(|worker| self.handle.exits_within(*worker, TIED_EXIT)) else {
@@ -81,7 +81,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     pub fn resend(&mut self, kind: TaskKind, payload: &[u8]) -> Result<()> {
         self.handle.check_ours()?;
         let Some((worker, task)) = self.scheduler.unsent().map(|(worker, task, _)| (worker, task)) else {
-            return Err(Error::usage("no task is to be sent again"));
+            return Err(Error::usage("no task needs to be sent again"));
         };
         let mut entry = self.outbox.entry(kind, payload)?;
         entry.task = task.0;
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn an_event_of_an_earlier_process_does_not_concern_the_present_one() {
+    fn an_event_of_an_earlier_process_does_not_affect_the_current_one() {
         let arena = Arena::create_sized(1 << 30, 1, 4).unwrap();
         let settings = Settings { restarts: true, ..Settings::torch(1, 4, true) };
         let mut engine = Engine::<u64>::over(arena, settings).unwrap();

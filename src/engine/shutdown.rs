@@ -13,7 +13,7 @@ use crate::sync::Ordering;
 /// The action to take on an arena after its iterator has ended.
 #[derive(Debug)]
 pub enum Ending {
-    /// Do nothing, because the arena has already been dealt with, or belongs to the parent process.
+    /// Do nothing, because an earlier call has handled the arena, or it belongs to the parent process.
     Nothing,
     /// Put the arena into the pool for later iterators.
     Pool(Arc<Arena>),
@@ -22,7 +22,7 @@ pub enum Ending {
 }
 
 impl Ending {
-    /// Puts the arena into the pool or releases its pages. Call it without the GIL, because it may be slow.
+    /// Puts the arena into the pool or releases its pages. Call it without the GIL, because this may take long.
     pub fn carry_out(self) {
         match self {
             Self::Nothing => {}

@@ -12,14 +12,14 @@ pub struct Snapshots<M> {
 struct WorkerSnapshots<M> {
     /// Each snapshot with the number of the worker's answers before it, in ascending order of that number.
     kept: VecDeque<(u64, M)>,
-    /// True once the worker has begun this epoch. Snapshots that arrive before that belong to the last epoch.
+    /// True once the worker has begun this epoch. Snapshots that arrive earlier belong to the previous epoch.
     is_in_epoch: bool,
     /// True once the first snapshot of this epoch has arrived.
     has_started: bool,
 }
 
 impl<M> Snapshots<M> {
-    /// Creates the record of the first epoch, which has no snapshots yet.
+    /// Creates the record for the first epoch, without snapshots.
     pub fn new(workers: usize) -> Self {
         let worker = || WorkerSnapshots { kept: VecDeque::new(), is_in_epoch: true, has_started: false };
         Self { workers: (0..workers).map(|_| worker()).collect() }
@@ -39,8 +39,8 @@ impl<M> Snapshots<M> {
     }
 
     /// Keeps a snapshot that a worker made after `count` answers, and drops those that no position needs any more. All
-    /// positions include at least `settled` answers from this worker. `None` is a snapshot that the worker left out,
-    /// because there was no memory for it.
+    /// positions include at least `settled` answers from this worker. `snapshot` is `None` if the worker omitted the
+    /// snapshot because there was no memory for it.
     pub fn keep(&mut self, worker: u32, count: u64, snapshot: Option<M>, settled: u64) {
         let WorkerSnapshots { kept, is_in_epoch, has_started } = &mut self.workers[worker as usize];
         if !*is_in_epoch {
@@ -107,9 +107,9 @@ mod tests {
     #[test]
     fn the_later_of_two_snapshots_after_the_same_answer_counts() {
         let mut snapshots = Snapshots::new(1);
-        snapshots.keep(0, 4, Some("in its course"), 0);
-        snapshots.keep(0, 4, Some("at its end"), 0);
-        assert_eq!(at(&snapshots, 4), Some((4, "at its end")));
+        snapshots.keep(0, 4, Some("before the end"), 0);
+        snapshots.keep(0, 4, Some("at the end"), 0);
+        assert_eq!(at(&snapshots, 4), Some((4, "at the end")));
         assert_eq!(snapshots.workers[0].kept.len(), 1);
     }
 
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn a_snapshot_that_was_left_out_begins_the_epoch_as_well() {
+    fn an_omitted_snapshot_also_begins_the_epoch() {
         let mut snapshots = Snapshots::<&str>::new(1);
         assert!(!snapshots.has_started(0));
         snapshots.keep(0, 0, None, 0);

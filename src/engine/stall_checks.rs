@@ -16,13 +16,13 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.liveness.stalls.set_limits(limits, patience);
     }
 
-    /// Sets the time on one batch after which a worker counts as stuck and is to be killed. `None` means never.
+    /// Sets the time on one batch after which a worker counts as stuck and must be killed. `None` means never.
     pub fn set_stall_timeout(&mut self, limit: Option<Duration>) {
         self.liveness.overdue.set_limit(limit);
     }
 
-    /// Returns a stuck worker that has not been reported yet. After each [`Engine::after_wait`], call it until it
-    /// returns `None`.
+    /// Returns the report of a stuck worker that has not been reported yet. After each [`Engine::after_wait`], call it
+    /// until it returns `None`.
     pub fn stalled(&mut self) -> Option<Stall> {
         let stall = self.find_stalled()?;
         self.handle.trace.mark(Kind::Stalled, stall.worker, stall.task.map_or(0, |task| task.0), 0);
@@ -49,8 +49,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         stall
     }
 
-    /// Returns a worker that has exceeded the limit of [`Engine::set_stall_timeout`]. Reports each worker once per
-    /// batch.
+    /// Returns the report of a worker that has exceeded the limit of [`Engine::set_stall_timeout`]. Each worker is
+    /// reported once per batch.
     pub(super) fn overdue(&mut self, now: Duration) -> Option<Stall> {
         if !self.liveness.overdue.is_check_due(now) {
             return None;
@@ -79,8 +79,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         Some(Observation::of(&self.handle.arena, worker, self.handle.process(worker)?, oldest))
     }
 
-    /// Kills a worker that has exceeded the limit, unless it has continued or ended in the meantime. A local worker is
-    /// killed only if it descends from this process.
+    /// Kills a worker that has exceeded the limit, unless it has made progress or ended in the meantime. A local worker
+    /// is killed only if it descends from this process.
     pub fn kill(&mut self, stall: &Stall) -> Killed {
         let observed = self.observation_of(stall.worker);
         self.liveness.overdue.kill(stall.worker, observed)

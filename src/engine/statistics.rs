@@ -1,4 +1,4 @@
-//! Measurement of the times of `next`, for statistics.
+//! Measurement of the time spent in `next`, for statistics.
 
 use super::core::Engine;
 
@@ -8,13 +8,13 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.times.epoch_begins();
     }
 
-    /// Records that the current `next` ends the epoch, so that the time until the next epoch is not counted as a
-    /// training step.
+    /// Records that the current call to `next` ends the epoch, so that the time until the next epoch is not counted as
+    /// a training step.
     pub fn epoch_ends(&mut self) {
         self.times.epoch_ends();
     }
 
-    /// Records that a `next` begins.
+    /// Records that a call to `next` begins.
     #[inline]
     pub fn next_begins(&mut self) {
         self.times.next_begins();
@@ -26,13 +26,13 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.times.sampler_ends();
     }
 
-    /// Returns the microseconds for which this `next` has waited while later batches were ready.
+    /// Returns how many microseconds the current call to `next` has waited while later batches were ready.
     #[inline]
     pub fn blocked_us(&self) -> u64 {
         self.times.blocked_us()
     }
 
-    /// Records that a `next` ends, with an answer or an error.
+    /// Records that a call to `next` ends, with an answer or an error.
     #[inline]
     pub fn next_ends(&mut self) {
         self.times.next_ends();

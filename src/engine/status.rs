@@ -1,9 +1,9 @@
-//! A snapshot of a worker's status page.
+//! A copy of a worker's status page.
 
 use crate::shm::layout::{StatusPage, Terminated, WorkerState};
 use crate::sync::Ordering;
 
-/// A snapshot of a worker's status page.
+/// A copy of a worker's status page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Status {
     /// The number of a [`WorkerState`].

@@ -1,4 +1,4 @@
-//! The engine's clock, and the records of the times that it measures: statistics, the status page and the trace.
+//! The engine's clock, and the places where its times are recorded: statistics, the status page and the trace.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,7 +20,7 @@ pub(super) struct Times {
     page: Page,
     meter: Arc<Meter>,
     trace: Arc<Source>,
-    /// The task that this `next` delivers, plus one; 0 if it has not delivered one.
+    /// The task that the current call to `next` delivers, plus one; 0 if it has delivered none.
     delivered: u64,
 }
 
@@ -42,7 +42,7 @@ impl Times {
         self.now = sys::clock::monotonic();
     }
 
-    /// Reads the clock, unless the start of this `next` or the end of a wait has just done so.
+    /// Reads the clock, unless it has just been read at the start of this call to `next` or at the end of a wait.
     #[inline]
     pub(super) fn tick_if_stale(&mut self) {
         if !self.watch.take_fresh() {
@@ -110,7 +110,7 @@ impl Times {
         }
     }
 
-    /// Records that the current `next` delivers a task.
+    /// Records that the current call to `next` delivers a task.
     #[inline]
     pub(super) fn delivers(&mut self, task: u64) {
         self.delivered = task + 1;
@@ -121,7 +121,7 @@ impl Times {
         self.page.show_epoch(first_task);
     }
 
-    /// Shows an option on the status page from now on.
+    /// Adds an option to those that the status page shows.
     pub(super) fn show_option(&self, option: u32) {
         self.page.show_option(option);
     }

@@ -6,7 +6,7 @@ use super::completions::Incoming;
 use crate::scheduler::Death;
 use crate::sys::pidfd::ExitStatus;
 
-/// The next step that a call of `next` must take.
+/// The next step that a call to `next` must take.
 #[derive(Debug)]
 pub enum Step<T, B = (), E = ()> {
     /// Return a batch, or raise an error in its place.
@@ -28,7 +28,7 @@ pub enum Step<T, B = (), E = ()> {
     Open {
         /// The result.
         incoming: Incoming,
-        /// The state of an interrupted attempt, after which the message is no longer in shared memory.
+        /// The state that an interrupted attempt left. The message is then no longer in shared memory.
         ready: Option<B>,
     },
     /// Take one index batch from the sampler and submit it, or call
@@ -62,15 +62,14 @@ pub struct DeathReport<'a, T> {
     pub pid: i32,
     /// The exit status of the process, if known.
     pub status: Option<ExitStatus>,
-    /// The tag of the task that the worker was processing. If it was processing none, that of its oldest unanswered
-    /// task.
+    /// The tag of the task that the worker was processing or, if there was none, of its oldest unanswered task.
     pub index: Option<&'a T>,
     /// The ordinal of that task; `None` if there is no such task, or if it belongs to an earlier epoch.
     pub task: Option<u64>,
     /// Number of results, including errors, that this worker's processes have published in this epoch. Counted only if
     /// workers may be replaced.
     pub answers: u64,
-    /// True if the process had begun that task. Its start, and batches that it replays before the task, do not count.
+    /// True if the process had begun that task. Its start-up and its replay of earlier batches do not count.
     pub has_begun: bool,
     /// The index, within its index batch, of the sample that the process was fetching, if known.
     pub place: Option<u64>,
@@ -85,7 +84,7 @@ pub struct DeathReport<'a, T> {
 /// The progress of an epoch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Progress {
-    /// Number of tasks sent.
+    /// Number of tasks sent so far.
     pub sent: u64,
     /// Number of this epoch's tasks that a worker will still answer.
     pub outstanding: usize,

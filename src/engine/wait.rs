@@ -11,7 +11,7 @@ use crate::sys;
 use crate::sys::poll::WaitOutcome;
 
 impl<T, B: Send + 'static, E> Engine<T, B, E> {
-    /// Ends a `next` without an answer. If it was waiting, the timeout starts again in the next call.
+    /// Ends a call to `next` that has no answer. If the call was waiting, the timeout starts again in the next call.
     pub fn interrupted(&mut self) {
         if self.delivery.stops_waiting() {
             // This event cannot fail.
@@ -19,7 +19,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         }
     }
 
-    /// Waits for a result, death, signal or shutdown, but at most until `deadline` and at most one [`WAIT_SLICE`].
+    /// Waits for a result, death, signal or shutdown, but not past `deadline`, and for at most one [`WAIT_SLICE`].
     pub fn wait(&mut self, deadline: Option<Duration>) -> Result<()> {
         if self.arrives_soon() { Ok(()) } else { self.sleep(deadline) }
     }
@@ -65,7 +65,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     }
 
     /// Ends a wait: drains the doorbell and reports dead workers. Check for signals before this call: Ctrl-C also ends
-    /// workers, and must be raised before their deaths.
+    /// the workers, and KeyboardInterrupt must take precedence over their deaths.
     pub fn after_wait(&mut self) -> Result<()> {
         self.times.wait_ends();
         self.inbox.wait_ends(self.times.now());

@@ -1,5 +1,5 @@
-//! Times of `next`, for statistics. Measuring them costs one additional clock read per batch, and a second one in a
-//! `next` that follows a long one.
+//! Times of calls to `next`, for statistics. Measuring them costs one additional clock read per batch, and another in a
+//! call that follows a long one.
 
 use std::time::Duration;
 
@@ -7,17 +7,18 @@ use crate::config::LONG_NEXT;
 use crate::metrics::{Count, Meter};
 use crate::shm::layout::MainState;
 
+/// The stopwatch of the calls to `next`.
 #[derive(Debug, Default)]
 pub(super) struct Watch {
-    /// Start of the current or last `next`.
+    /// Start of the current or last call to `next`.
     entered: Duration,
-    /// End of the last `next` of this epoch; zero before the end of the first one, and between epochs.
+    /// End of the last call of this epoch; zero before the end of the first call, and between epochs.
     left: Duration,
-    /// True during a `next`. Waits outside of it, at the start of an epoch, are not counted.
+    /// True during a call to `next`. Waits outside of one, at the start of an epoch, are not counted.
     in_next: bool,
     /// True if the engine has just read its clock, so that the next clock read may be skipped.
     fresh: bool,
-    /// True until the first `next` of this epoch has ended.
+    /// True until the first call of this epoch has ended.
     is_first: bool,
     /// True once the epoch has ended.
     is_over: bool,
@@ -25,11 +26,11 @@ pub(super) struct Watch {
     wait_began: Duration,
     /// True if later results were ready when the wait began.
     blocked: bool,
-    /// Time for which this `next` has waited.
+    /// Time for which the current call has waited.
     waited: Duration,
     /// The part of that time that counts as [`Count::Blocked`].
     blocked_for: Duration,
-    /// True if the work in the last `next`, without its waits, took longer than [`LONG_NEXT`].
+    /// True if the last call, without its waits, took longer than [`LONG_NEXT`].
     was_long: bool,
 }
 
@@ -74,14 +75,14 @@ impl Watch {
         (self.left, self.is_first, self.is_over) = (Duration::ZERO, true, false);
     }
 
-    /// Records that the current `next` ends the epoch, so that the time until the next epoch is not counted as a
-    /// training step.
+    /// Records that the current call ends the epoch, so that the time until the next epoch is not counted as a training
+    /// step.
     pub(super) fn epoch_ends(&mut self) {
         self.is_over = true;
     }
 
-    /// Records that a `next` begins. Returns the time at which the last `next` of this epoch ended, or `None` for the
-    /// first `next`.
+    /// Records that a call begins. Returns the time at which the previous call of this epoch ended, or `None` for the
+    /// first call.
     #[inline]
     pub(super) fn next_begins(&mut self, now: Duration, meter: &Meter) -> Option<Duration> {
         (self.fresh, self.in_next) = (true, true);
@@ -92,19 +93,19 @@ impl Watch {
         Some(left)
     }
 
-    /// Returns true if the work in the last `next` took long, so that draws in this one are to be measured.
+    /// Returns true if the last call took long, so that draws in the current one must be measured.
     #[inline]
     pub(super) fn was_long(&self) -> bool {
         self.was_long
     }
 
-    /// Returns the time for which this `next` has waited while later batches were ready.
+    /// Returns the time for which the current call has waited while later batches were ready.
     #[inline]
     pub(super) fn blocked_for(&self) -> Duration {
         self.blocked_for
     }
 
-    /// Records that a `next` ends, with an answer or an error. Returns the time at which it began, and the new state of
+    /// Records that a call ends, with an answer or an error. Returns the time at which it began, and the new state of
     /// the main process.
     #[inline]
     pub(super) fn next_ends(&mut self, now: Duration, meter: &Meter) -> (Duration, MainState) {

@@ -1,4 +1,4 @@
-//! Blocks of a worker's region that the worker's own objects hold: collated batches, and storages of the dataset.
+//! Blocks of a worker's region that the worker's own objects hold: collated batches, and the dataset's storages.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,7 +12,7 @@ use crate::shm::alloc::retry_while_reserved;
 /// Accounting of the memory that the worker's objects hold.
 #[derive(Debug, Default)]
 pub struct Kept {
-    /// Bytes of held blocks.
+    /// Total bytes of the held blocks.
     bytes: AtomicU64,
     /// Bytes of the largest batch.
     largest: AtomicU64,
@@ -116,7 +116,7 @@ mod tests {
         let mut calls = 0;
         assert!(!kept.has_room(1, || calls += 1));
         assert_eq!(calls, 1);
-        assert!(kept.has_room(1, || calls += 1), "the next call is due at twice as much");
+        assert!(kept.has_room(1, || calls += 1), "the collector runs again at twice this number of bytes");
         kept.bytes.store(2 * RETAINED_MAX + 2, Ordering::Relaxed);
         assert!(!kept.has_room(1, || calls += 1));
         assert_eq!(calls, 2);

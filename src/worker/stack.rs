@@ -1,4 +1,4 @@
-//! The offer to dump this worker's stack on a signal from the main process.
+//! The worker's offer to dump its stack on a signal from the main process.
 
 use std::os::fd::{AsRawFd, IntoRawFd};
 use std::sync::atomic::{AtomicU64, AtomicUsize};
@@ -17,9 +17,9 @@ pub(super) struct StackOffer {
 }
 
 impl StackOffer {
-    /// Creates the file for stack dumps, and returns its descriptor. Returns `None` if there can be no such file; the
-    /// status page then has the reason. The worker never closes the descriptor, because the program may already have
-    /// closed it and reused its number.
+    /// Creates the file for stack dumps, and returns its descriptor. Returns `None` if the file cannot be created or
+    /// the signal is in use; the status page then shows the reason. The worker never closes the descriptor, because the
+    /// program may already have closed it and reused its number.
     pub fn make_file(status: &StatusPage) -> Option<i32> {
         let handler = sys::signal::handler_of(sys::signal::stack_signal());
         if handler.is_some_and(|handler| handler != sys::signal::DEFAULT) {
@@ -27,8 +27,8 @@ impl StackOffer {
             return None;
         }
         let memfd = handler.and_then(|_| sys::memfd::create("rustloader-stack", 0).ok());
-        let place = memfd.as_ref().and_then(|file| sys::identity::FdIdentity::of(file.as_raw_fd()).ok());
-        let (Some(file), Some(identity)) = (memfd, place) else {
+        let identity = memfd.as_ref().and_then(|file| sys::identity::FdIdentity::of(file.as_raw_fd()).ok());
+        let (Some(file), Some(identity)) = (memfd, identity) else {
             status.stack.store(StackFile::Refused.to_u32(), Ordering::Relaxed);
             return None;
         };
@@ -48,8 +48,8 @@ impl StackOffer {
         status.stack.store(file.to_u32(), Ordering::Release);
     }
 
-    /// Withdraws the offer if another handler is installed now, because the signal would run that handler. Checks only
-    /// every [`HANDLER_CHECK_NS`].
+    /// Withdraws the offer if another handler is installed now, because the signal would run that handler. Checks at
+    /// most once per [`HANDLER_CHECK_NS`].
     pub fn check_handler(&self, status: &StatusPage, now: u64) {
         let installed = self.handler.load(Ordering::Relaxed);
         if installed == 0 || now - self.checked.load(Ordering::Relaxed) < HANDLER_CHECK_NS {

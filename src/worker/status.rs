@@ -11,13 +11,13 @@ impl StatusPage {
     pub(super) fn begin(&self, task: u64, kind: TaskKind, now: u64) -> u64 {
         // Stored before the state, so that a stall check does not mistake the previous task for this one.
         self.task_since_ns.store(now, Ordering::Relaxed);
-        // The message that begins an epoch has the number of the epoch's first task, which has not begun.
+        // The message that begins an epoch carries the number of the epoch's first task, which has not begun.
         self.place.store(if kind.begins_epoch() { NOT_BEGUN } else { 0 }, Ordering::Relaxed);
         self.task.store(task, Ordering::Relaxed);
         self.change(WorkerState::Fetch, now)
     }
 
-    /// Stores the position of the current sample in its index batch. In a replay, stores nothing and returns false.
+    /// Stores the index, within its index batch, of the current sample. In a replay, stores nothing and returns false.
     #[inline]
     pub(super) fn at_sample(&self, place: u64) -> bool {
         let is_begun = self.place.load(Ordering::Relaxed) != NOT_BEGUN;
@@ -41,7 +41,7 @@ impl StatusPage {
         let sum = &self.spent_ns[before as usize];
         // SYNC: time-spent (pairs with the Acquire in `WorkerTotals::of`).
         sum.store(sum.load(Ordering::Relaxed).wrapping_add(spent), Ordering::Release);
-        // The state is only for reports. `Left` is relied on only after the process has ended (`Handle::all_left`).
+        // The state is only for reports; `Handle::all_left` relies on `Left`, but only after the process has ended.
         self.state.store(state as u32, Ordering::Relaxed);
         spent
     }

@@ -1,4 +1,4 @@
-//! Times of a worker's current task.
+//! The times of a worker's current task.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -19,7 +19,7 @@ impl Stopwatch {
         self.fetch_us.fetch_add(port.enter(next), Ordering::Relaxed);
     }
 
-    /// Ends an interval in `collate_fn`, and enters the state of the fetch again.
+    /// Ends an interval in `collate_fn`, and enters [`WorkerState::Fetch`] again.
     pub fn end_collate(&self, port: &Port) {
         self.collate_us.fetch_add(port.enter(WorkerState::Fetch), Ordering::Relaxed);
     }

@@ -1,14 +1,14 @@
 //! SIGTERM to the process group, as sent to preempt a training run.
 //!
-//! By default all workers would die from it, and `next` would raise before the main process's handler could react. So
-//! if the main process has a handler for SIGTERM, a worker notes the signal on its status page, continues, and checks
+//! By default all workers would die of it, and `next` would raise before the main process's handler could react. So if
+//! the main process has a handler for SIGTERM, a worker notes the signal on its status page, continues, and checks
 //! every [`SIGTERM_CHECK`] which other workers have received the signal too:
 //!
 //! | received by | meaning | the worker |
 //! |---|---|---|
 //! | all workers | a signal to the group | continues for at most [`SIGTERM_SERVE`] |
 //! | some of them | perhaps a signal to the group, still being delivered | checks again, for up to twice the limit |
-//! | no other worker, up to the limit | a signal to this worker | dies from it, and the main process names the worker |
+//! | no other worker, up to the limit | a signal to this worker | dies of it, and the main process names the worker |
 //! | there is no other worker | unknown | continues for [`SIGTERM_ALONE`] |
 //!
 //! A second SIGTERM ends the worker at once, and so does a SIGTERM that the worker sends to itself. A SIGTERM from the
@@ -32,19 +32,19 @@ struct Input {
     worker: u32,
     /// The pids of this process and of the main process.
     pids: (i32, i32),
-    /// Maximum number of checks if no other worker has received the signal; if some have, twice as many are allowed.
+    /// Maximum number of checks if no other worker has received the signal; twice this number if some have.
     max_checks: u32,
 }
 
 static INPUT: OnceLock<Input> = OnceLock::new();
-/// Checks so far, or [`DECIDED`].
+/// Number of checks so far, or [`DECIDED`].
 static CHECKS_DONE: AtomicU32 = AtomicU32::new(0);
-/// [`CHECKS_DONE`] after the last check.
+/// The value of [`CHECKS_DONE`] after the last check.
 const DECIDED: u32 = u32::MAX;
 
 /// Makes this worker survive a SIGTERM to the group. `main` is the main process's pid. If no other worker receives the
-/// signal within `alone`, the signal is taken as one to this worker only; on a busy machine, delivery to all workers
-/// may take that long. After an error, SIGTERM has its earlier effect.
+/// signal within `alone`, the signal counts as sent to this worker only; on a busy machine, delivery to all workers may
+/// take that long. If this call fails, SIGTERM keeps its earlier effect.
 pub fn survive_group_signal(port: &Port, main: i32, alone: Duration) -> Result<()> {
     let pids = (std::process::id() as i32, main);
     let input = Input { arena: port.arena().clone(), worker: port.worker(), pids, max_checks: checks_in(alone) };
@@ -94,8 +94,8 @@ fn checks_in(time: Duration) -> u32 {
     u32::try_from(max_checks).unwrap_or(u32::MAX).clamp(1, DECIDED / 2 - 1)
 }
 
-/// Returns the reaction after `checks_done` checks, if `flagged` of `others` workers have received the signal; and the
-/// new value of `checks_done`.
+/// Returns the reaction after `checks_done` checks, and the new value of `checks_done`. `flagged` of the `others` other
+/// workers have received the signal.
 fn next(checks_done: u32, max_checks: u32, others: u32, flagged: u32) -> (Reaction, u32) {
     let limit = if flagged > 0 { 2 * max_checks } else { max_checks };
     match checks_done {

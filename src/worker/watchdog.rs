@@ -1,9 +1,9 @@
-//! A thread that ends the worker after the main process has ended, even while the dataset is making a sample.
+//! A thread that ends the worker after the main process has ended, even while the dataset is producing a sample.
 //!
-//! The thread waits on a pidfd of the main process. If the system refuses a pidfd, it checks every [`PARENT_CHECK`]
-//! that a process with the main process's pid and start time is running. Once the main process has ended, it asks the
-//! worker to stop, and ends the worker after [`ORPHAN_GRACE`]. (PR_SET_PDEATHSIG does not help, because it fires when
-//! the forking *thread* ends.)
+//! The thread waits on a pidfd of the main process. If the system refuses a pidfd, the thread checks every
+//! [`PARENT_CHECK`] whether a process with the main process's pid and start time is running. Once the main process has
+//! ended, the thread asks the worker to stop, and ends the worker after [`ORPHAN_GRACE`]. (PR_SET_PDEATHSIG does not
+//! help, because it fires when the forking *thread* ends.)
 
 use std::sync::Arc;
 
@@ -14,23 +14,24 @@ use crate::sys;
 /// The main process, identified by pid and start time, because pids are reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Parent {
-    /// Process id.
+    /// The process ID.
     pub pid: i32,
-    /// Start time in kernel ticks since boot; 0 if unreadable.
+    /// The start time in kernel ticks since boot; 0 if unreadable.
     pub start_time: u64,
-    /// True if it is this process's direct parent. When a direct parent ends, another process becomes the parent.
+    /// True if the main process is this process's direct parent. When a direct parent ends, another process becomes the
+    /// parent.
     is_direct: bool,
 }
 
 impl Parent {
-    /// Describes the calling process, for its future workers.
+    /// Returns the identity of the calling process, for its future workers.
     pub fn this_process() -> Self {
         let pid = std::process::id() as i32;
         Self { pid, start_time: sys::pidfd::start_time(pid).unwrap_or(0), is_direct: false }
     }
 
-    /// Describes the main process, in a worker, from the values that [`Parent::this_process`] returned in the main
-    /// process.
+    /// Returns the identity of the main process, in a worker. The arguments are the values that
+    /// [`Parent::this_process`] returned in the main process.
     pub fn of(pid: i32, start_time: u64) -> Self {
         Self { pid, start_time, is_direct: sys::signal::getppid() == pid }
     }
@@ -58,8 +59,8 @@ pub fn start(port: Arc<Port>, parent: Parent) -> std::io::Result<()> {
 }
 
 fn wait_for_the_end(parent: Parent) {
-    // There is only one poll, because the kernel keeps waiting on the pidfd in it even if a dataset closes the pidfd.
-    // `is_alive` checks the result.
+    // Poll only once: during that call the kernel waits on the pidfd even if a dataset closes it. `is_alive` checks the
+    // result.
     let pidfd = sys::pidfd::PidFd::open(parent.pid).ok();
     if let Some(pidfd) = &pidfd
         && parent.is_alive()
@@ -70,7 +71,7 @@ fn wait_for_the_end(parent: Parent) {
             let _ = set.wait(None, &mut ready);
         }
     }
-    // The pidfd is forgotten instead of closed, because its number may name another file by now.
+    // Do not close the pidfd, because its number may belong to another file by now.
     std::mem::forget(pidfd);
     while parent.is_alive() {
         std::thread::sleep(PARENT_CHECK);

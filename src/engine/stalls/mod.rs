@@ -1,5 +1,5 @@
 //! Detection of workers that are stuck during their start or on one batch, for the log. [`overdue`] finds the workers
-//! that are to be killed.
+//! that must be killed.
 //!
 //! The main process checks the status pages a few times per second while it waits for results. The checks need no
 //! thread and cost nothing per batch.
@@ -60,7 +60,7 @@ impl Stalls {
         self.patience
     }
 
-    /// Returns true if the workers are to be checked now.
+    /// Returns true if a check is due.
     pub(super) fn is_check_due(&self, now: Duration) -> bool {
         now.saturating_sub(self.last_check) >= STALL_CHECK
     }
@@ -70,10 +70,10 @@ impl Stalls {
         self.last_check = now;
     }
 
-    /// Returns a report if the worker is stuck. Reports each stall once.
+    /// Returns a report if the worker is stuck. Each stall is reported once.
     pub(super) fn stall_of(&mut self, worker: u32, observed: &Observation, now: Duration) -> Option<Stall> {
         let Observation { process, oldest, state, task, .. } = observed;
-        let (oldest, waits) = (*oldest, observed.is_waited_for());
+        let (oldest, waits) = (*oldest, observed.has_task_waiting());
         let watched = &mut self.watched[worker as usize];
         if watched.task != oldest || watched.seen.is_zero() {
             (watched.task, watched.seen) = (oldest, now);
@@ -89,7 +89,7 @@ impl Stalls {
         // Limit the time to the age of the process, because the page may be damaged.
         let time = now.saturating_sub(since.max(process.started));
         let limit = self.limits[phase as usize]?;
-        // That a worker does not take a task, and that it later does not finish the task, are two reports.
+        // A worker that does not take a task is reported again if it later takes the task but does not finish it.
         if time < limit || watched.reported == Some((phase, task, waits)) || process.has_exited() {
             return None;
         }

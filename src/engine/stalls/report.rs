@@ -33,14 +33,14 @@ pub struct Stall {
     pub task: Option<TaskId>,
     /// The time for which the worker has been stuck.
     pub time: Duration,
-    /// The longest wait for the worker's stack dump; `None` if no dump is wanted.
+    /// The maximum wait for the worker's stack dump; `None` if no dump is wanted.
     pub patience: Option<Duration>,
     /// The limit of [`Engine::set_stall_timeout`](crate::engine::Engine::set_stall_timeout), if the worker has exceeded
     /// it. The caller must then call [`Engine::kill`](crate::engine::Engine::kill).
     pub exceeds: Option<Duration>,
 }
 
-/// The status of a worker from which an answer is awaited, as read by a check.
+/// The status of a worker that owes an answer, as a check read it.
 pub(in crate::engine) struct Observation {
     pub(in crate::engine) process: Arc<Process>,
     /// The worker's oldest unanswered task.
@@ -74,7 +74,7 @@ impl Observation {
 
     /// Returns true if the worker has not yet taken its oldest unanswered task or, without one, the message that begins
     /// an epoch.
-    pub(in crate::engine) fn is_waited_for(&self) -> bool {
+    pub(in crate::engine) fn has_task_waiting(&self) -> bool {
         match self.state {
             WorkerState::Idle => true,
             // The worker has published its last batch, and has not taken the next task.

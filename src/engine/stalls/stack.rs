@@ -27,24 +27,24 @@ impl Handle {
         let fd = match StackFile::from_u32(page.stack.load(Ordering::Acquire)) {
             StackFile::Descriptor(fd) => fd,
             StackFile::NotYet => {
-                return Err("it has not reached the loader's code yet, and may still be importing".into());
+                return Err("it has not reached the loader's code yet, and may still be importing modules".into());
             }
             StackFile::Refused => {
-                return Err("it could not get a file to write its stack to, or a signal handler".into());
+                return Err("it could not create a file for its stack, or install the signal handler".into());
             }
-            StackFile::SignalTaken => return Err(format!("{} of its own", handler())),
+            StackFile::SignalTaken => return Err(own_handler()),
         };
-        let place = (page.stack_device.load(Ordering::Relaxed), page.stack_inode.load(Ordering::Relaxed));
+        let identity = (page.stack_device.load(Ordering::Relaxed), page.stack_inode.load(Ordering::Relaxed));
         // Open and check the file before sending the signal: faulthandler writes to the descriptor's number even if
-        // that number belongs to another file by then.
-        let file = sys::proc_fd::open(process.pid, fd, place);
+        // another file has taken that number.
+        let file = sys::proc_fd::open(process.pid, fd, identity);
         let file = file.map_err(|error| format!("the file for its stack cannot be read: {error}"))?;
         dump(&process, file.as_fd(), patience)
     }
 }
 
-fn handler() -> String {
-    format!("it has a handler for signal {} (SIGRTMIN+{STACK_SIGNAL})", sys::signal::stack_signal())
+fn own_handler() -> String {
+    format!("it has its own handler for signal {} (SIGRTMIN+{STACK_SIGNAL})", sys::signal::stack_signal())
 }
 
 /// Sends the signal, waits up to `patience` for the dump, and returns it.
@@ -54,7 +54,7 @@ fn dump(
     patience: Duration,
 ) -> std::result::Result<String, String> {
     if !process.descends {
-        return Err("it is not a child of the main process, which sends it no signals".into());
+        return Err("it is not a descendant of the main process, which therefore sends it no signals".into());
     }
     let signal = sys::signal::stack_signal();
     // Without a handler the signal would end the process.
@@ -65,10 +65,10 @@ fn dump(
     process.signal(signal);
     let deadline = sys::clock::monotonic() + patience;
     let (mut len, mut unchanged) = (start, 0);
-    // On a busy machine the handler may be preempted, so a dump that stops growing need not be complete. The signal
+    // On a busy machine the handler may be preempted, so a dump that has stopped growing may be incomplete. The signal
     // stays blocked while its handler runs.
-    let whole = |unchanged| unchanged >= STACK_SETTLED && !sys::signal::blocks(process.pid, signal);
-    while !whole(unchanged) && sys::clock::monotonic() < deadline {
+    let is_complete = |unchanged| unchanged >= STACK_SETTLED && !sys::signal::blocks(process.pid, signal);
+    while !is_complete(unchanged) && sys::clock::monotonic() < deadline {
         std::thread::sleep(STACK_CHECK);
         let now = sys::proc_fd::len(file);
         unchanged = if now == len && now > start { unchanged + 1 } else { 0 };
@@ -77,6 +77,6 @@ fn dump(
     if len > start {
         return Ok(String::from_utf8_lossy(&sys::proc_fd::read(file, start, STACK_SHOWN)).into_owned());
     }
-    let causes = format!("it is stopped, the kernel keeps it, or {}", handler());
-    Err(format!("it did not answer within {} s: {causes} of its own", patience.as_secs_f64()))
+    let causes = format!("it is stopped, it is blocked in the kernel, or {}", own_handler());
+    Err(format!("it did not answer within {} s: {causes}", patience.as_secs_f64()))
 }

@@ -1,4 +1,4 @@
-//! Memory of the worker's own arrays in its region. `interop::numpy_memory` gives it to NumPy.
+//! Memory for the worker's own arrays, in its region. `interop::numpy_memory` gives it to NumPy.
 //!
 //! Such an array is sent in a batch without a copy if nothing in the worker can change it any more. The proof has two
 //! parts. While the batch exists, the encoder checks the references that lead to the array's memory: the containers
@@ -10,10 +10,10 @@
 //! the memory was freed, the block passes to the consumer; if not, its bytes are copied.
 //!
 //! A child that the dataset forks has its own copy of ordinary memory. Blocks are shared memory, so the child replaces
-//! the blocks of live arrays with private copies before any other code runs in the child, and the forking thread of the
-//! worker waits until that is done.
+//! the blocks of live arrays with private copies before any other code runs in it. The worker's forking thread waits
+//! until that is done.
 //!
-//! One lock covers the table and is taken before the allocator's. A child takes neither.
+//! One lock covers the table; it is taken before the allocator's lock. A child takes neither.
 
 pub(super) mod table;
 
@@ -48,7 +48,7 @@ impl Port {
     }
 
     /// Allocates memory for an array of `len` bytes, filled with zeroes if `zeroed` is set. Returns `None` if the array
-    /// must use ordinary memory: the arrays already have their share of the region, the region has no room, or this is
+    /// must use ordinary memory: the arrays already fill their share of the region, the region has no room, or this is
     /// a child of the worker. Returns [`Error::NoMemory`] if the machine or the memory cgroup has no memory left, so
     /// that an allocation of ordinary memory would invoke the OOM killer. Waits only while other workers have reserved
     /// too much memory.
@@ -84,7 +84,7 @@ impl Port {
         Ok(Some(memory))
     }
 
-    /// Takes the error of the last array that was refused, if the current task needed that array.
+    /// Takes the error of the last refused array, and returns it if the current task needed that array.
     pub fn take_refusal(&self) -> Option<Error> {
         let (task, error) = self.arena().is_ours().then(|| lock(&self.refused_array).take())??;
         (task == self.task()).then_some(error)
@@ -113,7 +113,8 @@ impl Port {
         array.map_or(0, |array| array.len as usize)
     }
 
-    /// Resizes an array to `len` bytes in place if its block has room, and would not be left mostly empty.
+    /// Resizes an array to `len` bytes in place, if its block has room and `len` is at least half of the array's
+    /// length.
     pub fn resize_array(&self, memory: *mut u8, len: usize) -> Resized {
         let Some(mut arrays) = self.arrays() else { return Resized::Move(private_len(memory as usize)) };
         let mut allocator = lock(&self.allocator);
@@ -134,8 +135,8 @@ impl Port {
         self.arrays().is_some_and(|arrays| arrays.live.contains_key(&block))
     }
 
-    /// Notes that an unpublished message has an array's block. Returns false if the block has no array, or another
-    /// unpublished message already has it.
+    /// Notes that an unpublished message includes an array's block. Returns false if the block contains no array, or if
+    /// another unpublished message already includes it.
     pub fn note_array(&self, block: u32) -> bool {
         let Some(mut arrays) = self.arrays() else { return false };
         let array = arrays.live.get_mut(&block).filter(|array| !array.noted);
@@ -147,8 +148,8 @@ impl Port {
         self.arrays().is_some_and(|arrays| arrays.live.get(&block).is_some_and(|array| array.freed))
     }
 
-    /// Withdraws the note of [`Port::note_array`]. Returns true if the array was freed: its block then belongs to the
-    /// caller. Returns false if the array is still alive.
+    /// Undoes [`Port::note_array`]. Returns true if the array was freed: its block then belongs to the caller. Returns
+    /// false if the array is still alive.
     pub fn take_freed(&self, block: u32) -> bool {
         let Some(mut arrays) = self.arrays() else { return false };
         let Some(array) = arrays.live.get_mut(&block) else { return false };
@@ -168,7 +169,8 @@ impl Port {
     }
 }
 
-/// The ports of this process that give memory to arrays, the latest first. An inherited port belongs to the parent.
+/// The ports of this process that give memory to arrays, the latest first. A port inherited in a fork belongs to the
+/// parent.
 static WATCHED: AtomicPtr<Watched> = AtomicPtr::new(std::ptr::null_mut());
 
 struct Watched {
@@ -176,13 +178,13 @@ struct Watched {
     next: Option<&'static Watched>,
 }
 
-/// The addresses and lengths of the ranges that this process, if it is a child, has copied, and of those that its
-/// ancestors copied.
+/// The addresses and lengths of the arrays that this process, as a forked child, has as private copies, including those
+/// that its ancestors made.
 static PRIVATE: AtomicPtr<Vec<(usize, usize)>> = AtomicPtr::new(std::ptr::null_mut());
 
 /// A fork in progress.
 struct Forking {
-    /// Addresses and lengths of live arrays.
+    /// The addresses and lengths of the live arrays.
     arrays: Vec<(usize, usize)>,
     gate: Option<ForkGate>,
     /// While these are held, no array is created or freed.
@@ -250,8 +252,8 @@ fn after_fork_in_child() {
     let Some(Forking { arrays, gate, _locks }) = FORKING.take() else { return };
     // This thread took the locks in the parent, and a child must not release them.
     std::mem::forget(_locks);
-    // Without a gate the parent does not wait, and might change an array while the child copies it. So the child cannot
-    // have the arrays.
+    // Without a gate the parent does not wait, and might change an array while the child copies it. So the arrays
+    // become inaccessible in the child.
     let protect = if gate.is_some() { make_private } else { make_inaccessible };
     for &(address, len) in &arrays {
         // SAFETY: a live array in a block of whole pages; this is the child's only thread.

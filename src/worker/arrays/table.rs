@@ -2,11 +2,11 @@
 
 use std::collections::HashMap;
 
-/// An array, which fills a block.
+/// An array, which has a block to itself.
 #[derive(Debug)]
 pub(super) struct Array {
     pub(super) len: u64,
-    /// True if a message that is not published yet has the array.
+    /// True if an unpublished message includes the array.
     pub(super) noted: bool,
     /// True if the array was freed while it was noted.
     pub(super) freed: bool,
@@ -17,7 +17,7 @@ pub(super) struct Array {
 pub(in crate::worker) struct Arrays {
     /// The live arrays, by the numbers of their blocks.
     pub(super) live: HashMap<u32, Array>,
-    /// Bytes of all live arrays.
+    /// Total bytes of the live arrays.
     pub(super) bytes: u64,
     /// True if the worker has left: the region may no longer be changed.
     pub(super) ended: bool,

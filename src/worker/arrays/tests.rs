@@ -49,7 +49,7 @@ fn a_freed_array_leaves_its_block_to_the_next_one() {
 }
 
 #[test]
-fn zeroes_are_zeroes_in_a_used_block() {
+fn a_zeroed_array_is_zero_even_in_a_reused_block() {
     let port = port();
     let array = array_of(&port, LEN, false).unwrap();
     // SAFETY: an array of LEN bytes.
@@ -98,7 +98,7 @@ fn the_block_of_a_freed_array_passes_to_the_consumer() {
 }
 
 #[test]
-fn a_block_of_a_message_outlives_the_workers_object_and_comes_back_if_nothing_is_sent() {
+fn a_block_of_a_message_outlives_the_workers_object_and_is_taken_back_if_nothing_is_sent() {
     let port = port();
     let (block, memory) = port.allocate(LEN as u64).unwrap();
     port.transfer_early(block);
@@ -107,7 +107,7 @@ fn a_block_of_a_message_outlives_the_workers_object_and_comes_back_if_nothing_is
     port.take_back(block);
     assert_eq!(port.allocate(LEN as u64).unwrap(), (block, memory));
     port.transfer_early(block);
-    assert_eq!(port.adoptable(memory as usize, LEN as u64), None, "another message has it");
+    assert_eq!(port.adoptable(memory as usize, LEN as u64), None, "another message includes it");
     port.release(block);
     let leaf = Leaf { block, len: LEN as u64 };
     port.send(0, ResultKind::Plain, &[(leaf, Keep::TransferredEarly)], b"", Timings::default()).unwrap();
@@ -124,14 +124,14 @@ fn an_array_grows_in_place_while_its_block_has_room() {
     assert_eq!(port.array_len(array.as_ptr()), LEN + 4000);
     assert_eq!(port.resize_array(array.as_ptr(), 10 * LEN), Resized::Move(LEN + 4000));
     assert_eq!(port.resize_array(array.as_ptr(), LEN), Resized::InPlace);
-    assert_eq!(port.resize_array(array.as_ptr(), LEN / 3), Resized::Move(LEN), "most of the block would be idle");
+    assert_eq!(port.resize_array(array.as_ptr(), LEN / 3), Resized::Move(LEN), "most of the block would be unused");
     assert!(port.note_array(block_of(&port, array)));
-    assert_eq!(port.resize_array(array.as_ptr(), LEN), Resized::Move(LEN), "a message has it");
+    assert_eq!(port.resize_array(array.as_ptr(), LEN), Resized::Move(LEN), "a message includes it");
     assert_eq!(port.resize_array(array.as_ptr().wrapping_add(1), LEN), Resized::Move(0));
 }
 
 #[test]
-fn arrays_have_a_part_of_the_region_and_none_after_the_end() {
+fn arrays_get_a_share_of_the_region_and_none_after_the_end() {
     let port = port();
     let each = ARRAYS_FROM as usize / 4;
     let arrays: Vec<_> = (0..4).map(|_| array_of(&port, each, false).unwrap()).collect();
@@ -144,7 +144,7 @@ fn arrays_have_a_part_of_the_region_and_none_after_the_end() {
     port.leave();
     assert_eq!(array_of(&port, LEN, false), None);
     port.free_array(arrays[2].as_ptr());
-    assert_eq!(port.array_len(arrays[2].as_ptr()), each, "the region is left as it is");
+    assert_eq!(port.array_len(arrays[2].as_ptr()), each, "the region is unchanged");
     assert_eq!(port.resize_array(arrays[2].as_ptr(), each - 1), Resized::Move(each));
 }
 
@@ -166,9 +166,9 @@ fn a_child_has_private_copies_and_changes_nothing() {
     let port = port();
     watch(&port).unwrap();
     let array = array_of(&port, LEN, true).unwrap();
-    // SAFETY: an array of LEN bytes, which this thread and its child alone use.
+    // SAFETY: an array of LEN bytes that only this thread and its child use.
     let first = || unsafe { array.as_ptr().read_volatile() };
-    // SAFETY: the child leaves by _exit; what it calls takes no lock that it could find held.
+    // SAFETY: the child exits with _exit, and takes no lock that another thread may hold.
     let pid = unsafe { libc::fork() };
     if pid == 0 {
         // SAFETY: the child's private copy of the array.
@@ -185,7 +185,7 @@ fn a_child_has_private_copies_and_changes_nothing() {
     // SAFETY: an array of LEN bytes.
     unsafe { array.write_bytes(5, LEN) };
     let mut status = -1;
-    // SAFETY: `status` is a local number that the kernel fills.
+    // SAFETY: the kernel writes to `status`, a local variable.
     assert_eq!(unsafe { libc::waitpid(pid, &mut status, 0) }, pid);
     assert_eq!((status, first()), (0, 5));
     assert_eq!(port.array_len(array.as_ptr()), LEN);

@@ -1,4 +1,4 @@
-//! The port: states of the worker, and tasks that it receives.
+//! The port: the worker's state, and the tasks that it receives.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64};
@@ -30,7 +30,7 @@ pub enum Received {
     Task(TaskEntry),
     /// A time slice has passed, or a signal has arrived: handle signals, and call again.
     Nothing,
-    /// The loader shuts down, or the main process is gone.
+    /// The loader is shutting down, or the main process is gone.
     Stop,
 }
 
@@ -45,15 +45,15 @@ pub struct Port {
     pub(in crate::worker) arrays: Mutex<Arrays>,
     /// The last array for which no memory was left: the task that needed it, and the error.
     pub(in crate::worker) refused_array: Mutex<Option<(u64, Error)>>,
-    /// Not rung if a dataset has closed its descriptor: the main process then finds results when it next checks for
-    /// them itself, within 250 ms.
+    /// If a dataset has closed its descriptor, the bell does not ring: the main process then finds results at its next
+    /// check, within 250 ms.
     pub(super) doorbell: sys::event::EventFd,
-    /// A block in reserve for the message that reports a lack of memory.
+    /// A block reserved for the message that reports a lack of memory.
     pub(super) reserve: Mutex<Option<u32>>,
     /// Set when the main process is gone.
     orphaned: AtomicBool,
-    /// True if the last wait for the loop to return a block expired, and none has been returned since. The port then
-    /// assumes that the loop keeps its batches.
+    /// True if the last wait for the program's loop to release a block expired, and none has been released since. The
+    /// port then assumes that the loop keeps its batches.
     pub(super) last_wait_expired: AtomicBool,
     /// Payload of the last task whose payload came in a block.
     pub payload: Mutex<Vec<u8>>,
@@ -66,9 +66,9 @@ pub struct Port {
     /// The connection to the main process, if the main process is on another machine. The main process cannot see the
     /// status page in that case.
     pub(super) remote: Option<Arc<Remote>>,
-    /// True if the main process was last notified that a sample is in progress.
+    /// True if the last notice to `remote` said that a sample is in progress.
     at_sample: AtomicBool,
-    /// The time of the last report of a batch of a replay to `remote`, in monotonic nanoseconds.
+    /// The time of the last notice to `remote` that a batch of a replay begins, in monotonic nanoseconds.
     pub(super) notified_ns: AtomicU64,
     trace: Recorder,
 }
@@ -132,7 +132,7 @@ impl Port {
         &self.arena
     }
 
-    /// Returns the worker's number.
+    /// Returns the worker's ID.
     pub fn worker(&self) -> u32 {
         self.worker
     }
@@ -159,7 +159,7 @@ impl Port {
         if !self.arena.is_ours() {
             return 0;
         }
-        let (now, before) = (sys::clock::monotonic_ns(), self.at());
+        let (now, before) = (sys::clock::monotonic_ns(), self.activity());
         let spent = self.status().change(state, now);
         // The message that begins an epoch is not a batch.
         if state != WorkerState::Starting {
@@ -179,7 +179,7 @@ impl Port {
 
     /// Returns the worker's state, its task, and true if it replays earlier batches, for [`Port::record`].
     #[inline]
-    fn at(&self) -> (u32, u64, bool) {
+    fn activity(&self) -> (u32, u64, bool) {
         let StatusPage { state, task, place, .. } = self.status();
         let (state, task) = (state.load(Ordering::Relaxed), task.load(Ordering::Relaxed));
         (state, task, place.load(Ordering::Relaxed) == NOT_BEGUN)
@@ -225,7 +225,7 @@ impl Port {
         }
     }
 
-    /// Stores the position, in the current index batch, of the sample that is about to be fetched, for the report if
+    /// Stores the index, within the current index batch, of the sample that is about to be fetched, for the report if
     /// the worker dies. If the main process is on another machine, this may wait for the connection, so call it without
     /// the GIL.
     #[inline]
@@ -294,7 +294,7 @@ impl Port {
         self.poll()
     }
 
-    /// Takes the next task, and waits for at most a time slice. If the task's payload is in a block, copies it to
+    /// Takes the next task, waiting for at most one time slice. If the task's payload is in a block, copies it to
     /// [`Port::payload`].
     pub fn receive(&self) -> Result<Received> {
         self.check_ours()?;
@@ -333,8 +333,8 @@ impl Port {
         Ok(polled?.map_or(Received::Stop, Received::Task))
     }
 
-    /// Takes the next task after a wait, which ended because there is a task, the time has passed, or the loop has
-    /// released a block. If there is no task, releases idle memory.
+    /// Takes the next task after a wait, which ended because there is a task, the time has passed, or the program's
+    /// loop has released a block. If there is no task, releases idle memory.
     fn end_wait(&self) -> Result<Received> {
         let entry = self.poll()?;
         if entry.is_none() {
@@ -361,7 +361,7 @@ impl Port {
         let Some(words) = lock(&self.ends).next()? else { return Ok(None) };
         sys::moment::task_taken();
         let entry = TaskEntry::from_words(&words)?;
-        let (status, now, before) = (self.status(), sys::clock::monotonic_ns(), self.at());
+        let (status, now, before) = (self.status(), sys::clock::monotonic_ns(), self.activity());
         let spent = status.begin(entry.task, entry.kind, now);
         self.record(before, now, spent);
         self.stack.check_handler(status, now);

@@ -14,7 +14,7 @@ pub(super) struct Ends {
     pub(super) queue: Option<Claimer<ArenaQueue>>,
     /// A control message that [`Ends::next`] has taken together with a claimed task, and returns after that task.
     pub(super) held: Option<Entry>,
-    /// A task claimed from the queue that has to wait until all messages that begin an epoch early are returned.
+    /// A task claimed from the queue that must wait until all messages that begin an epoch early have been returned.
     pub(super) claimed: Option<Entry>,
     pub(super) results: Producer<ArenaRing>,
     /// Buffer for the head of a message.
@@ -22,8 +22,8 @@ pub(super) struct Ends {
 }
 
 impl Ends {
-    /// Takes the next entry: from the worker's own ring first, which has the control messages, then from the queue. A
-    /// message that begins an epoch early comes before the tasks of that epoch, even if it was sent while the worker
+    /// Takes the next entry: first from the worker's own ring, which carries the control messages, then from the queue.
+    /// A message that begins an epoch early comes before the tasks of that epoch, even if it was sent while the worker
     /// claimed one of them.
     #[inline]
     pub(super) fn next(&mut self) -> Result<Option<Entry>> {
@@ -42,15 +42,15 @@ impl Ends {
         };
         match claimed {
             Some((position, entry)) if entry[0] != position => {
-                Err(Error::corrupt(format!("position {position} of the shared queue has task {}", entry[0])))
+                Err(Error::corrupt(format!("position {position} of the shared queue holds task {}", entry[0])))
             }
             Some((_, claimed)) => self.after_messages(claimed),
             None => Ok(None),
         }
     }
 
-    /// Returns a claimed task, or first a message that begins an epoch early and was sent meanwhile. There may be
-    /// several such messages if other workers continued while this worker claimed the task.
+    /// Returns a claimed task or, before it, a message that begins an epoch early and was sent in the meantime. There
+    /// may be several such messages if other workers continued while this worker claimed the task.
     #[inline]
     fn after_messages(&mut self, claimed: Entry) -> Result<Option<Entry>> {
         match self.tasks.pop()? {

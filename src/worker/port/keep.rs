@@ -7,7 +7,7 @@ pub enum Keep {
     No,
     /// The block contains an object of the worker.
     Yes,
-    /// The block contained an object of the worker, which may be gone. The consumer already holds the block.
+    /// The block contained an object of the worker that may no longer exist. The consumer already holds the block.
     TransferredEarly,
     /// The block contains an array, which begins at `offset` of the leaf. Whether the worker keeps the array is known
     /// only after the batch is dropped.

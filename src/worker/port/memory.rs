@@ -12,9 +12,9 @@ use crate::sys;
 use crate::wire::Leaf;
 
 impl Port {
-    /// Releases idle pages of an idle worker: those that the batches in flight do not need, or all of them if the
-    /// worker has been idle for long or is ahead of the loop. A worker that is ahead has time to get fresh pages before
-    /// the loop needs its next batch.
+    /// Releases idle pages of an idle worker: those that the outstanding batches do not need, or all of them if the
+    /// worker has been idle for long or is ahead of the program's loop. A worker that is ahead has time to get fresh
+    /// pages before the loop needs its next batch.
     pub(super) fn trim(&self) -> Result<()> {
         let (idle, long) = (self.idle(), self.status().long_idle());
         let mut allocator = lock(&self.allocator);
@@ -27,8 +27,8 @@ impl Port {
         }
     }
 
-    /// Waits briefly, before a large block is allocated, for the return of a block that the loop is about to release:
-    /// the pages of that block are warm. Calls `pause` to sleep.
+    /// Waits briefly, before a large block is allocated, for the program's loop to release a block that fits, because
+    /// its pages are warm. Calls `pause` to sleep.
     pub fn await_return(&self, len: u64, pause: impl Fn(Duration)) -> Result<()> {
         if len < LARGE || !self.arena.is_ours() {
             return Ok(());
@@ -37,8 +37,8 @@ impl Port {
         let start = sys::clock::monotonic();
         loop {
             let mut allocator = lock(&self.allocator);
-            // A worker that is ahead of the loop can wait longer. It would otherwise take fresh pages while an idle
-            // worker may be releasing as many.
+            // A worker that is ahead of the loop can wait longer. Otherwise it would take fresh pages while an idle
+            // worker may be releasing its own.
             let limit = if allocator.is_ahead() { (limit.saturating_mul(4)).min(AHEAD) } else { limit };
             if !allocator.awaits(len)? {
                 self.last_wait_expired.store(false, Ordering::Relaxed);
@@ -72,8 +72,8 @@ impl Port {
     }
 
     /// Returns the block that contains the `len` bytes at `address`, and their offset in it, if a message can adopt the
-    /// block. The bytes must fill at least half of the block, and only this worker may hold it. A block that has been
-    /// sent before is not adopted, because the consumer may still hold it, or may have written to it.
+    /// block. The bytes must fill at least half of the block, and only this worker may hold the block. A block that has
+    /// been sent before is not adopted, because the consumer may still hold it, or may have written to it.
     pub fn adoptable(&self, address: usize, len: u64) -> Option<(u32, u64)> {
         // In a child of the worker, a thread that does not exist there may hold the lock.
         if !self.arena.is_ours() {
@@ -88,8 +88,8 @@ impl Port {
             .then_some((block, offset))
     }
 
-    /// Makes the consumer a holder of a block of an unpublished message, so that the worker's object in the block may
-    /// be dropped.
+    /// Makes the consumer a holder of a block that an unpublished message includes, so that the worker's object in the
+    /// block may be dropped.
     pub fn transfer_early(&self, block: u32) {
         let state = &self.arena.table(self.worker)[block as usize].state;
         if self.arena.is_ours() && mark_if(state, WORKER, CONSUMER) {
@@ -123,7 +123,7 @@ impl Port {
                     }
                 }
                 Keep::TransferredEarly => {}
-                Keep::Unknown { .. } => return Err(Error::usage("a message with an array that may change")),
+                Keep::Unknown { .. } => return Err(Error::usage("a message includes an array that may still change")),
             }
         }
         Ok(())
@@ -148,8 +148,8 @@ impl Port {
         status.largest.store(now.max(before), Ordering::Relaxed);
     }
 
-    /// Allocates the block of a message. If there is no memory, uses the reserve to report the error; a later call
-    /// refills the reserve.
+    /// Allocates the block of a message. If there is no memory, a small message, such as the report of that error, uses
+    /// the reserve; a later call refills it.
     pub(super) fn allocate_message(&self, len: u64) -> Result<u32> {
         let allocator = &mut *lock(&self.allocator);
         let mut reserve = lock(&self.reserve);

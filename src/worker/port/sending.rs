@@ -1,4 +1,4 @@
-//! Messages of results and snapshots, and their publication.
+//! Messages that carry results and snapshots, and their publication.
 
 use super::core::Port;
 use super::ends::Ends;
@@ -58,11 +58,11 @@ impl Port {
         Ok(())
     }
 
-    /// Publishes a snapshot that was made after `count` answers of this worker in this epoch, before its next result.
-    /// The first snapshot of an epoch has the count 0. The worker may send one snapshot with each result, one at the
-    /// start and one at the end of the epoch, and one for an error: the ring has no room for more. Returns false if
-    /// there is no memory for the snapshot: it is then omitted, but the first one is still published, without a
-    /// payload.
+    /// Publishes a snapshot that was made after `count` answers of this worker in this epoch. Call it before the next
+    /// result is published. The first snapshot of an epoch has the count 0. The worker may send one snapshot with each
+    /// result, one at the start and one at the end of the epoch, and one for an error: the ring has no room for more.
+    /// Returns false if there is no memory for the snapshot: it is then omitted or, if it is the first one, published
+    /// without a payload.
     pub fn send_snapshot(&self, count: u64, payload: &[u8], is_error: bool) -> Result<bool> {
         self.check_ours()?;
         let kind = if is_error { ResultKind::FailedSnapshot } else { ResultKind::Snapshot };
@@ -114,7 +114,7 @@ impl Port {
         let Some(remote) = &self.remote else {
             self.push(ends, entry)?;
             self.ring();
-            // Counted last, so that a reader of the count finds the result published.
+            // Count last, so that a reader of the count finds the result published.
             count();
             return Ok(());
         };

@@ -150,14 +150,14 @@ fn a_worker_that_is_ahead_of_the_loop_returns_its_idle_pages() {
     assert!(all >= 3 * LEN);
     set_idle(&port, AHEAD / 2);
     port.trim().unwrap();
-    assert_eq!(warm(), all, "a moment without a task is normal");
+    assert_eq!(warm(), all, "a short time without a task is normal");
     set_idle(&port, AHEAD);
     port.trim().unwrap();
     assert_eq!(warm(), all - LEN);
-    // Blocks that the consumer holds are untouched. Without a waiting message, the loop waits for this worker.
+    // Blocks that the consumer holds are untouched. Once no message waits for the loop, this worker is no longer ahead.
     port.arena.release(0, waits, CONSUMER);
     port.trim().unwrap();
-    assert!(lock(&port.allocator).is_ahead(), "the message itself");
+    assert!(lock(&port.allocator).is_ahead(), "the block of the message itself waits");
     for (id, entry) in port.arena.table(0)[..port.arena.block_count(0) as usize].iter().enumerate() {
         if entry.state.load(Ordering::Relaxed) == CONSUMER {
             port.arena.release(0, id as u32, CONSUMER);
@@ -191,7 +191,7 @@ fn a_returned_block_wakes_an_idle_worker() {
 }
 
 #[test]
-fn a_large_block_of_the_loop_is_awaited_for_a_moment() {
+fn the_return_of_a_large_block_is_awaited_briefly() {
     const LEN: u64 = 4 << 20;
     let (port, delivered, waits) = waiting(LEN);
     let pauses = std::cell::Cell::new(0);
@@ -262,7 +262,7 @@ fn a_child_takes_no_lock_that_another_thread_may_hold() {
     let port = port(64 << 20);
     let (block, memory) = port.allocate(40_000).unwrap();
     let held = lock(&port.allocator);
-    // SAFETY: the child leaves by _exit; what it calls allocates nothing.
+    // SAFETY: the child exits with _exit, and allocates nothing.
     let pid = unsafe { libc::fork() };
     if pid == 0 {
         let is_none = port.adoptable(memory as usize, 40_000).is_none();
@@ -271,7 +271,7 @@ fn a_child_takes_no_lock_that_another_thread_may_hold() {
         unsafe { libc::_exit(if is_none { 0 } else { 1 }) };
     }
     let mut status = -1;
-    // SAFETY: `status` is a local number that the kernel fills.
+    // SAFETY: the kernel writes to `status`, a local variable.
     let mut has_ended = || unsafe { libc::waitpid(pid, &mut status, libc::WNOHANG) } == pid;
     let begin = std::time::Instant::now();
     let ended = loop {
@@ -299,7 +299,7 @@ fn a_sent_block_is_not_adopted_again() {
     let leaf = Leaf { block, len: 40_000 };
     port.send(0, ResultKind::Plain, &[(leaf, Keep::Yes)], b"", Timings::default()).unwrap();
     assert_eq!(port.adoptable(memory as usize, 40_000), None);
-    // The consumer has released it, and may have written to it.
+    // The consumer has released the block, and may have written to it.
     port.arena.release(0, block, CONSUMER);
     assert_eq!(port.adoptable(memory as usize, 40_000), None);
     port.release(block);

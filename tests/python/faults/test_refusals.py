@@ -79,7 +79,7 @@ TABLE = [
     # Of what a fork marks is then never known when its children have ended.
     R("memfd_create", "EMFILE", "worker", "forking"),
     R("memfd_create", "EPERM EMFILE", "worker"),
-    R("memfd_create", "EPERM", "worker", "stuck", error=NO_STACK + "it could not get a file .*", calls="1"),
+    R("memfd_create", "EPERM", "worker", "stuck", error=NO_STACK + "it could not create a file .*", calls="1"),
     R(
         "peek",
         "ENOENT EACCES EMFILE",
@@ -88,7 +88,7 @@ TABLE = [
         calls="1",
     ),
     R("sigaction", "EINVAL", "worker", calls="1 1+"),
-    R("sigaction", "EINVAL", "worker", "stuck", error=NO_STACK + "it (could not get a file|has a handler) .*"),
+    R("sigaction", "EINVAL", "worker", "stuck", error=NO_STACK + "it (could not create a file|has its own handler) .*"),
     R("sigaction", "EINVAL", "worker", "handled"),
     R("timer", "EAGAIN", "worker", "handled", calls="1"),
     R("getrlimit", "EPERM", calls="1+"),

@@ -312,7 +312,7 @@ def test_a_handler_of_the_users_is_never_called(told, limits, tmp_path, when):
     finally:
         signal.signal(signal.SIGRTMIN + 13, before)
     text = about(told, 2)
-    assert text.endswith(f"Stack unavailable: it has a handler for signal {SIGNAL} (SIGRTMIN+13) of its own.")
+    assert text.endswith(f"Stack unavailable: it has its own handler for signal {SIGNAL} (SIGRTMIN+13).")
     assert not dataset.file.exists()
 
 

@@ -1,12 +1,13 @@
-//! Workers that spend more time on one batch than a limit (`stall_timeout`). They are killed, and count as dead.
+//! Detection of workers that spend more than a limit (`stall_timeout`) on one batch. They are killed, and count as
+//! dead.
 //!
 //! The time on a batch starts when the worker takes the task or, in a replay, when it begins the batch. The worker's
 //! start does not count. If the worker is idle while a task waits for it, the time starts with the first check that
 //! finds the task waiting.
 //!
-//! A worker is killed only if the main process has watched it on that batch for at least half of the limit. The reason
-//! is that the main process and its workers may be suspended and continued together; the workers then have that much
-//! time to finish. For the same reason, a long gap between two checks restarts this period.
+//! A worker is killed only if the main process has watched it on that batch for at least half of the limit. The main
+//! process and its workers may be suspended and resumed together; the workers then have that much time to finish. For
+//! the same reason, a long gap between two checks restarts this period.
 
 use std::time::Duration;
 
@@ -22,13 +23,14 @@ use crate::sys::pidfd::ExitStatus;
 pub enum Killed {
     /// The worker was sent SIGKILL.
     Yes,
-    /// The worker was not signalled, because it does not descend from this process.
+    /// The worker was not signaled, because it does not descend from this process.
     No,
-    /// The worker has continued or ended in the meantime.
+    /// The worker has made progress or ended in the meantime.
     Continued,
 }
 
-/// A worker's work as found by a check. If two checks find different work, the worker has continued in between.
+/// The work that a check finds a worker doing. If two checks find different work, the worker has made progress in
+/// between.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Work {
     /// Nothing to which the limit applies.
@@ -48,7 +50,7 @@ impl Work {
             WorkerState::Starting if observed.task_since <= observed.since => Self::Nothing,
             WorkerState::Starting => Self::Batch(None, observed.task_since),
             _ if observed.is_answered() => Self::Nothing,
-            _ if observed.is_waited_for() => Self::Late(observed.oldest),
+            _ if observed.has_task_waiting() => Self::Late(observed.oldest),
             // Limit the time to the age of the process, because the page may be damaged.
             _ => Self::Batch(Some(observed.task), observed.task_since.max(observed.process.started)),
         }
@@ -90,13 +92,13 @@ impl Watched {
 /// The limit, and the results of the checks.
 #[derive(Debug)]
 pub(in crate::engine) struct Overdue {
-    /// The limit, or `None` if no worker is to be killed.
+    /// The limit; `None` if no worker is ever killed.
     limit: Option<Duration>,
     /// Time of the last completed check.
     last_check: Duration,
-    /// Start of the current period in which there was no long gap between checks.
+    /// Start of the current period without a long gap between checks.
     watching_since: Duration,
-    /// The earliest time at which a worker will exceed the limit, if it does not continue.
+    /// The earliest time at which a worker exceeds the limit if it makes no progress.
     due: Duration,
     watched: Box<[Watched]>,
 }
@@ -119,8 +121,8 @@ impl Overdue {
         by_sigkill && self.watched[worker as usize].killed
     }
 
-    /// Returns the maximum length of a wait that begins now. It ends in time for the next check that is due, and soon
-    /// enough to see a task within half of the limit after a worker takes it.
+    /// Returns the maximum length of a wait that begins now. The wait ends in time for the next check. It is at most
+    /// half of the limit, so that a task is seen that soon after a worker takes it.
     #[inline]
     pub(in crate::engine) fn slice(&self, now: Duration) -> Duration {
         match self.limit {
@@ -129,8 +131,8 @@ impl Overdue {
         }
     }
 
-    /// Returns true if the workers are to be checked now. After a long gap since the last check, also restarts the
-    /// period for which the workers have been watched.
+    /// Returns true if a check is due. After a long gap since the last check, also restarts the period for which the
+    /// workers have been watched.
     pub(in crate::engine) fn is_check_due(&mut self, now: Duration) -> bool {
         if self.limit.is_none() {
             return false;
@@ -142,7 +144,7 @@ impl Overdue {
         gap >= STALL_CHECK || now >= self.due
     }
 
-    /// Sets the time on one batch after which a worker is to be killed. `None` means never.
+    /// Sets the time on one batch after which a worker must be killed. `None` means never.
     pub(in crate::engine) fn set_limit(&mut self, limit: Option<Duration>) {
         self.limit = limit;
     }
@@ -171,7 +173,8 @@ impl Overdue {
         true
     }
 
-    /// Records that a check has found no further worker, and that the next one may exceed the limit at `next`.
+    /// Records that a check has found no further overdue worker, and that the earliest one may exceed the limit at
+    /// `next`.
     pub(in crate::engine) fn checked(&mut self, now: Duration, next: Duration) {
         (self.last_check, self.due) = (now.max(self.last_check), next);
     }
@@ -198,10 +201,10 @@ impl Overdue {
         }
     }
 
-    /// Kills a worker that exceeds the limit, unless its current status `observed` shows that it has continued or
+    /// Kills a worker that exceeds the limit, unless its current status `observed` shows that it has made progress or
     /// ended.
     pub(in crate::engine) fn kill(&mut self, worker: u32, observed: Option<Observation>) -> Killed {
-        // The stack dump took some time without checks. That time is not a gap.
+        // No checks ran during the stack dump. Do not count that time as a gap.
         self.last_check = self.last_check.max(sys::clock::monotonic());
         let watched = &mut self.watched[worker as usize];
         let same = |observed: &Observation| Work::of(observed) == watched.work && !observed.process.has_exited();

@@ -40,7 +40,7 @@ impl Rig {
         Self { engine, processes, zero: sys::clock::monotonic() + Duration::from_secs(1000) }
     }
 
-    /// Returns an engine whose two workers have one task each, 0 and 1, which they have not taken.
+    /// Creates a rig whose two workers each have a task, 0 and 1, that they have not taken.
     fn with_tasks() -> Self {
         let mut rig = Self::over(Settings::torch(2, 1, true));
         for tag in [100, 101] {
@@ -70,7 +70,7 @@ impl Rig {
         self.engine.stalled()
     }
 
-    /// Checks about four times a second, from one simulated time to another, until a check finds a stall.
+    /// Checks about four times per second of simulated time, from `from` to `to`, until a check finds a stall.
     fn find(&mut self, mut from: Duration, to: Duration) -> Option<(Duration, Stall)> {
         loop {
             if let Some(stall) = self.check(from) {
@@ -95,15 +95,15 @@ impl Drop for Rig {
 }
 
 #[test]
-fn a_worker_is_overdue_at_its_limit_and_is_named_once() {
+fn a_worker_is_overdue_at_its_limit_and_is_reported_once() {
     for state in [WorkerState::Fetch, WorkerState::Collate, WorkerState::Pack, WorkerState::Publish] {
         let mut rig = Rig::with_tasks();
         rig.show(0, state, 0, ms(100));
         let (at, stall) = rig.find(ms(0), ms(60_000)).unwrap();
         assert_eq!(at, ms(10_100), "{state:?}");
         let Stall { worker, phase, task, time, exceeds, .. } = stall;
-        let named = (0, Phase::Item, Some(TaskId(0)), LIMIT, Some(LIMIT));
-        assert_eq!((worker, phase, task, time, exceeds), named);
+        let expected = (0, Phase::Item, Some(TaskId(0)), LIMIT, Some(LIMIT));
+        assert_eq!((worker, phase, task, time, exceeds), expected);
         assert_eq!((stall.pid, stall.state), (rig.processes[0].id() as i32, state));
         assert!(rig.find(at, ms(60_000)).is_none());
         // The worker is reported again for its next batch.
@@ -123,7 +123,7 @@ fn without_a_limit_nothing_is_overdue() {
 }
 
 #[test]
-fn a_start_has_no_limit_but_a_batch_of_its_replay_has() {
+fn a_start_has_no_limit_but_each_batch_of_its_replay_does() {
     let mut rig = Rig::with_tasks();
     rig.show(0, WorkerState::Starting, 0, ms(0));
     assert!(rig.find(ms(0), ms(30_000)).is_none());
@@ -288,7 +288,7 @@ fn an_ended_worker_is_not_overdue() {
     rig.processes[0].kill().unwrap();
     rig.processes[0].wait().unwrap();
     assert!(rig.find(ms(0), ms(60_000)).is_none());
-    // Waits are not shortened for the ended worker.
+    // The ended worker does not shorten waits.
     assert_eq!(rig.engine.liveness.overdue.slice(rig.zero + ms(60_000)), LIMIT / 2);
 }
 
@@ -330,7 +330,7 @@ fn the_time_of_a_damaged_page_is_at_most_the_age_of_the_process() {
 }
 
 #[test]
-fn the_stack_of_a_worker_that_is_killed_is_awaited_for_a_short_time() {
+fn the_wait_for_the_stack_of_an_overdue_worker_is_short() {
     for (patience, awaited) in [(ms(1000), ms(200)), (ms(50), ms(50))] {
         let mut rig = Rig::with_tasks();
         rig.engine.set_stall_limits([None; 2], Some(patience));
@@ -350,5 +350,5 @@ fn the_holder_of_a_task_of_a_shared_queue_is_overdue() {
     rig.show(1, WorkerState::Fetch, 0, ms(0));
     let (at, stall) = rig.find(ms(0), ms(60_000)).unwrap();
     assert_eq!((at, stall.worker, stall.task), (ms(10_000), 1, Some(TaskId(0))));
-    assert!(rig.find(at, ms(60_000)).is_none(), "the other one has nothing to do");
+    assert!(rig.find(at, ms(60_000)).is_none(), "the other worker has nothing to do");
 }
