@@ -89,7 +89,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.handle.arena.header().main.set_name(name);
     }
 
-    /// Returns the limit of outstanding tasks.
+    /// Returns the limit on outstanding tasks.
     pub fn max_tasks(&self) -> usize {
         self.scheduler.max_tasks()
     }

@@ -14,8 +14,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.liveness.keep_record(worker);
         self.event(Event::WorkerDied { worker: WorkerId(worker), held })?;
         if self.outbox.queue().is_some() {
-            // The worker may have been woken for a task and died before it took it. That task still waits in the queue,
-            // while the other workers may be asleep.
+            // The worker may have been woken for a task and have died before taking it. That task still waits in the
+            // queue, while the other workers may be asleep.
             self.handle.wake(worker)?;
         }
         self.effects()

@@ -1,4 +1,4 @@
-//! The next epoch, which begins before the current one has ended.
+//! Early epochs: the next epoch begins before the current one has ended.
 
 use super::core::Engine;
 use crate::error::{Error, Result};

@@ -51,8 +51,8 @@ impl Gate {
         }
     }
 
-    /// Waits until another thread gives up exclusive access, but at most for `limit`. Returns at once if no thread has
-    /// it. The caller must try to enter again.
+    /// Waits until another thread gives up exclusive access, for at most `limit`. Returns at once if no thread has it.
+    /// The caller must try to enter again.
     pub fn wait(&self, limit: Duration) {
         let mut queue = self.queue();
         if queue.owner.is_some() {

@@ -133,7 +133,7 @@ impl Handle {
         token(worker, self.generation(worker))
     }
 
-    /// Waits until a worker's process has ended, but at most for `limit`. Returns true if it has ended.
+    /// Waits until a worker's process has ended, for at most `limit`. Returns true if it has ended.
     pub(super) fn exits_within(&self, worker: u32, limit: Duration) -> bool {
         let Some(process) = self.process(worker) else { return true };
         let deadline = sys::clock::monotonic() + limit;
@@ -266,9 +266,9 @@ impl Handle {
         }
     }
 
-    /// Asks all workers to exit and wakes every thread in `next`. Idempotent. Takes only the lock of `last`, which
-    /// other threads hold only while they copy the workers' counters. If a wake-up fails, the sleeper sees the request
-    /// after its current slice.
+    /// Asks all workers to exit and wakes every thread in `next`. Idempotent. Takes no lock except that of `last`,
+    /// which other threads hold only while they read the arena's counters. If a wake-up fails, the sleeper sees the
+    /// request after its current slice.
     pub fn close(&self) {
         // SYNC: closing (pairs with the Acquire in `closing`).
         self.closing.store(true, Ordering::Release);
@@ -346,8 +346,8 @@ impl Handle {
         self.running().count()
     }
 
-    /// Waits until all workers have ended, but at most for `limit` and at most one [`WAIT_SLICE`]. Returns true if all
-    /// have ended.
+    /// Waits until all workers have ended, for at most `limit` and at most one [`WAIT_SLICE`]. Returns true if all have
+    /// ended.
     pub fn wait_gone(&self, limit: Duration) -> Result<bool> {
         let deadline = sys::clock::monotonic() + limit.min(WAIT_SLICE);
         loop {

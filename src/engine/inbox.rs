@@ -159,8 +159,8 @@ impl<B: Send + 'static> Inbox<B> {
         self.ready.clear();
     }
 
-    /// Sleeps until something arrives, but for at most `limit`. Returns `None` without sleeping if something has
-    /// already arrived or the iterator is shut down.
+    /// Sleeps until something arrives, for at most `limit`. Returns `None` without sleeping if something has already
+    /// arrived or the iterator is shut down.
     pub(super) fn sleep(&mut self, limit: Duration) -> Result<Option<WaitOutcome>> {
         let sleeper = self.sleeper();
         sleeper.announce();

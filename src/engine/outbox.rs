@@ -75,7 +75,7 @@ impl Outbox {
     /// Sends an entry to a worker through its ring, and wakes the worker.
     pub(super) fn push(&mut self, worker: u32, entry: &TaskEntry) -> Result<()> {
         let pushed = self.tasks[worker as usize].push(&entry.to_words());
-        pushed.map_err(|_| Error::corrupt("a submission ring is full although it has room for all tasks"))?;
+        pushed.map_err(|_| Error::corrupt("a submission ring is full, but it must have room for all tasks"))?;
         self.handle.wake(worker)
     }
 

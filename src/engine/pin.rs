@@ -201,7 +201,7 @@ impl<P: Prepare> Body<P> {
     /// reports damage in shared memory.
     fn take_in(&mut self) -> std::result::Result<Result<()>, String> {
         loop {
-            // Serve requests to drain first. Nothing more can arrive in the ring of a dead worker.
+            // Serve drain requests first. Nothing more can arrive in the ring of a dead worker.
             if let Ok(worker) = self.drain.try_recv() {
                 loop {
                     match self.completions.pop(worker) {
@@ -259,7 +259,7 @@ impl<P: Prepare> Body<P> {
         lost.contains(&worker)
     }
 
-    /// Sleeps until the doorbell rings, but for at most one slice.
+    /// Sleeps until the doorbell rings, for at most one slice.
     fn sleep(&mut self, poll: &mut sys::poll::PollSet) -> std::result::Result<(), String> {
         let limit = if poll.is_empty() { BLIND_SLICE } else { WAIT_SLICE };
         let mut ready = Vec::new();

@@ -83,7 +83,7 @@ impl PinControl {
         self.thread.get() == Some(&thread::current().id())
     }
 
-    /// Waits until the thread has ended, but at most for `limit` and at most one [`WAIT_SLICE`]. Returns true if it has
+    /// Waits until the thread has ended, for at most `limit` and at most one [`WAIT_SLICE`]. Returns true if it has
     /// ended.
     pub fn join(&self, limit: Duration) -> bool {
         let ended = lock(&self.end.ended);

@@ -1,4 +1,4 @@
-//! The position in an epoch: which tasks have been delivered so far, or had been a few answers earlier.
+//! The position in an epoch: which tasks have been delivered.
 //!
 //! An *answer* is a batch that the engine has returned to the caller of `next`, or the error in its place.
 //! [`Positions`] keeps the last few answers, so that it can also return earlier positions. The tasks of the epoch are

@@ -97,7 +97,7 @@ impl Process {
             return;
         }
         let sent = self.pidfd.as_ref().is_some_and(|pidfd| pidfd.send_signal(signal).is_ok());
-        // Use the pid only if it is certain to be still the worker's: the start time matches, or the process is a
+        // Use the pid only if it certainly still belongs to the worker: the start time matches, or the process is a
         // child.
         let same =
             || self.start_time != 0 && sys::pidfd::start_time(self.pid).is_ok_and(|time| time == self.start_time);

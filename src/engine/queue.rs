@@ -1,4 +1,4 @@
-//! The engine's side of the shared queue, which records which worker holds each task.
+//! The engine's side of the shared queue. It records the worker that holds each task.
 //!
 //! The workers sleep on one futex. A new task wakes one of them. A control message, which travels through the ring of a
 //! single worker, wakes all of them, and so does the end of the iterator. If a worker is killed while it sleeps, it

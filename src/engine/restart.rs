@@ -17,8 +17,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
 
     /// Empties a vacant worker's slot for its next process, which [`Engine::started`] registers. Results that the last
     /// process published stay valid, and so do the leases on its blocks. The payloads of tasks that it did not take are
-    /// released. Until `started` is called, this call may be repeated, once a process that used the slot in the
-    /// meantime has ended.
+    /// released. The call may be repeated until `started` succeeds. If a failed `started` has filled the slot, that
+    /// process must have ended.
     ///
     /// Errors: [`Error::Usage`] if the worker is not vacant.
     pub fn vacate(&mut self, worker: u32) -> Result<()> {

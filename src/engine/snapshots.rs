@@ -38,7 +38,7 @@ impl<M> Snapshots<M> {
         self.workers[worker as usize].is_in_epoch = true;
     }
 
-    /// Keeps a snapshot that a worker made after `count` answers, and drops those that no position needs any more. All
+    /// Keeps a snapshot that a worker made after `count` answers, and drops those that no position still needs. All
     /// positions include at least `settled` answers from this worker. `snapshot` is `None` if the worker omitted the
     /// snapshot because there was no memory for it.
     pub fn keep(&mut self, worker: u32, count: u64, snapshot: Option<M>, settled: u64) {

@@ -69,8 +69,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         None
     }
 
-    /// Reads a worker's status page. Returns `None` if neither a task nor a message waits for an answer from the
-    /// worker.
+    /// Reads a worker's status page. Returns `None` if the worker owes no answer to a task or message.
     fn observation_of(&self, worker: u32) -> Option<Observation> {
         let oldest = self.oldest_task_of(worker).map(|(task, _)| task);
         if oldest.is_none() && !self.scheduler.is_waited_for(WorkerId(worker)) {

@@ -20,7 +20,7 @@ pub enum Step<T, B = (), E = ()> {
     },
     /// Decode a delivered result again, because a signal handler interrupted its decoding.
     Unread(B),
-    /// Raise an error of the sampler.
+    /// Raise an error that the sampler raised.
     Raise(E),
     /// Open a [`Tied`](crate::wire::ResultKind::Tied) result. Then call [`Engine::opened`](super::Engine::opened) or,
     /// if a signal handler interrupted the attempt,
@@ -45,7 +45,7 @@ pub enum Step<T, B = (), E = ()> {
     End,
     /// The timeout has expired. No batch is lost, and `next` may be called again.
     TimedOut,
-    /// Wait for an event, but at most until this time, if any.
+    /// Wait for an event, until this time at the latest, if one is given.
     Wait(Option<Duration>),
     /// The iterator is shut down.
     Closed,

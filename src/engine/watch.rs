@@ -7,7 +7,7 @@ use crate::config::LONG_NEXT;
 use crate::metrics::{Count, Meter};
 use crate::shm::layout::MainState;
 
-/// The stopwatch of the calls to `next`.
+/// A stopwatch for calls to `next`.
 #[derive(Debug, Default)]
 pub(super) struct Watch {
     /// Start of the current or last call to `next`.
@@ -93,7 +93,7 @@ impl Watch {
         Some(left)
     }
 
-    /// Returns true if the last call took long, so that draws in the current one must be measured.
+    /// Returns true if draws in the current call must be measured, because the last call took long.
     #[inline]
     pub(super) fn was_long(&self) -> bool {
         self.was_long

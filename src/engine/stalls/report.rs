@@ -40,7 +40,7 @@ pub struct Stall {
     pub exceeds: Option<Duration>,
 }
 
-/// The status of a worker that owes an answer, as a check read it.
+/// The status of a worker that owes an answer, as read by a check.
 pub(in crate::engine) struct Observation {
     pub(in crate::engine) process: Arc<Process>,
     /// The worker's oldest unanswered task.

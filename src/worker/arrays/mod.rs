@@ -1,11 +1,11 @@
 //! Memory for the worker's own arrays, in its region. `interop::numpy_memory` gives it to NumPy.
 //!
-//! Such an array is sent in a batch without a copy if nothing in the worker can change it any more. The proof has two
+//! Such an array is sent in a batch without a copy if nothing in the worker can still change it. The proof has two
 //! parts. While the batch exists, the encoder checks the references that lead to the array's memory: the containers
 //! around it, the array and the arrays that it is a view of must have only one reference each, and no weak references.
 //! So no finalizer that runs when the batch is dropped can reach the memory. Any other array is copied at once.
 //!
-//! Then the codec notes the block ([`Port::note_array`]), the worker drops the batch, and [`Port::take_freed`] shows
+//! Then the codec notes the block ([`Port::note_array`]), the worker drops the batch, and [`Port::take_freed`] reports
 //! whether the memory was freed in between: a view, buffer or tensor that still uses the memory has kept it alive. If
 //! the memory was freed, the block passes to the consumer; if not, its bytes are copied.
 //!
@@ -47,7 +47,7 @@ impl Port {
         self.arena().is_ours().then(|| lock(&self.arrays))
     }
 
-    /// Allocates memory for an array of `len` bytes, filled with zeroes if `zeroed` is set. Returns `None` if the array
+    /// Allocates memory for an array of `len` bytes, filled with zeros if `zeroed` is set. Returns `None` if the array
     /// must use ordinary memory: the arrays already fill their share of the region, the region has no room, or this is
     /// a child of the worker. Returns [`Error::NoMemory`] if the machine or the memory cgroup has no memory left, so
     /// that an allocation of ordinary memory would invoke the OOM killer. Waits only while other workers have reserved

@@ -24,7 +24,7 @@ pub(super) struct Ends {
 impl Ends {
     /// Takes the next entry: first from the worker's own ring, which carries the control messages, then from the queue.
     /// A message that begins an epoch early comes before the tasks of that epoch, even if it was sent while the worker
-    /// claimed one of them.
+    /// was claiming one of them.
     #[inline]
     pub(super) fn next(&mut self) -> Result<Option<Entry>> {
         if let Some(claimed) = self.claimed.take() {
@@ -50,7 +50,7 @@ impl Ends {
     }
 
     /// Returns a claimed task or, before it, a message that begins an epoch early and was sent in the meantime. There
-    /// may be several such messages if other workers continued while this worker claimed the task.
+    /// may be several such messages if other workers continued while this worker was claiming the task.
     #[inline]
     fn after_messages(&mut self, claimed: Entry) -> Result<Option<Entry>> {
         match self.tasks.pop()? {

@@ -129,7 +129,7 @@ impl Port {
 
     #[inline]
     fn push(&self, ends: &mut Ends, entry: &ResultEntry) -> Result<()> {
-        let full = || Error::corrupt("a completion ring is full although it has room for all outstanding tasks");
+        let full = || Error::corrupt("a completion ring is full, but it must have room for all outstanding tasks");
         ends.results.push(&entry.to_words()).map_err(|_| full())?;
         doorbell::mark(self.arena.bitmap(), self.worker);
         Ok(())
