@@ -259,7 +259,7 @@ impl Handle {
         }
     }
 
-    /// Makes the connections' threads resume receiving results of workers on other machines.
+    /// Makes the connections' threads resume receiving results from workers on other machines.
     pub(super) fn on_duty(&self) {
         if let Some(links) = self.links.get() {
             links.on_duty();

@@ -1,6 +1,6 @@
 //! SIGTERM to the process group, as sent to preempt a training run.
 //!
-//! By default all workers would die of it, and `next` would raise before the main process's handler could react. So if
+//! By default it would kill all workers, and `next` would raise before the main process's handler could react. So if
 //! the main process has a handler for SIGTERM, a worker notes the signal on its status page, continues, and checks
 //! every [`SIGTERM_CHECK`] which other workers have received the signal too:
 //!
@@ -8,7 +8,7 @@
 //! |---|---|---|
 //! | all workers | a signal to the group | continues for at most [`SIGTERM_SERVE`] |
 //! | some of them | perhaps a signal to the group, still being delivered | checks again, for up to twice the limit |
-//! | no other worker, up to the limit | a signal to this worker | dies of it, and the main process names the worker |
+//! | no other worker, up to the limit | a signal to this worker | is killed by it, and the main process names the worker |
 //! | there is no other worker | unknown | continues for [`SIGTERM_ALONE`] |
 //!
 //! A second SIGTERM ends the worker at once, and so does a SIGTERM that the worker sends to itself. A SIGTERM from the

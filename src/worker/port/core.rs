@@ -45,8 +45,8 @@ pub struct Port {
     pub(in crate::worker) arrays: Mutex<Arrays>,
     /// The last array for which no memory was left: the task that needed it, and the error.
     pub(in crate::worker) refused_array: Mutex<Option<(u64, Error)>>,
-    /// If a dataset has closed its descriptor, the bell does not ring: the main process then finds results at its next
-    /// check, within 250 ms.
+    /// The main process's doorbell. If a dataset has closed the descriptor, it does not ring, and the main process
+    /// finds results at its next check, within 250 ms.
     pub(super) doorbell: sys::event::EventFd,
     /// A block reserved for the message that reports a lack of memory.
     pub(super) reserve: Mutex<Option<u32>>,
@@ -55,7 +55,7 @@ pub struct Port {
     /// True if the last wait for the program's loop to release a block expired, and none has been released since. The
     /// port then assumes that the loop keeps its batches.
     pub(super) last_wait_expired: AtomicBool,
-    /// Payload of the last task whose payload came in a block.
+    /// The payload of the last task that had its payload in a block.
     pub payload: Mutex<Vec<u8>>,
     /// Bytes of the largest batch among the current [`RECENT_BATCHES`] batches, and among the previous ones. Only the
     /// worker's loop writes it.
