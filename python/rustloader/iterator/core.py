@@ -24,9 +24,10 @@ from rustloader.workers.group import interrupt_again
 
 
 class _IndexStreams(_BaseDataLoaderIter):
-    """A base class whose ``_reset`` puts an index stream in place of torch's iterator over the sampler.
+    """A base class whose ``_reset`` replaces torch's iterator over the sampler with an index stream.
 
-    This class comes after torch's multi-process iterator in the MRO, so that torch's ``_reset`` also calls this one.
+    This class comes after torch's multi-process iterator in the MRO, so torch's ``_reset`` calls this one through
+    ``super()``.
     """
 
     _epochs: Epochs | None = None
@@ -73,7 +74,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _IndexStreams, metaclass=IterTyp
         self._epochs = epochs
         reason = fallback.why_not(type(self), _MultiProcessingDataLoaderIter, loader)
         engine = None
-        # The comparison raises torch's TypeError for values of other types.
+        # The comparison raises torch's TypeError for values that are not numbers.
         if reason is None and not (config.num_workers <= 0 or config.prefetch_factor <= 0):
             config = epochs.adapted(loader, config)
             engine, reason = fallback.make_engine(config)

@@ -19,7 +19,7 @@ from rustloader.workers.snapshots import WorkerStart
 
 
 class Epochs:
-    """The decisions at the start of an iterator's epochs. In this class, every epoch starts with its first batch.
+    """The decisions at the start of an iterator's epochs. In this class, every epoch starts at its first batch.
 
     StatefulDataLoader uses a subclass whose epochs may start at a later position. Methods take the iterator as an
     argument and keep no reference to it, because dropping the last reference to the iterator ends its workers.
@@ -85,7 +85,7 @@ class Epochs:
 
     def next_message(self) -> dict[str, Any] | None:
         """Returns what ``message`` will return for the next epoch if nothing changes until then; None if this cannot be
-        predicted. Changes nothing."""
+        predicted. Has no side effects."""
         if self.seeding is not None:
             return {"epoch": self.seeding.epoch + 1}
         return {} if self.failures is None else {"epoch": self.failures.epoch + 1}

@@ -25,7 +25,7 @@ from rustloader.tracing import core as tracing
 
 
 def prepare(iterator: _BaseDataLoaderIter, loader: LoaderLike) -> None:
-    """Prepares a new iterator of a loader. Does nothing if its class is not torch's own."""
+    """Applies a loader's options to its new iterator. Does nothing if the iterator's class is not torch's own."""
     if type(iterator) is not _SingleProcessDataLoaderIter:
         return
     iterator._sampler_iter = indices.stream(iterator._index_sampler, iterator._sampler_iter)
