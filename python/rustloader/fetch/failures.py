@@ -92,7 +92,7 @@ def put_note(wrapper: Any, worker_id: int, batch: int, index: Any, error: BaseEx
     """
     text = f"Worker {worker_id} was fetching batch {batch}"
     if index is not None and not (isinstance(index, list) and index[:1] == [None]):
-        text += f" of index {index_text(index)}"
+        text += f" (index {index_text(index)})"
         sample = _sample_of(error.__traceback__, index)
         text += "" if sample is None else f", and was at sample {sample}"
     wrapper.note = f"{text}."

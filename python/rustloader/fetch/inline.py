@@ -51,8 +51,8 @@ class StepFetcher:
 
 @contextlib.contextmanager
 def _keeping_generators() -> Iterator[None]:
-    """After the body, restores the generators that it seeds, and the sample seed of an outer loader, whose dataset may
-    iterate over this one."""
+    """Restores the generators after the body has seeded them. Also restores the sample seed of an outer loader, whose
+    dataset may be iterating over this loader."""
     outer = seeds.current()
     states = GeneratorStates()
     try:

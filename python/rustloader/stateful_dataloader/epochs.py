@@ -39,7 +39,7 @@ class StatefulEpochs(Positioned, Epochs):
     _kept_snapshots: list[list[Snapshot]] | None = None
     # True once all workers have started.
     _started = False
-    # The index batches of the next epoch, if those to replay were already drawn from them and cannot be drawn again.
+    # The index batches of the next epoch, if those to replay have been drawn from them and cannot be drawn again.
     _sampling_begun: Sampling | None = None
     # True once the engine has begun the epoch.
     _has_begun = False
@@ -125,7 +125,7 @@ class StatefulEpochs(Positioned, Epochs):
         self._has_begun, self._plan = True, None
 
     def owes_an_epoch(self) -> bool:
-        # The engine may already have begun the new epoch, for whose batches there would be no exact state.
+        # The engine may already have begun the new epoch, and there would be no exact state for its batches.
         return not self._has_begun
 
     def _await_started(self, it: WorkersIterator, engine: Engine) -> None:
@@ -251,12 +251,12 @@ class StatefulEpochs(Positioned, Epochs):
         return self.failures.count_after(yielded)
 
     def _workers_after(self, it: WorkersIterator, counts: list[int], finished: bool) -> list[WorkerStart]:
-        """Returns the start of each worker at a position, given by ``counts``, the number of each worker's answers.
+        """Returns the start of each worker at the position at which the workers have given ``counts`` answers.
 
         A start is the worker's newest snapshot up to the position, and the number of its answers since.
         """
         if not self._started and self._kept_snapshots is None and self._has_begun:
-            # If a worker does not start in time, the state with which it started is saved.
+            # If a worker does not start in time, the state that it was given is saved.
             self._started = bool(it._engine().wait_started(it._timeout))
         workers = []
         for worker, answers in enumerate(counts):
@@ -273,10 +273,10 @@ class StatefulEpochs(Positioned, Epochs):
         return workers
 
     def _has_passed_end(self, it: WorkersIterator, worker: int, counts: list[int]) -> bool:
-        """Returns True if a position is after the end of a worker's data, if that end directly follows its answers.
+        """Returns True if a position is after the end of a worker's data, if the data ends after its answers.
 
-        In round robin, the position is after that end if another worker has answered a later task than the one for
-        which this worker would have found no data.
+        In round robin, this is so if another worker has answered a task after the one for which this worker would have
+        found no data.
         """
         if not it._in_order or it._dataset_kind == _DatasetKind.Map:
             return False

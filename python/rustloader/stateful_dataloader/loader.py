@@ -59,8 +59,8 @@ class StatefulDataLoader(DataLoader[_T_co]):
     Raises:
         ValueError: As for ``rustloader.DataLoader``, or ``snapshot_every_n_steps`` is not a non-negative integer.
         TypeError: As for ``rustloader.DataLoader``.
-        AssertionError: As for ``rustloader.DataLoader``; also raised by ``iter()`` if the loaded state requires another
-            ``num_workers``.
+        AssertionError: As for ``rustloader.DataLoader``; also raised by ``iter()`` if the loaded state requires a
+            different ``num_workers``.
 
     Examples:
         >>> loader = rustloader.StatefulDataLoader(range(8), batch_size=2, num_workers=2)
@@ -84,8 +84,8 @@ class StatefulDataLoader(DataLoader[_T_co]):
     _interim: dict[str, Any] | None = None
     # The draws of the next epoch, if they were made or predicted for a state.
     _draws: EarlyDraws | None = None
-    # Watches for seeding of the loader's generator and of torch's global generator, since a state of a finished epoch
-    # or of an epoch that had not begun was loaded.
+    # Set when a state of a finished epoch, or of an epoch that had not begun, is loaded. They watch for seeding of the
+    # loader's generator and of torch's global generator.
     _since_load: tuple[SeedWatch, SeedWatch]
     # Number of epochs that have begun, including those before a resume.
     _epochs = 0

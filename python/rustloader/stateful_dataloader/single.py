@@ -31,7 +31,7 @@ from rustloader.workers.snapshots import SnapshotPolicy, Snapshots, WorkerStart,
 
 
 class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
-    """Iterates without workers, as torch's iterator does."""
+    """The iterator of a StatefulDataLoader without workers."""
 
     finished = False
     # Number of answers before the index batch in `_drawn`.
@@ -54,7 +54,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         self._maker = Snapshots(SnapshotPolicy(self._epoch.every, plan.low), 1, self._dataset_kind)
         config = fetching.adapted(loader, resolve(loader).changed(worker_threads=1))
         self._epoch.seed_from(fetching.seeding(loader, config, int(self._base_seed)))
-        # The guard, which decides what happens to failing samples, and their count; None if `on_error` is "raise".
+        # The guard, which decides what happens to failed samples, and their count; None if `on_error` is "raise".
         self._guarded = prepare_fetcher(self, loader, config, self._epoch.seeding, plan.epoch)
         if self._guarded is not None:
             self._guarded[1].next_earlier = plan.failures
