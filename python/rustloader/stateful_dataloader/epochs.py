@@ -273,7 +273,7 @@ class StatefulEpochs(Positioned, Epochs):
         return workers
 
     def _has_passed_end(self, it: WorkersIterator, worker: int, counts: list[int]) -> bool:
-        """Returns True if a position is after the end of a worker's data, if the data ends after its answers.
+        """Returns True if a position is after the end of a worker's data, assumed to follow directly after its answers.
 
         In round robin, this is so if another worker has answered a task after the one for which this worker would have
         found no data.
