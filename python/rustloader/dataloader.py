@@ -194,7 +194,7 @@ def _add_keywords(cls: Any) -> None:
     ]
     cls.__init__.__signature__ = torch_signature.replace(parameters=[*torch_signature.parameters.values(), *added])
     cls.__init__.__annotations__ = torch_data.DataLoader.__init__.__annotations__ | {
-        it.name: it.annotation for it in added
+        parameter.name: parameter.annotation for parameter in added
     }
     for name in options.keywords():
         setattr(cls, name, None)

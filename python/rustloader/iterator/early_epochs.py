@@ -24,8 +24,8 @@ from rustloader.system.protocols import LoaderLike, WorkersIterator
 
 logger = logging.getLogger("rustloader")
 
-# A program may draw seeds from torch's global generator between two epochs: the `iter()` of another loader draws one.
-# This is the largest number of such draws that a prediction can allow for.
+# Maximum number of seeds that a program draws from torch's global generator between two epochs, for predictions to be
+# possible. The `iter()` of another loader draws one.
 _MAX_SEEDS = 8
 # Number of consecutive wrong predictions after which no more are made.
 _MAX_WRONG = 3
@@ -83,9 +83,9 @@ class EpochPredictor:
         self._seeds_between, self._epoch_step = 0, 1
 
     def begin(self) -> bytes | None:
-        """Predicts the next epoch and returns the message that starts it in the workers, after which the predictor
-        yields the epoch's index batches. Returns None if the epoch cannot be predicted, or if this method has
-        already been called in the current epoch.
+        """Predicts the next epoch, and returns the message that starts it in the workers. The predictor then yields the
+        epoch's index batches. Returns None if the epoch cannot be predicted, or if this method has already been called
+        in the current epoch.
         """
         if self._was_called or self._wrong >= _MAX_WRONG:
             return None

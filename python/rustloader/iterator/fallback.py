@@ -131,7 +131,7 @@ def fall_back(source: LoaderLike | IteratorLike, reason: str, context: Any = Non
 
 
 def warn_of_lost_options(source: object, config: LoaderConfig) -> None:
-    """Warns once per loader about the options that are set and that torch's iterator ignores, except those that only
+    """Warns once per loader about the options that are set but that torch's iterator ignores, except those that only
     affect speed."""
     known = ((name, options.option_of(name)) for name in options.keywords())
     lost = [name for name, option in known if option.warns_if_lost and getattr(config, name) != option.default]

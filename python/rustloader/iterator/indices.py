@@ -6,9 +6,9 @@ A stream replaces the Python generator that iterates over one of these samplers 
 * a RandomSampler without a BatchSampler;
 * the sampler of an iterable dataset, with or without a BatchSampler.
 
-A stream yields the same ints and lists, call by call. From every random generator that the program can see, it draws
-exactly when torch would. All other samplers, including subclasses and samplers with replaced methods, keep torch's
-Python generator. So does a RandomSampler with replacement, because torch draws its indices in small chunks.
+A stream yields the same ints and lists in the same order. From every random generator that the program can see, it
+draws exactly when torch would. All other samplers, including subclasses and samplers with replaced methods, keep
+torch's Python generator. So does a RandomSampler with replacement, because torch draws its indices in small chunks.
 
 An exception raised by a signal handler ends a Python generator, and with it the epoch. It does not end a stream.
 """
@@ -236,7 +236,7 @@ class _Permutations:
 
 
 def _array(permutation: torch.Tensor) -> np.ndarray:
-    """Returns a permutation as a contiguous array. An ordinary tensor is not copied."""
+    """Returns a permutation as a contiguous array. A plain CPU tensor is not copied."""
     if type(permutation) is torch.Tensor and permutation.device.type == "cpu":
         return permutation.numpy()
     return np.array(permutation.tolist(), np.int64)

@@ -45,7 +45,7 @@ if not is_defined_in(_torch_next_index, torch_dataloader):
 
 
 class Session:
-    """The work of an iterator on the engine: the engine and its workers, from the iterator's construction to its end.
+    """The engine and the workers of an iterator, from the iterator's construction to its end.
 
     Methods take the iterator as an argument. The session keeps no reference to it, because dropping the last reference
     to the iterator ends its workers.

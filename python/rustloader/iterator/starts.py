@@ -67,8 +67,8 @@ class Start:
         """Returns the generator from which a RandomSampler must draw, in its state before the first draw, and whether
         that generator is private.
 
-        The sampler's own generator is used if there is no start from an earlier run. It is also used if that start is
-        the state of such a generator, to which it is then set. In all other cases the generator is private.
+        A sampler's own generator is used if there is no start from an earlier run. It is also used if that start is the
+        state of such a generator, which is then loaded into it. Otherwise, the generator is private.
         """
         own, saved = sampler.generator, self.given
         if own is not None and (saved is None or "generator" in saved):
