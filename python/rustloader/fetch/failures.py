@@ -134,7 +134,7 @@ def _assigns(code: CodeType, name: str) -> bool:
 
 
 class EmptyBatchError(Exception):
-    """Raised in place of a batch whose samples have all failed.
+    """Raised instead of a batch whose samples have all failed.
 
     Attributes:
         failures: The failures of its samples.
@@ -146,7 +146,7 @@ class EmptyBatchError(Exception):
 
 
 class EmptyBatch:
-    """A worker's result in place of a batch whose samples have all failed. It is sent like an error."""
+    """A worker's result instead of a batch whose samples have all failed. It is sent like an error."""
 
     def __init__(self, failures: list[Failure]) -> None:
         self.failures = failures

@@ -158,7 +158,7 @@ class Guard:
         return self._is_foreign(error, self._handled)
 
     def empty_batch_error(self) -> EmptyBatchError:
-        """Returns the error to raise in place of a batch without samples."""
+        """Returns the error to raise for a batch without samples."""
         return EmptyBatchError(self.failures())
 
     def sample(self, place: int, index: Any, fetch: Callable[[Any], Any]) -> Any:
@@ -208,7 +208,7 @@ class Guard:
         self._by_place.append((place, failure_of(index, error, action, self._worker_id)))
 
     def _substitute(self, place: int, index: Any, error: Exception) -> Any:
-        """Calls the program's on_error function, and returns its sample in place of the failed one."""
+        """Calls the program's on_error function, and returns its sample instead of the failed one."""
         assert callable(self._policy)
         try:
             sample = self._policy(index, error)

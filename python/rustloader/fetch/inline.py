@@ -23,7 +23,7 @@ class StepFetcher:
     Attributes:
         inner: torch's fetcher.
         seeds: The seeds, with their counters; None leaves seeding to torch.
-        number: Number of the next batch, among those that this process makes in the epoch.
+        number: Number of the next batch among those that this process makes in the epoch.
     """
 
     def __init__(self, step: Step, fetcher: Any, use_gather: Callable[[], Any] | None = None) -> None:

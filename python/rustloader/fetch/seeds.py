@@ -56,7 +56,7 @@ def ordinal_of(number: int, first_ordinal: int, ahead: Sequence[int]) -> int:
 
 
 class SampleAccess(Enum):
-    """The ways in which the samples of a batch are accessed. They determine where the generators can be seeded."""
+    """How the samples of a batch are accessed, which determines where the generators can be seeded."""
 
     TOGETHER = 0  # the dataset makes the batch in one call
     ONE = 1  # the batch is a single sample, or threads make its samples at the same time
@@ -76,7 +76,7 @@ def sample_seed() -> int:
     Use it to seed random number generators of your own in the dataset or the ``collate_fn`` of a loader with
     ``seed_by="sample"`` or ``seed_by="batch"``. With ``"sample"`` each sample has its own seed, and ``collate_fn`` has
     another one. With ``"batch"`` all samples of a batch and its ``collate_fn`` have the same seed.
-    docs/reproducibility.md describes the function that computes the seeds; it will not change in later versions.
+    docs/reproducibility.md describes the function that computes the seeds; later versions will not change this function.
 
     Returns:
         An integer from 0 to 2**63 - 1.

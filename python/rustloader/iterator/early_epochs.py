@@ -24,8 +24,8 @@ from rustloader.system.protocols import LoaderLike, WorkersIterator
 
 logger = logging.getLogger("rustloader")
 
-# Maximum number of seeds that a program draws from torch's global generator between two epochs, for predictions to be
-# possible. The `iter()` of another loader draws one.
+# Maximum number of seeds drawn from torch's global generator between two epochs for which a prediction can account. The
+# `iter()` of another loader draws one such seed.
 _MAX_SEEDS = 8
 # Number of consecutive wrong predictions after which no more are made.
 _MAX_WRONG = 3
@@ -240,7 +240,7 @@ def _why_not(it: WorkersIterator, loader: LoaderLike, config: LoaderConfig, is_t
     if it._dataset_kind != _DatasetKind.Map:
         return "an iterable dataset begins its next epoch in iter(dataset)"
     if config.snapshots:
-        return "its dataset may have a state of its own or from worker_init_fn, which changes with each batch"
+        return "its dataset is stateful, or worker_init_fn may make it so, and its state changes with each batch"
     if config.max_restarts:
         return "with max_restarts, a restarted worker begins with the current epoch"
     if config.window[1] is not None:

@@ -27,8 +27,8 @@ class Epochs:
     Attributes:
         seeding: The seeds of the epoch; None if they are torch's.
         failures: The count of failed samples; None if failures are not counted.
-        raised: Number of answers in this epoch that were not batches: errors, and batches that lost all their samples.
-        on_engine: Whether the engine does the work, as opposed to torch's own iterator.
+        raised: Number of answers in this epoch that delivered no batch: errors, and batches that lost all their samples.
+        on_engine: Whether the engine does the work, rather than torch's own iterator.
         is_deleted: Whether the iterator has been deleted. After that, nothing can ask for its state.
         may_change_workers: Whether a persistent loader may replace its workers between epochs.
     """
@@ -72,7 +72,7 @@ class Epochs:
         return 0
 
     def index_batches(self, it: WorkersIterator, torch_iterator: Iterator[Any]) -> Any:
-        """Returns an iterator over the new epoch's index batches, in place of torch's iterator over the sampler."""
+        """Returns an iterator over the new epoch's index batches. It replaces torch's iterator over the sampler."""
         self.raised = 0
         return indices.stream(it._index_sampler, torch_iterator)
 

@@ -22,8 +22,8 @@ _LISTED = 3
 # Number of earlier counts that are kept: at most two for each batch that a state can go back, plus those of the current
 # batch.
 _KEPT_COUNTS = 2 * (BACK_BATCHES + 2)
-# If the number of samples in an epoch is unknown, a fractional `max_errors` is multiplied by the number of samples
-# delivered so far, or by this number if it is larger.
+# Minimum number of samples by which a fractional `max_errors` is multiplied if the number of samples in an epoch is
+# unknown. Once more samples have been delivered, their number is used instead.
 FEWEST_SAMPLES = 1000
 
 

@@ -101,8 +101,8 @@ def shard_start(sampler: Any) -> dict[str, Any] | None:
         "shuffle": bool(sampler.shuffle),
         "drop_last": bool(sampler.drop_last),
         "dataset_length": len(sampler.dataset),
-        # Both are set if the number of ranks changes during the epoch: the number of samples, from the start of the
-        # order, that were delivered before the change, and the ordinal of the first index batch after the change.
+        # `reshard` changes these: the number of samples, from the start of the order, that were delivered before the
+        # number of ranks changed, and the ordinal of the first index batch after that.
         "consumed": 0,
         "first": 0,
     }

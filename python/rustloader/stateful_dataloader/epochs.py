@@ -60,7 +60,7 @@ class StatefulEpochs(Positioned, Epochs):
     def adapted(self, loader: LoaderLike, config: LoaderConfig) -> LoaderConfig:
         config = super().adapted(loader, config)
         if self.dataset.stateful:
-            config = fallback.round_robin(loader, config, "a dataset with a state of its own")
+            config = fallback.round_robin(loader, config, "a stateful dataset")
         return config.changed(snapshots=self._wants_snapshots)
 
     def seed(self, it: WorkersIterator, loader: LoaderLike, config: LoaderConfig) -> None:
@@ -184,7 +184,7 @@ class StatefulEpochs(Positioned, Epochs):
         worker, answers = death.worker_id, death.answers
         snapshot = engine.snapshot(worker, answers)
         while snapshot is not None and snapshot.is_error:
-            # This snapshot has an error in place of a state, so an earlier snapshot is used.
+            # This snapshot has an error instead of a state, so an earlier snapshot is used.
             snapshot = engine.snapshot(worker, snapshot.answers - 1) if snapshot.answers else None
         count, state = (0, None) if snapshot is None else (snapshot.answers, read(snapshot.payload))
         after = worker_after(self._start_of(worker), answers, count, state)
@@ -299,7 +299,7 @@ class StatefulEpochs(Positioned, Epochs):
     def _snapshot_or_error(self, it: WorkersIterator, worker: int, answers: int) -> Snapshot | None:
         """Returns a worker's newest snapshot after at most ``answers`` of its answers; None if there is none.
 
-        The snapshot may contain an error in place of a state.
+        The snapshot may contain an error instead of a state.
         """
         if not self._has_begun:
             return None
@@ -320,7 +320,7 @@ class StatefulEpochs(Positioned, Epochs):
             return snapshot.answers, read(snapshot.payload)
         error = pickle.loads(snapshot.payload)
         if not error.where.startswith(OF_STATE):
-            # The worker failed to start. `next` raises this error in place of each of the worker's batches.
+            # The worker failed to start. `next` raises this error instead of each of the worker's batches.
             return 0, None
         error.reraise()
         raise AssertionError("an error that was not raised")

@@ -200,7 +200,7 @@ class State:
         num_workers: Number of workers of the loader that wrote the state.
         low: Ordinal before which all index batches are delivered.
         ahead: Delivered ordinals from ``low`` on, in ascending order.
-        yielded: Number of batches delivered; an error in place of a batch does not count.
+        yielded: Number of batches delivered; an error instead of a batch does not count.
         steps: Number of batches that torchdata delivered after its snapshot.
         last_worker: The worker that delivered the last batch.
         finished: Whether the epoch has ended.

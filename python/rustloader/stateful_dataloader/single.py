@@ -246,7 +246,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
             snapshot.dataset_state = copied(snapshot.dataset_state)
             snapshot.iterator_state = copied(snapshot.iterator_state)
             if not finished and self._drawn_at == answers:
-                # Another thread has begun the next batch meanwhile, so the snapshot may include a part of it.
+                # Meanwhile, another thread has begun the next batch, so the snapshot may include a part of it.
                 snapshot = None
         if snapshot is not None:
             # The snapshot includes the replayed batches.
