@@ -76,7 +76,7 @@ def sample_seed() -> int:
     Use it to seed random number generators of your own in the dataset or the ``collate_fn`` of a loader with
     ``seed_by="sample"`` or ``seed_by="batch"``. With ``"sample"`` each sample has its own seed, and ``collate_fn`` has
     another one. With ``"batch"`` all samples of a batch and its ``collate_fn`` have the same seed.
-    docs/reproducibility.md describes the function that computes the seeds; later versions will not change this function.
+    docs/reproducibility.md describes the function that computes the seeds; later versions keep this function.
 
     Returns:
         An integer from 0 to 2**63 - 1.
