@@ -107,8 +107,8 @@ def add_note(error: BaseException, wrapper: Any) -> None:
 
 
 def _sample_of(trace: TracebackType | None, batch: Any) -> int | None:
-    """Returns the index of the sample that the dataset was making, read from the frame that torch's fetcher called, or
-    None if that frame does not show it.
+    """Returns the index of the sample that the dataset was making. Reads it from the frame that torch's fetcher called;
+    returns None if that frame does not show it.
     """
     in_fetcher = False
     while trace is not None:

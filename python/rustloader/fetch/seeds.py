@@ -144,9 +144,9 @@ class Seeds:
         set_current(None)
 
     def begin_iterator(self) -> None:
-        """Seeds the generators for ``iter(dataset)`` in a later epoch of persistent workers, so that a worker that is
-        restarted in that epoch draws the same numbers as its predecessor. In the first epoch, both use torch's seeds of
-        the worker."""
+        """Seeds the generators for ``iter(dataset)`` in a later epoch of persistent workers. A worker that is restarted
+        in that epoch then draws the same numbers as its predecessor. In the first epoch, both use torch's seeds of the
+        worker."""
         if self._worker and self._first_task:
             self._seed(_ITERATOR, 0)
             set_current(None)

@@ -43,9 +43,9 @@ class _MultiProcessingDataLoaderIter(TorchIter, _IndexStreams, metaclass=IterTyp
     """An iterator over a loader with worker processes.
 
     It has the interface of torch's class and delegates the work to one of two modes, which ``__init__`` chooses.
-    Normally the engine does the work (`Session`). If the engine cannot be created, or cannot behave as torch does
-    (`fallback.why_not` lists these cases), every method is torch's own (`TorchMode`), and the logger ``rustloader``
-    warns once per loader and reason.
+    Normally the engine does the work (`Session`). If the engine cannot be created, or cannot behave as torch does, then
+    every method is torch's own (`TorchMode`), and the logger ``rustloader`` warns once per loader and reason.
+    `fallback.why_not` lists the cases in which the engine cannot behave as torch does.
     """
 
     # None until `__init__` has chosen a mode; remains None if a subclass does not call `__init__`.
@@ -56,8 +56,8 @@ class _MultiProcessingDataLoaderIter(TorchIter, _IndexStreams, metaclass=IterTyp
 
     def __init__(self, loader: LoaderLike) -> None:
         if _MultiProcessingDataLoaderIter not in type(self).__mro__:
-            # A subclass of torch's iterator that was defined before `install()` looks up its base class by name in
-            # torch's module to call its `__init__`, and finds this class there.
+            # This is a subclass of torch's iterator that was defined before `install()`. To call the `__init__` of its
+            # base class, it looks up the class by name in torch's module, and finds this class there.
             TorchIter.__init__(self, loader)
             return
         ledger.open_for(self, loader)

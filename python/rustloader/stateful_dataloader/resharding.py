@@ -18,8 +18,8 @@ def reshard(states: Sequence[Mapping[str, Any]], num_replicas: int) -> list[dict
     A DistributedSampler deals the indices of an epoch to its ranks in turn. So ranks that have delivered the same
     number of batches have together delivered the first part of the order. The remaining samples are dealt to the new
     ranks. Across all old and new ranks, each sample is delivered once. If the remaining samples do not divide evenly
-    among the ranks, the sampler repeats the first of them or, with ``drop_last``, leaves out the last of them, as torch
-    does in every epoch.
+    among the ranks, the sampler repeats the first of them or, with ``drop_last``, leaves out the last of them. torch
+    does so in every epoch.
 
     Each new rank loads the state at its index in the list into a loader with the same batch size and a
     DistributedSampler with the new ``num_replicas``. Batch counts continue from those in the states. A new rank takes
