@@ -720,19 +720,19 @@ class IndexStream:
 
     def __new__(
         cls,
-        torchs: Iterator[Any],
+        torch_iterator: Iterator[Any],
         batches: BatchSampler | None,
         begin: Callable[[], tuple[Callable[[], np.ndarray | None], int | None] | None],
         size_of: Callable[[Any], int],
         is_interrupt: Callable[[BaseException], bool],
     ) -> IndexStream:
-        """Creates a stream that replaces ``torchs``, torch's iterator over the sampler.
+        """Creates a stream that replaces ``torch_iterator``, torch's iterator over the sampler.
 
         ``batches`` is the sampler whose ``batch_size`` is the size of each batch; if it is None, the stream yields
         single indices. ``begin`` is called in the first ``next``. It returns a pair: a function that returns the next
         array, or None at the end; and the batch size if an incomplete last batch is dropped, otherwise None. If
-        ``begin`` returns None instead of a pair, the stream yields what ``torchs`` yields. ``size_of`` converts a
-        ``batch_size`` that is not a small int, or raises an error.
+        ``begin`` returns None instead of a pair, the stream yields what ``torch_iterator`` yields. ``size_of`` converts
+        a ``batch_size`` that is not a small int, or raises an error.
         """
 
     def __iter__(self) -> Self: ...

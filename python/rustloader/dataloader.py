@@ -34,7 +34,7 @@ else:
 
 
 def __getattr__(name: str) -> Any:
-    """Provides the other names of torch's module, such as ``rustloader.dataloader.default_collate``."""
+    """Returns a name that only torch's module defines, such as ``rustloader.dataloader.default_collate``."""
     if name.startswith("__") or not hasattr(torch_dataloader, name):
         raise AttributeError(f"module 'rustloader.dataloader' has no attribute {name!r}")
     return getattr(torch_dataloader, name)
@@ -65,7 +65,7 @@ class DataLoader(torch_data.DataLoader[_T_co]):
         batch_sampler: Yields index batches (default: None).
         num_workers: Number of worker processes (default: 0, torch's own loop in this process). "auto" starts with the
             number of cores that this process may use, and adapts the number to the measurements of each epoch.
-        collate_fn: Makes a batch from a list of samples (default: None, torch's ``default_collate``, which in this case
+        collate_fn: Makes a batch from a list of samples (default: None, torch's ``default_collate``; in workers it then
             writes plain tensors and numbers directly into the arena).
         pin_memory: True delivers batches in pinned memory (default: False). A thread of the engine copies plain batches
             to pinned memory.
@@ -149,7 +149,7 @@ class DataLoader(torch_data.DataLoader[_T_co]):
             args, kwargs, auto = arguments.resolved(args, kwargs)
             own = {name: kwargs.pop(name) for name in options.keywords() if name in kwargs}
             given = {name: value for name, value in own.items() if value is not None}
-            options.Options(**given)  # raises for a value that an option cannot have
+            options.Options(**given)  # raises if a value is invalid
             try:
                 super().__init__(*args, **kwargs)
             except TypeError as error:
@@ -194,7 +194,7 @@ def _add_keywords(cls: Any) -> None:
     ]
     cls.__init__.__signature__ = torch_signature.replace(parameters=[*torch_signature.parameters.values(), *added])
     cls.__init__.__annotations__ = torch_data.DataLoader.__init__.__annotations__ | {
-        it.name: it.annotation for it in added
+        parameter.name: parameter.annotation for parameter in added
     }
     for name in options.keywords():
         setattr(cls, name, None)
@@ -213,7 +213,7 @@ def _why_other_iterator(get_iterator: Callable[..., Any]) -> str | None:
     """Returns the reason why the engine's iterator cannot replace the one that torch's loader would make; None if it
     can."""
     if not is_defined_in(get_iterator, torch_dataloader):
-        return "DataLoader._get_iterator of torch was replaced"
+        return "torch's DataLoader._get_iterator was replaced"
     iterator = torch_dataloader._MultiProcessingDataLoaderIter
     if iterator is not TorchIter and _MultiProcessingDataLoaderIter not in iterator.__mro__:
         return "torch.utils.data.dataloader._MultiProcessingDataLoaderIter was replaced"

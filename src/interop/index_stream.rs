@@ -70,7 +70,7 @@ impl StreamState {
 impl IndexStream {
     #[new]
     fn new(
-        torchs: Py<PyAny>,
+        torch_iterator: Py<PyAny>,
         batches: Option<Py<PyAny>>,
         begin: Py<PyAny>,
         size_of: Py<PyAny>,
@@ -78,7 +78,7 @@ impl IndexStream {
     ) -> Self {
         let source = Source::Unstarted;
         let state = StreamState { source, array: None, at: 0, full: None, pending: Vec::new(), skip: 0, skipping: 0 };
-        Self { torch_iterator: torchs, batches, begin, size_of, is_interrupt, state: Mutex::new(state) }
+        Self { torch_iterator, batches, begin, size_of, is_interrupt, state: Mutex::new(state) }
     }
 
     fn __iter__(slf: PyRef<'_, Self>) -> PyRef<'_, Self> {

@@ -92,7 +92,7 @@ def put_note(wrapper: Any, worker_id: int, batch: int, index: Any, error: BaseEx
     """
     text = f"Worker {worker_id} was fetching batch {batch}"
     if index is not None and not (isinstance(index, list) and index[:1] == [None]):
-        text += f" of index {index_text(index)}"
+        text += f" (index {index_text(index)})"
         sample = _sample_of(error.__traceback__, index)
         text += "" if sample is None else f", and was at sample {sample}"
     wrapper.note = f"{text}."
@@ -107,8 +107,8 @@ def add_note(error: BaseException, wrapper: Any) -> None:
 
 
 def _sample_of(trace: TracebackType | None, batch: Any) -> int | None:
-    """Returns the index of the sample that the dataset was making, read from the frame that torch's fetcher called, or
-    None if that frame does not show it.
+    """Returns the index of the sample that the dataset was making. Reads it from the frame that torch's fetcher called;
+    returns None if that frame does not show it.
     """
     in_fetcher = False
     while trace is not None:
@@ -134,7 +134,7 @@ def _assigns(code: CodeType, name: str) -> bool:
 
 
 class EmptyBatchError(Exception):
-    """Raised in place of a batch whose samples have all failed.
+    """Raised instead of a batch whose samples have all failed.
 
     Attributes:
         failures: The failures of its samples.
@@ -146,7 +146,7 @@ class EmptyBatchError(Exception):
 
 
 class EmptyBatch:
-    """A worker's result in place of a batch whose samples have all failed. It is sent like an error."""
+    """A worker's result instead of a batch whose samples have all failed. It is sent like an error."""
 
     def __init__(self, failures: list[Failure]) -> None:
         self.failures = failures

@@ -23,7 +23,7 @@ MAX_ATTEMPTS = 10
 # Maximum number of consecutive failures of an iterable dataset before its error is raised.
 MAX_CONSECUTIVE_FAILURES = 1000
 _U64 = (1 << 64) - 1
-# Takes the place of a worker's number in the words from which a replacement is chosen. Thus these words differ from
+# The argument `worker` of `seed_words` that chooses a replacement. No worker has this number, so the words differ from
 # those of every sample's seed.
 _REPLACEMENT_WORD = _U64
 # Takes the place of a sample that is left out.
@@ -31,7 +31,7 @@ LEFT_OUT = object()
 
 
 def replacement(base_seed: int, epoch: int, index: int, attempt: int, length: int) -> int:
-    """Returns an index to replace a failed one, in a dataset with a length of at least 2. ``attempt`` counts from 0."""
+    """Returns the index that replaces a failed one in a dataset of at least 2 samples. ``attempt`` counts from 0."""
     other = seed_words(base_seed & _U64, attempt, index & _U64, _REPLACEMENT_WORD, epoch)[0] % (length - 1)
     return other + (other >= index % length)
 
@@ -93,8 +93,8 @@ class Guard:
         Args:
             fetcher: The fetcher.
             kind: Kind of the dataset, a value of torch's ``_DatasetKind``.
-            parallel: Wraps a dataset of (position, index) pairs so that several samples are made at the same time; None
-                makes one after another.
+            parallel: Wraps a dataset that is indexed with (position, index) pairs, so that several samples are made at
+                the same time; None makes one after another.
 
         Returns:
             The dataset that makes the samples.
@@ -158,7 +158,7 @@ class Guard:
         return self._is_foreign(error, self._handled)
 
     def empty_batch_error(self) -> EmptyBatchError:
-        """Returns the error to raise in place of a batch without samples."""
+        """Returns the error to raise for a batch without samples."""
         return EmptyBatchError(self.failures())
 
     def sample(self, place: int, index: Any, fetch: Callable[[Any], Any]) -> Any:
@@ -208,7 +208,7 @@ class Guard:
         self._by_place.append((place, failure_of(index, error, action, self._worker_id)))
 
     def _substitute(self, place: int, index: Any, error: Exception) -> Any:
-        """Calls the program's on_error function, and returns its sample in place of the failed one."""
+        """Calls the program's on_error function, and returns its sample instead of the failed one."""
         assert callable(self._policy)
         try:
             sample = self._policy(index, error)
@@ -302,7 +302,7 @@ class GuardedDataset:
 
     def __init__(self, source: Any, guard: Guard, parallel: Callable[[Any], Any] | None = None) -> None:
         self.source, self._guard = source, guard
-        # Makes the samples of (position, index) pairs at the same time.
+        # Makes the samples of (position, index) pairs in threads; None without threads.
         self._parallel = None if parallel is None else parallel(_PlacedSamples(source, guard))
 
     def __getitem__(self, index: Any) -> Any:

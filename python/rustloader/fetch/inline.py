@@ -23,7 +23,7 @@ class StepFetcher:
     Attributes:
         inner: torch's fetcher.
         seeds: The seeds, with their counters; None leaves seeding to torch.
-        number: Number of the next batch, among those that this process makes in the epoch.
+        number: Number of the next batch among those that this process makes in the epoch.
     """
 
     def __init__(self, step: Step, fetcher: Any, use_gather: Callable[[], Any] | None = None) -> None:
@@ -51,8 +51,8 @@ class StepFetcher:
 
 @contextlib.contextmanager
 def _keeping_generators() -> Iterator[None]:
-    """After the body, restores the generators that it seeds, and the sample seed of an outer loader, whose dataset may
-    iterate over this one."""
+    """Restores the generators after the body has seeded them. Also restores the sample seed of an outer loader, whose
+    dataset may be iterating over this loader."""
     outer = seeds.current()
     states = GeneratorStates()
     try:

@@ -16,11 +16,10 @@ import torch
 
 from rustloader._core import seed_words
 
-# A seed fits in a signed 64-bit integer, so that a tensor can hold it.
+# The largest seed. It fits in a signed 64-bit integer, so that a tensor can hold it.
 MAX_SEED = (1 << 63) - 1
 _NUMPY_SEED = (1 << 32) - 1
-# The argument `place` of `seed_words`. It is 0 for a batch, and k + 1 for sample k of the batch. Collating uses that of
-# the batch.
+# The argument `place` of `seed_words`: 0 for a batch and for collating it, and k + 1 for sample k of the batch.
 _BATCH = 0
 _FIRST_SAMPLE = 1
 # The `place` of an iterable dataset's iterator. The samples of such a dataset all have `_FIRST_SAMPLE`.
@@ -47,7 +46,7 @@ class Seeding:
 
 
 def ordinal_of(number: int, first_ordinal: int, ahead: Sequence[int]) -> int:
-    """Returns the ordinal of the batch with this number, from 0, in a resumed epoch. Its ordinals start at
+    """Returns the ordinal of batch ``number``, from 0, in a resumed epoch. The epoch's ordinals start at
     ``first_ordinal`` and leave out those in ``ahead``. Negative numbers denote the batches just before the first."""
     ordinal = first_ordinal + number
     for delivered in sorted(ahead):
@@ -57,7 +56,7 @@ def ordinal_of(number: int, first_ordinal: int, ahead: Sequence[int]) -> int:
 
 
 class SampleAccess(Enum):
-    """The ways in which the samples of a batch are accessed. They determine where the generators can be seeded."""
+    """How the samples of a batch are accessed, which determines where the generators can be seeded."""
 
     TOGETHER = 0  # the dataset makes the batch in one call
     ONE = 1  # the batch is a single sample, or threads make its samples at the same time
@@ -77,7 +76,7 @@ def sample_seed() -> int:
     Use it to seed random number generators of your own in the dataset or the ``collate_fn`` of a loader with
     ``seed_by="sample"`` or ``seed_by="batch"``. With ``"sample"`` each sample has its own seed, and ``collate_fn`` has
     another one. With ``"batch"`` all samples of a batch and its ``collate_fn`` have the same seed.
-    docs/reproducibility.md describes the function that computes the seeds; it will not change in later versions.
+    docs/reproducibility.md describes the function that computes the seeds; later versions keep this function.
 
     Returns:
         An integer from 0 to 2**63 - 1.
@@ -145,9 +144,9 @@ class Seeds:
         set_current(None)
 
     def begin_iterator(self) -> None:
-        """Seeds the generators for ``iter(dataset)`` in a later epoch of persistent workers, so that a worker that is
-        restarted in that epoch draws the same numbers as its predecessor. In the first epoch both have torch's seeds of
-        the worker."""
+        """Seeds the generators for ``iter(dataset)`` in a later epoch of persistent workers. A worker that is restarted
+        in that epoch then draws the same numbers as its predecessor. In the first epoch, both use torch's seeds of the
+        worker."""
         if self._worker and self._first_task:
             self._seed(_ITERATOR, 0)
             set_current(None)

@@ -1,5 +1,4 @@
-"""Makes the batches of a process with torch's fetcher, and with the seeds, guards, threads and gathers that options
-require."""
+"""Makes a process's batches with torch's fetcher and the seeds, guards, threads and gathers that options require."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from rustloader.fetch.threads import Pool, ThreadedDataset
 
 
 class Step:
-    """The step of a loader from an index batch to a batch, in workers and in iterators without workers.
+    """The step that makes a batch from an index batch, in workers and in iterators without workers.
 
     Args:
         dataset: The dataset.
@@ -45,7 +44,7 @@ class Step:
         self._make_pool, self._wrap_indices = make_pool, wrap_indices
         self._pool: Pool | None = None
         self.fetcher: Any = None
-        # The source of the fetcher's samples: the dataset, or an object in its place.
+        # The source of the fetcher's samples: the dataset, or a wrapper that hides its `__getitems__`.
         self._source: Any = dataset
         # torch's `fetch` if no library has replaced it, otherwise None.
         self._torch_fetch: Any = None

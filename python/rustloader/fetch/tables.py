@@ -113,7 +113,7 @@ class TableFetcher(_MapDatasetFetcher):
 
     def _table(self, index: Any) -> tuple[Any, list[Any] | None]:
         """Returns the dataset below torch's Subsets, and the list of the indices in it. The list is None if it cannot
-        be computed without code of the program, or an index is not an int in range."""
+        be computed without running code of the program, or if an index is not an int in range."""
         table = self.dataset
         if type(index) is not list or not self.auto_collation:
             return table, None

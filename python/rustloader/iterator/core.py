@@ -24,9 +24,10 @@ from rustloader.workers.group import interrupt_again
 
 
 class _IndexStreams(_BaseDataLoaderIter):
-    """A base class whose ``_reset`` puts an index stream in place of torch's iterator over the sampler.
+    """A base class whose ``_reset`` replaces torch's iterator over the sampler with an index stream.
 
-    This class comes after torch's multi-process iterator in the MRO, so that torch's ``_reset`` also calls this one.
+    This class comes after torch's multi-process iterator in the MRO, so torch's ``_reset`` calls this one through
+    ``super()``.
     """
 
     _epochs: Epochs | None = None
@@ -42,9 +43,9 @@ class _MultiProcessingDataLoaderIter(TorchIter, _IndexStreams, metaclass=IterTyp
     """An iterator over a loader with worker processes.
 
     It has the interface of torch's class and delegates the work to one of two modes, which ``__init__`` chooses.
-    Normally the engine does the work (`Session`). If the engine cannot be created, or cannot behave as torch does
-    (`fallback.why_not` lists these cases), every method is torch's own (`TorchMode`), and the logger ``rustloader``
-    warns once per loader and reason.
+    Normally the engine does the work (`Session`). If the engine cannot be created, or cannot behave as torch does, then
+    every method is torch's own (`TorchMode`), and the logger ``rustloader`` warns once per loader and reason.
+    `fallback.why_not` lists the cases in which the engine cannot behave as torch does.
     """
 
     # None until `__init__` has chosen a mode; remains None if a subclass does not call `__init__`.
@@ -55,8 +56,8 @@ class _MultiProcessingDataLoaderIter(TorchIter, _IndexStreams, metaclass=IterTyp
 
     def __init__(self, loader: LoaderLike) -> None:
         if _MultiProcessingDataLoaderIter not in type(self).__mro__:
-            # A subclass of torch's iterator that was defined before `install()` looks up its base class by name in
-            # torch's module to call its `__init__`, and finds this class there.
+            # This is a subclass of torch's iterator that was defined before `install()`. To call the `__init__` of its
+            # base class, it looks up the class by name in torch's module, and finds this class there.
             TorchIter.__init__(self, loader)
             return
         ledger.open_for(self, loader)
@@ -73,7 +74,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _IndexStreams, metaclass=IterTyp
         self._epochs = epochs
         reason = fallback.why_not(type(self), _MultiProcessingDataLoaderIter, loader)
         engine = None
-        # The comparison raises torch's TypeError for values of other types.
+        # The comparison raises torch's TypeError for values that are not numbers.
         if reason is None and not (config.num_workers <= 0 or config.prefetch_factor <= 0):
             config = epochs.adapted(loader, config)
             engine, reason = fallback.make_engine(config)

@@ -24,14 +24,14 @@ from rustloader.system.protocols import LoaderLike, WorkersIterator
 
 logger = logging.getLogger("rustloader")
 
-# A program may draw seeds from torch's global generator between two epochs: the `iter()` of another loader draws one.
-# This is the largest number of such draws that a prediction can allow for.
+# Maximum number of seeds drawn from torch's global generator between two epochs for which a prediction can account. The
+# `iter()` of another loader draws one such seed.
 _MAX_SEEDS = 8
 # Number of consecutive wrong predictions after which no more are made.
 _MAX_WRONG = 3
 
-# The sampler classes whose order can be predicted, each with the code object of torch's `__iter__`; None if the code is
-# not one that rustloader knows.
+# The sampler classes whose order can be predicted, each with the code object of torch's `__iter__`; None if rustloader
+# does not know this version of the code.
 _PREDICTABLE = {
     SequentialSampler: indices.SEQUENTIAL,
     RandomSampler: indices.RANDOM,
@@ -71,7 +71,7 @@ class EpochPredictor:
     def __init__(self, index_sampler: Any, epochs: Epochs) -> None:
         self._sampler, self._epochs = index_sampler, epochs
         self._batches: Iterator[Any] = iter(())
-        # True once `begin` was called in the current epoch.
+        # True once `begin` has been called in the current epoch.
         self._was_called = False
         # The values when the next epoch was predicted.
         self._origin: _Origin | None = None
@@ -83,9 +83,9 @@ class EpochPredictor:
         self._seeds_between, self._epoch_step = 0, 1
 
     def begin(self) -> bytes | None:
-        """Predicts the next epoch and returns the message that starts it in the workers, after which the predictor
-        yields the epoch's index batches. Returns None if the epoch cannot be predicted, or if this method was already
-        called in the current epoch.
+        """Predicts the next epoch, and returns the message that starts it in the workers. The predictor then yields the
+        epoch's index batches. Returns None if the epoch cannot be predicted, or if this method has already been called
+        in the current epoch.
         """
         if self._was_called or self._wrong >= _MAX_WRONG:
             return None
@@ -116,8 +116,8 @@ class EpochPredictor:
         raise StopIteration
 
     def before_epoch(self) -> None:
-        """Records the current values, and allows `begin` to be called again. Must be called when an epoch starts,
-        before its sampler draws anything."""
+        """Records the values at the start of an epoch, and allows `begin` to be called again. Must be called before the
+        epoch's sampler draws anything."""
         origin, self._origin, self._compared = self._origin, None, None
         # Reset before the epoch starts: a short epoch asks for the next prediction while it is still starting.
         self._was_called, self._batches = False, iter(())
@@ -139,7 +139,8 @@ class EpochPredictor:
             self._learn(*self._compared)
         if self._wrong == _MAX_WRONG:
             logger.info(
-                "a DataLoader: overlap_epochs has no effect from now on: %d epochs in a row did not begin as predicted",
+                "a DataLoader: overlap_epochs has no effect from now on, because %d epochs in a row did not begin as "
+                "predicted",
                 _MAX_WRONG,
             )
 
@@ -186,7 +187,7 @@ class EpochPredictor:
         return batches
 
     def _predicted_generator(self, inner: Any, origin: _Origin) -> torch.Generator:
-        """Returns a new generator, from which a sampler draws what it is expected to draw in the next epoch. Sets
+        """Returns a new generator that produces the draws that a sampler is expected to make in the next epoch. Sets
         ``origin.state`` if the sampler uses torch's global generator."""
         own = torch.default_generator if inner.generator is None else inner.generator
         generator = torch.Generator(own.device)
@@ -206,7 +207,7 @@ def _draw_seed(generator: torch.Generator) -> int:
 
 def _has_code(cls: type, code: Any) -> bool:
     """Returns True if the ``__iter__`` of a sampler class still has torch's code, ``code``. Returns False if ``code``
-    is None, which means that torch's code is not one that rustloader knows."""
+    is None, which means that rustloader does not know this version of torch's code."""
     return code is not None and getattr(cls.__iter__, "__code__", None) is code  # type: ignore[attr-defined]
 
 
@@ -239,13 +240,13 @@ def _why_not(it: WorkersIterator, loader: LoaderLike, config: LoaderConfig, is_t
     if it._dataset_kind != _DatasetKind.Map:
         return "an iterable dataset begins its next epoch in iter(dataset)"
     if config.snapshots:
-        return "a dataset with its own state, or to which worker_init_fn may have given one, changes with each batch"
+        return "its dataset is stateful, or worker_init_fn may make it so, and its state changes with each batch"
     if config.max_restarts:
         return "with max_restarts, a restarted worker begins with the current epoch"
     if config.window[1] is not None:
-        return "with a reorder_window in bytes, batches of the next epoch would change how far the sampler is ahead"
+        return "with a reorder_window in bytes, batches of the next epoch would change how far ahead the sampler runs"
     if is_tuned:
-        return 'with num_workers="auto", the next epoch may have other workers'
+        return 'with num_workers="auto", the number of workers may change before the next epoch'
     if is_remote(loader.multiprocessing_context):
         return "its workers run on other machines"
     return None

@@ -19,7 +19,7 @@ from rustloader.workers.snapshots import WorkerStart
 
 
 class Epochs:
-    """The decisions at the start of an iterator's epochs. In this class, every epoch starts with its first batch.
+    """The decisions at the start of an iterator's epochs. In this class, every epoch starts at its first batch.
 
     StatefulDataLoader uses a subclass whose epochs may start at a later position. Methods take the iterator as an
     argument and keep no reference to it, because dropping the last reference to the iterator ends its workers.
@@ -27,8 +27,8 @@ class Epochs:
     Attributes:
         seeding: The seeds of the epoch; None if they are torch's.
         failures: The count of failed samples; None if failures are not counted.
-        raised: Number of answers in this epoch that were not batches: errors, and batches that lost all their samples.
-        on_engine: Whether the engine does the work, as opposed to torch's own iterator.
+        raised: Number of answers in this epoch without a batch: errors, and batches that lost all their samples.
+        on_engine: Whether the engine does the work, rather than torch's own iterator.
         is_deleted: Whether the iterator has been deleted. After that, nothing can ask for its state.
         may_change_workers: Whether a persistent loader may replace its workers between epochs.
     """
@@ -72,7 +72,7 @@ class Epochs:
         return 0
 
     def index_batches(self, it: WorkersIterator, torch_iterator: Iterator[Any]) -> Any:
-        """Returns an iterator over the new epoch's index batches, in place of torch's iterator over the sampler."""
+        """Returns an iterator over the new epoch's index batches. It replaces torch's iterator over the sampler."""
         self.raised = 0
         return indices.stream(it._index_sampler, torch_iterator)
 
@@ -85,7 +85,7 @@ class Epochs:
 
     def next_message(self) -> dict[str, Any] | None:
         """Returns what ``message`` will return for the next epoch if nothing changes until then; None if this cannot be
-        predicted. Changes nothing."""
+        predicted. Has no side effects."""
         if self.seeding is not None:
             return {"epoch": self.seeding.epoch + 1}
         return {} if self.failures is None else {"epoch": self.failures.epoch + 1}

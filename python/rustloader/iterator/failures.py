@@ -19,11 +19,11 @@ from rustloader.system.protocols import LoaderLike
 
 # Number of failures that the error message lists.
 _LISTED = 3
-# Number of earlier counts that are kept: at most two for each batch by which a state can go back, plus some for the
-# current batch.
+# Number of earlier counts that are kept: at most two for each batch that a state can go back, plus those of the current
+# batch.
 _KEPT_COUNTS = 2 * (BACK_BATCHES + 2)
-# If the number of samples in an epoch is unknown, a fractional `max_errors` is taken of the number of samples delivered
-# so far, or of this number if it is larger.
+# Minimum number of samples by which a fractional `max_errors` is multiplied if the number of samples in an epoch is
+# unknown. Once more samples have been delivered, their number is used instead.
 FEWEST_SAMPLES = 1000
 
 
@@ -100,7 +100,7 @@ class FailureCount:
                 self._first.append(failed)
             self._count += 1
             del failures[0]
-            # Logging comes last: it takes the longest, so this is the call that a signal most likely interrupts.
+            # Logging comes last: it takes the longest, so it is the call that a signal is most likely to interrupt.
             name = "a sample" if failed.index is None else f"sample {failed.index}"
             text = "%s: %s failed and was %s: %s"
             fault_log.warning(text, self._title, name, failed.action, failed.error_text)

@@ -72,22 +72,23 @@ def _foreign_process(context: Any) -> str | None:
     if the context runs its workers on other machines."""
     if is_remote(context):
         return None
-    kind = process_class(context)
-    # If Process is a factory function, only calling it would show what it makes. Torch's iterator makes that call.
-    if not isinstance(kind, type) or not issubclass(kind, BaseProcess):
+    cls = process_class(context)
+    # If Process is a factory function, the class of its result is unknown until torch's iterator calls it.
+    if not isinstance(cls, type) or not issubclass(cls, BaseProcess):
         return "the Process of its multiprocessing context is not a subclass of multiprocessing.process.BaseProcess"
     for name in _PROCESS_METHODS:
-        if getattr(kind, name) is not getattr(BaseProcess, name):
+        if getattr(cls, name) is not getattr(BaseProcess, name):
             return f"the Process of its multiprocessing context has its own {name}"
-    if not is_defined_in(kind._Popen, multiprocessing.context):  # type: ignore[attr-defined]
-        return "the Process of its multiprocessing context starts in its own way"
+    if not is_defined_in(cls._Popen, multiprocessing.context):  # type: ignore[attr-defined]
+        return "the Process of its multiprocessing context has its own _Popen"
     return None
 
 
 def _replaced_part(torch_class: type, engine_class: type) -> str | None:
     """Describes the part of torch's own iterator or worker that a program has replaced. Returns None if there is none.
 
-    After ``install()``, programs find ``engine_class`` in place of ``torch_class`` and may replace its methods.
+    After ``install()``, torch's module contains ``engine_class`` instead of ``torch_class``. Programs may replace the
+    methods of either class.
     """
     if not is_defined_in(_utils.worker._worker_loop, _utils.worker):
         return "torch.utils.data._utils.worker._worker_loop was replaced"
@@ -130,7 +131,7 @@ def fall_back(source: LoaderLike | IteratorLike, reason: str, context: Any = Non
 
 
 def warn_of_lost_options(source: object, config: LoaderConfig) -> None:
-    """Warns once per loader about the options that are set and that torch's iterator ignores, except those that only
+    """Warns once per loader about the options that are set but that torch's iterator ignores, except those that only
     affect speed."""
     known = ((name, options.option_of(name)) for name in options.keywords())
     lost = [name for name, option in known if option.warns_if_lost and getattr(config, name) != option.default]

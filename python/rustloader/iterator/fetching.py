@@ -1,4 +1,4 @@
-"""Decides how a loader's options change the way in which its batches are fetched."""
+"""Decides how a loader's options affect the fetching of its batches."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ logger = logging.getLogger("rustloader")
 
 
 def adapted(loader: LoaderLike, config: LoaderConfig) -> LoaderConfig:
-    """Returns the settings, in which options that have no effect for the loader are reset to torch's behavior. Logs
-    these options once per loader, with the reasons, and also if ``seed_by="sample"`` seeds whole batches."""
+    """Returns the settings, with torch's behavior for options that have no effect for the loader. Logs these options
+    and the reasons once per loader. Also logs if ``seed_by="sample"`` seeds whole batches."""
     changed: dict[str, Any] = {}
     if config.worker_threads > 1 and (reason := _why_not_concurrent(loader)) is not None:
         _log_once(loader, f"worker_threads={config.worker_threads} has no effect: {reason}")
@@ -39,7 +39,7 @@ def check(loader: LoaderLike) -> None:
     if count > 1 and loader._dataset_kind == _DatasetKind.Iterable:
         raise ValueError(
             f"worker_threads needs a map-style dataset, got {count} for an iterable one, whose samples come one after "
-            "the other; leave worker_threads at 1 and set a larger num_workers"
+            "another; leave worker_threads at 1 and set a larger num_workers"
         )
     if options.in_force(loader, "overlap_epochs") and loader._dataset_kind == _DatasetKind.Iterable:
         raise ValueError(
@@ -83,7 +83,7 @@ def seeding(loader: LoaderLike, config: LoaderConfig, drawn: int) -> Seeding | N
 
 
 def next_epoch(loader: LoaderLike, seeding: Seeding) -> Seeding:
-    """Returns the seeds of the loader's next epoch. If no epoch of the loader has started yet, they have the base seed
+    """Returns the seeds of the loader's next epoch. If no epoch of the loader has started yet, they use the base seed
     of ``seeding``."""
     base_seed, epoch = loader_state.epochs(original(loader)) or (seeding.base_seed, 0)
     return Seeding(seeding.by_sample, base_seed, epoch)
@@ -91,7 +91,7 @@ def next_epoch(loader: LoaderLike, seeding: Seeding) -> Seeding:
 
 def note_begun(loader: LoaderLike, seeding: Seeding) -> None:
     """Counts an epoch that has started. An epoch whose start failed or was interrupted is not counted, so the next
-    epoch has the same number."""
+    epoch gets the same number."""
     loader_state.set_epochs(original(loader), seeding.base_seed, seeding.epoch + 1)
 
 
@@ -107,7 +107,7 @@ def _why_not_per_sample(loader: LoaderLike) -> str | None:
 def _why_not_concurrent(loader: LoaderLike) -> str | None:
     """Returns the reason why threads cannot fetch the samples of a batch concurrently; None if they can."""
     if loader._dataset_kind == _DatasetKind.Iterable:
-        return "the samples of an iterable dataset come one after the other"
+        return "the samples of an iterable dataset come one after another"
     if not loader._auto_collation:
         return "with batch_size=None a batch is one sample"
     return _why_not_per_sample(loader)

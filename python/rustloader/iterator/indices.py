@@ -6,9 +6,9 @@ A stream replaces the Python generator that iterates over one of these samplers 
 * a RandomSampler without a BatchSampler;
 * the sampler of an iterable dataset, with or without a BatchSampler.
 
-A stream yields the same ints and lists, call by call. From every random generator that the program can see, it draws
-exactly when torch would. All other samplers, including subclasses and samplers with replaced methods, keep torch's
-generator. So does a RandomSampler with replacement, because torch draws its indices in small pieces.
+A stream yields the same ints and lists in the same order. From every random generator that the program can see, it
+draws exactly when torch would. All other samplers, including subclasses and samplers with replaced methods, keep
+torch's Python generator. So does a RandomSampler with replacement, because torch draws its indices in small chunks.
 
 An exception raised by a signal handler ends a Python generator, and with it the epoch. It does not end a stream.
 """
@@ -80,8 +80,8 @@ def stream(index_sampler: Any, torch_iterator: Iterator[Any], start: Start | Non
     Args:
         index_sampler: The source of a loader's index batches.
         torch_iterator: ``iter(index_sampler)``, before its first step.
-        start: If it comes from an earlier run, the start from which the stream reproduces the order. Otherwise the
-            stream records the start of its order here. None if the start is not needed.
+        start: A start from an earlier run, from which the stream reproduces the order; or an empty one, in which the
+            stream records the start of its order. None if the start is not needed.
     """
     if type(index_sampler) is BatchSampler:
         inner = vars(index_sampler).get("sampler")
@@ -102,7 +102,7 @@ def stream(index_sampler: Any, torch_iterator: Iterator[Any], start: Start | Non
 
 
 class Endless:
-    """The endless index batches of an iterable dataset, which hold None in place of indices."""
+    """The endless index batches of an iterable dataset, which contain None instead of indices."""
 
     def __init__(self, batches: BatchSampler) -> None:
         self._batches = batches
@@ -199,7 +199,7 @@ class _Permutations:
         self._generator: Any = None
         self._is_private = False
         self._size = 0
-        # Its length is the number of complete permutations that remain.
+        # A range whose length is the number of complete permutations that remain.
         self._whole = range(0)
         self._ended = False
         # Holds a permutation that an interrupted call drew but did not return.
@@ -236,7 +236,7 @@ class _Permutations:
 
 
 def _array(permutation: torch.Tensor) -> np.ndarray:
-    """Returns a permutation as a contiguous array. An ordinary tensor is not copied."""
+    """Returns a permutation as a contiguous array. A plain CPU tensor is not copied."""
     if type(permutation) is torch.Tensor and permutation.device.type == "cpu":
         return permutation.numpy()
     return np.array(permutation.tolist(), np.int64)

@@ -45,7 +45,7 @@ if not is_defined_in(_torch_next_index, torch_dataloader):
 
 
 class Session:
-    """The work of an iterator on the engine: the engine and its workers, from the iterator's construction to its end.
+    """The engine and the workers of an iterator, from the iterator's construction to its end.
 
     Methods take the iterator as an argument. The session keeps no reference to it, because dropping the last reference
     to the iterator ends its workers.
@@ -64,7 +64,7 @@ class Session:
             next call of ``next`` delivers it.
     """
 
-    # The cores of each worker, which a replacement of the worker gets too; None if workers may run on any core.
+    # The cores of each worker and its replacements; None if workers may run on any core.
     _cores: list[list[int]] | None = None
     # The failures of an empty batch, until they are counted. If a signal handler raises before that, the next call of
     # `next` counts them.
@@ -434,7 +434,7 @@ class Session:
 
 
 def _not_begun() -> RuntimeError:
-    return RuntimeError("this epoch has not begun, because iter() raised an error: call iter() of the loader again")
+    return RuntimeError("this epoch has not begun, because iter() raised an error: call iter() on the loader again")
 
 
 def index_source(it: WorkersIterator) -> Iterator[Any] | Callable[[], Any]:

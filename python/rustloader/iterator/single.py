@@ -25,15 +25,15 @@ from rustloader.tracing import core as tracing
 
 
 def prepare(iterator: _BaseDataLoaderIter, loader: LoaderLike) -> None:
-    """Prepares a new iterator of a loader. Does nothing if its class is not torch's own."""
+    """Applies a loader's options to its new iterator. Does nothing if the iterator's class is not torch's own."""
     if type(iterator) is not _SingleProcessDataLoaderIter:
         return
     iterator._sampler_iter = indices.stream(iterator._index_sampler, iterator._sampler_iter)
     config = fetching.adapted(loader, resolve(loader).changed(worker_threads=1))
     seeding = fetching.seeding(loader, config, int(iterator._base_seed))
-    guarding = prepare_fetcher(iterator, loader, config, seeding)
-    if guarding is not None:
-        guard, count = guarding
+    guard_and_count = prepare_fetcher(iterator, loader, config, seeding)
+    if guard_and_count is not None:
+        guard, count = guard_and_count
         iterator._sampler_iter = _Indices(iterator._sampler_iter, count)
         iterator._dataset_fetcher = GuardedFetcher(
             iterator._dataset_fetcher, iterator._dataset_kind, guard, iterator._sampler_iter, count
@@ -58,8 +58,8 @@ def prepare_fetcher(
     """
     kind = iterator._dataset_kind
     seeds = None if seeding is None else Seeds(seeding, 1 if kind == _DatasetKind.Iterable else 0)
-    guarding = _guarded(iterator, loader, config, seeding, epoch)
-    guard = None if guarding is None else guarding[0]
+    guard_and_count = _guard_and_count(iterator, loader, config, seeding, epoch)
+    guard = None if guard_and_count is None else guard_and_count[0]
     if seeds is None and guard is None:
         _gather_rows(iterator)
         return None
@@ -67,7 +67,7 @@ def prepare_fetcher(
     iterator._dataset_fetcher = StepFetcher(step, iterator._dataset_fetcher, lambda: _gather_rows(iterator))
     if seeding is not None:
         fetching.note_begun(loader, seeding)
-    return guarding
+    return guard_and_count
 
 
 def _gather_rows(iterator: SingleIterator) -> None:
@@ -78,7 +78,7 @@ def _gather_rows(iterator: SingleIterator) -> None:
         tables.use(iterator._dataset_fetcher, iterator._collate_fn, gather)
 
 
-def _guarded(
+def _guard_and_count(
     iterator: SingleIterator, loader: LoaderLike, config: LoaderConfig, seeding: Seeding | None, epoch: int
 ) -> tuple[Guard, failures.FailureCount] | None:
     if config.raises:

@@ -67,9 +67,8 @@ class Start:
         """Returns the generator from which a RandomSampler must draw, in its state before the first draw, and whether
         that generator is private.
 
-        If the sampler has a generator, and the start does not come from an earlier run or has the state of such a
-        generator, returns the sampler's generator, set to the saved state if there is one. Otherwise makes a private
-        generator.
+        A sampler's own generator is used if there is no start from an earlier run. It is also used if that start is the
+        state of such a generator, which is then loaded into it. Otherwise, the generator is private.
         """
         own, saved = sampler.generator, self.given
         if own is not None and (saved is None or "generator" in saved):
@@ -80,7 +79,7 @@ class Start:
 
 
 def private_generator(start: int | Mapping[str, Any]) -> torch.Generator:
-    """Returns a new generator that the program cannot see. ``start`` is its seed, or a start with its state."""
+    """Returns a new generator that the program cannot see. ``start`` is its seed, or a start with a state for it."""
     generator = torch.Generator()
     if isinstance(start, int):
         generator.manual_seed(start)
@@ -102,8 +101,8 @@ def shard_start(sampler: Any) -> dict[str, Any] | None:
         "shuffle": bool(sampler.shuffle),
         "drop_last": bool(sampler.drop_last),
         "dataset_length": len(sampler.dataset),
-        # If the number of ranks has changed during the epoch: the number of samples at the start of the order that were
-        # delivered before the change, and the ordinal of the first index batch after them.
+        # `reshard` changes these: the number of samples, from the start of the order, that were delivered before the
+        # number of ranks changed, and the ordinal of the first index batch after that.
         "consumed": 0,
         "first": 0,
     }
@@ -123,7 +122,7 @@ def shard(start: Mapping[str, Any]) -> np.ndarray:
         order = np.arange(size)
     remaining = order[start["consumed"] :]
     replicas = start["num_replicas"]
-    # As in torch, the order is either truncated or repeated from its start, so that all ranks get equally many indices.
+    # As in torch, the order is either truncated or repeated from its start, so that all ranks get the same number.
     each = len(remaining) // replicas if start["drop_last"] else -(-len(remaining) // replicas)
     places = np.arange(start["rank"], each * replicas, replicas)
     return remaining[places % max(len(remaining), 1)]

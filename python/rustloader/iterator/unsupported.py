@@ -25,12 +25,12 @@ from rustloader.system.install_handle import Installed
 
 logger = logging.getLogger("rustloader")
 
-_WHY = f"the engine of rustloader needs Linux, and this is {sys.platform}"
+_WHY = f"rustloader's engine needs Linux, and this is {sys.platform}"
 _warned = False
 
 
 def __getattr__(name: str) -> Any:
-    """Provides ``__version__``, which comes from the extension on Linux."""
+    """Returns ``__version__``, which comes from the extension on Linux."""
     if name != "__version__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return metadata.version("rustloader")
@@ -137,7 +137,7 @@ def report_ranks(source: Any = None, group: Any = None) -> RankReport:
 
 
 class MetricsServer:
-    """A stand-in for the metrics server, which serves nothing."""
+    """A stand-in for the metrics server. It serves nothing."""
 
     port, address = 0, ""
 

@@ -82,27 +82,27 @@ def _check_sampler(saved: SamplerState, kind: Kind) -> None:
     size = present.batch_size
     if saved.says_batch_size and (saved.batch_size is None) != (size is None):
         raise _difference(f"batch_size={saved.batch_size}", f"batch_size={size}", _USE_SAME_SETTINGS)
-    for name, (text, way_out) in _OF_SAMPLERS.items():
-        _compare(getattr(saved, name), getattr(present, name), text, way_out)
+    for name, (text, remedy) in _OF_SAMPLERS.items():
+        _compare(getattr(saved, name), getattr(present, name), text, remedy)
 
 
 def _check_kind(saved: Any, present: str) -> None:
     description = _SAMPLERS.get(saved) if isinstance(saved, str) else None
     if description is None:
         raise ValueError(f"the state's kind of sampler must be one of {', '.join(_SAMPLERS)}, got {saved!r}")
-    # These two kinds cannot be distinguished before iteration, because only the sampler's iterator may have a state.
+    # These two kinds cannot be distinguished before iteration, because a sampler may have a state only in its iterator.
     if saved != present and not {saved, present} <= {"stateful", "other"}:
-        way_out = "load it into a loader with the same sampler, or start without a state"
-        raise _difference(description, _SAMPLERS[present], way_out)
+        remedy = "load it into a loader with the same sampler, or start without a state"
+        raise _difference(description, _SAMPLERS[present], remedy)
 
 
-def _compare(saved: Any, present: Any, text: str, way_out: str) -> None:
+def _compare(saved: Any, present: Any, text: str, remedy: str) -> None:
     if saved is not None and present is not None and saved != present:
-        raise _difference(text.format(saved), text.format(present), way_out)
+        raise _difference(text.format(saved), text.format(present), remedy)
 
 
-def _difference(saved: str, present: str, way_out: str) -> ValueError:
-    return ValueError(f"the state was saved with {saved}, but this loader has {present}: {way_out}")
+def _difference(saved: str, present: str, remedy: str) -> ValueError:
+    return ValueError(f"the state was saved with {saved}, but this loader has {present}: {remedy}")
 
 
 def _check_start(start: Any, kind: Kind) -> None:
@@ -111,8 +111,8 @@ def _check_start(start: Any, kind: Kind) -> None:
     if kind.name == "distributed":
         check_shard_start(start)
         present = shard_start(kind.inner) or {}
-        for name, (text, way_out) in _OF_SHARDS.items():
-            _compare(start[name], present.get(name), text, way_out)
+        for name, (text, remedy) in _OF_SHARDS.items():
+            _compare(start[name], present.get(name), text, remedy)
     elif kind.name in RANDOM_SAMPLERS:
         _check_random_start(start)
 

@@ -56,7 +56,7 @@ def describe(state: Any) -> str:
         return "an empty state: load_state_dict() makes the loader start from scratch"
     if schema.SNAPSHOT not in state and schema.NUM_YIELDED not in state:
         return (
-            f"no state of a StatefulDataLoader: it has {_listed(state)}, but neither "
+            f"not a state of a StatefulDataLoader: it has {_listed(state)}, but neither "
             f"{schema.SNAPSHOT!r} nor {schema.NUM_YIELDED!r}"
         )
     return "\n".join(_Description(state).lines())
@@ -70,7 +70,8 @@ class _Part(dict[Any, Any]):
         self._path, self._problems = path, problems
 
     def value(self, key: str, *types: type) -> Any:
-        """Returns the value of a key. If it has none of ``types`` (default: count), adds a problem and returns None."""
+        """Returns the value of a key. If it is missing or has none of ``types`` (default: a count), adds a problem and
+        returns None."""
         types = types or (int,)
         value, problem = self.get(key), None
         if key not in self:
@@ -177,7 +178,8 @@ class _Description:
     def _ahead(self) -> Iterator[str]:
         ahead = self._own.value(Own.AHEAD, list, tuple) if self._own else None
         if ahead:
-            yield f"ahead: from there on, {_listed(ahead)} are delivered already (in_order=False)"
+            words = f"batch {_listed(ahead)} was" if len(ahead) == 1 else f"batches {_listed(ahead)} were"
+            yield f"ahead: {words} delivered already (in_order=False)"
 
     def _sampler_lines(self) -> Iterator[str]:
         if self._own:
@@ -199,7 +201,7 @@ class _Description:
         if _is_count(batch_size):
             text += f" in batches of {batch_size:,}"
         if self._sampler.drop_last is True:
-            text += ", without a last one that is not full"
+            text += ", without an incomplete last batch"
         return text + _start_words(self._sampler.start)
 
     def _dataset_line(self) -> Iterator[str]:
@@ -262,10 +264,10 @@ def _start_words(start: Any) -> str:
     if "rank" in start:
         rank, ranks, epoch, consumed = (_short(start.get(key)) for key in ("rank", "num_replicas", "epoch", "consumed"))
         before = f", after {consumed} samples of earlier ranks" if consumed not in ("0", "None") else ""
-        return f", rank {rank} of {ranks}, its epoch {epoch}{before}"
+        return f", rank {rank} of {ranks}, sampler epoch {epoch}{before}"
     if "seed" in start:
-        return f", order by seed {_short(start['seed'])}"
-    return ", order by the state of its generator" if "generator" in start else ""
+        return f", order from seed {_short(start['seed'])}"
+    return ", order from the state of its generator" if "generator" in start else ""
 
 
 def _resharded(start: Any, length: Any) -> tuple[int, Any]:
@@ -326,7 +328,7 @@ def _pickled_size(value: Any) -> str:
 
 
 def _plain(key: Any) -> str:
-    """Returns a key as a string, without quotes if it is one."""
+    """Returns a key as text, without quotes if it is a string."""
     return key if isinstance(key, str) else _short(key)
 
 

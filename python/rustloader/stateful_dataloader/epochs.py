@@ -39,7 +39,7 @@ class StatefulEpochs(Positioned, Epochs):
     _kept_snapshots: list[list[Snapshot]] | None = None
     # True once all workers have started.
     _started = False
-    # The index batches of the next epoch, if those to replay were already drawn from them and cannot be drawn again.
+    # The index batches of the next epoch, if those to replay have been drawn from them and cannot be drawn again.
     _sampling_begun: Sampling | None = None
     # True once the engine has begun the epoch.
     _has_begun = False
@@ -60,7 +60,7 @@ class StatefulEpochs(Positioned, Epochs):
     def adapted(self, loader: LoaderLike, config: LoaderConfig) -> LoaderConfig:
         config = super().adapted(loader, config)
         if self.dataset.stateful:
-            config = fallback.round_robin(loader, config, "a dataset with a state of its own")
+            config = fallback.round_robin(loader, config, "a stateful dataset")
         return config.changed(snapshots=self._wants_snapshots)
 
     def seed(self, it: WorkersIterator, loader: LoaderLike, config: LoaderConfig) -> None:
@@ -125,7 +125,7 @@ class StatefulEpochs(Positioned, Epochs):
         self._has_begun, self._plan = True, None
 
     def owes_an_epoch(self) -> bool:
-        # The engine may already have begun the new epoch, for whose batches there would be no exact state.
+        # The engine may already have begun the new epoch, and there would be no exact state for its batches.
         return not self._has_begun
 
     def _await_started(self, it: WorkersIterator, engine: Engine) -> None:
@@ -184,7 +184,7 @@ class StatefulEpochs(Positioned, Epochs):
         worker, answers = death.worker_id, death.answers
         snapshot = engine.snapshot(worker, answers)
         while snapshot is not None and snapshot.is_error:
-            # This snapshot has an error in place of a state, so an earlier snapshot is used.
+            # This snapshot has an error instead of a state, so an earlier snapshot is used.
             snapshot = engine.snapshot(worker, snapshot.answers - 1) if snapshot.answers else None
         count, state = (0, None) if snapshot is None else (snapshot.answers, read(snapshot.payload))
         after = worker_after(self._start_of(worker), answers, count, state)
@@ -251,12 +251,12 @@ class StatefulEpochs(Positioned, Epochs):
         return self.failures.count_after(yielded)
 
     def _workers_after(self, it: WorkersIterator, counts: list[int], finished: bool) -> list[WorkerStart]:
-        """Returns the start of each worker at a position, given by ``counts``, the number of each worker's answers.
+        """Returns the start of each worker at the position at which the workers have given ``counts`` answers.
 
         A start is the worker's newest snapshot up to the position, and the number of its answers since.
         """
         if not self._started and self._kept_snapshots is None and self._has_begun:
-            # If a worker does not start in time, the state with which it started is saved.
+            # If a worker does not start in time, the state that it was given is saved.
             self._started = bool(it._engine().wait_started(it._timeout))
         workers = []
         for worker, answers in enumerate(counts):
@@ -273,10 +273,10 @@ class StatefulEpochs(Positioned, Epochs):
         return workers
 
     def _has_passed_end(self, it: WorkersIterator, worker: int, counts: list[int]) -> bool:
-        """Returns True if a position is after the end of a worker's data, if that end directly follows its answers.
+        """Returns True if a position is after the end of a worker's data, assumed to follow directly after its answers.
 
-        In round robin, the position is after that end if another worker has answered a later task than the one for
-        which this worker would have found no data.
+        In round robin, this is so if another worker has answered a task after the one for which this worker would have
+        found no data.
         """
         if not it._in_order or it._dataset_kind == _DatasetKind.Map:
             return False
@@ -299,7 +299,7 @@ class StatefulEpochs(Positioned, Epochs):
     def _snapshot_or_error(self, it: WorkersIterator, worker: int, answers: int) -> Snapshot | None:
         """Returns a worker's newest snapshot after at most ``answers`` of its answers; None if there is none.
 
-        The snapshot may contain an error in place of a state.
+        The snapshot may contain an error instead of a state.
         """
         if not self._has_begun:
             return None
@@ -320,7 +320,7 @@ class StatefulEpochs(Positioned, Epochs):
             return snapshot.answers, read(snapshot.payload)
         error = pickle.loads(snapshot.payload)
         if not error.where.startswith(OF_STATE):
-            # The worker failed to start. `next` raises this error in place of each of the worker's batches.
+            # The worker failed to start. `next` raises this error instead of each of the worker's batches.
             return 0, None
         error.reraise()
         raise AssertionError("an error that was not raised")

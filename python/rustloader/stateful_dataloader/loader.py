@@ -27,7 +27,7 @@ from rustloader.stateful_dataloader.single import _StatefulSingleProcessIter as 
 from rustloader.system.torch_side import TORCH_GET_ITERATOR, in_torch
 from rustloader.workers.snapshots import is_stateful
 
-# Keys of the starts of samplers that have no generator of their own.
+# Keys of the starts of samplers without their own generator.
 _WITHOUT_GENERATOR = frozenset({"seed", "global_generator"})
 _T_co = TypeVar("_T_co", covariant=True)
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ class StatefulDataLoader(DataLoader[_T_co]):
     Raises:
         ValueError: As for ``rustloader.DataLoader``, or ``snapshot_every_n_steps`` is not a non-negative integer.
         TypeError: As for ``rustloader.DataLoader``.
-        AssertionError: As for ``rustloader.DataLoader``; also raised by ``iter()`` if the loaded state requires another
-            ``num_workers``.
+        AssertionError: As for ``rustloader.DataLoader``; also raised by ``iter()`` if the loaded state requires a
+            different ``num_workers``.
 
     Examples:
         >>> loader = rustloader.StatefulDataLoader(range(8), batch_size=2, num_workers=2)
@@ -84,8 +84,8 @@ class StatefulDataLoader(DataLoader[_T_co]):
     _interim: dict[str, Any] | None = None
     # The draws of the next epoch, if they were made or predicted for a state.
     _draws: EarlyDraws | None = None
-    # Watches for seeding of the loader's generator and of torch's global generator, since a state of a finished epoch
-    # or of an epoch that had not begun was loaded.
+    # Set when a state of a finished epoch, or of an epoch that had not begun, is loaded. They watch for seeding of the
+    # loader's generator and of torch's global generator.
     _since_load: tuple[SeedWatch, SeedWatch]
     # Number of epochs that have begun, including those before a resume.
     _epochs = 0
@@ -365,7 +365,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
 
 
 def _drop_next(iterator: _Iter) -> bool:
-    """Takes and drops a batch that was delivered before the resume, or an error in place of a batch.
+    """Takes and drops a batch that was delivered before the resume, or an error instead of a batch.
 
     Raises an error only if the iterator cannot continue after it, because a worker has died.
 
@@ -396,7 +396,7 @@ _add_parameters()
 def _random_start(draws: Draws, is_owed: bool = False) -> SamplerState | None:
     """Returns the start of a sampler's order as the sampler's part of a state.
 
-    Returns None if the sampler draws nothing, or draws from a generator of its own.
+    Returns None if the sampler draws nothing, or draws from its own generator.
     """
     start = draws.sampler
     return None if not start or _WITHOUT_GENERATOR.isdisjoint(start) else SamplerState(start=start, is_owed=is_owed)

@@ -13,7 +13,7 @@ from rustloader.system.protocols import StatefulLoaderLike
 
 
 class _StatefulMultiProcessingIter(_MultiProcessingDataLoaderIter):
-    """Iterates with workers."""
+    """The iterator of a StatefulDataLoader with workers."""
 
     _epochs: StatefulEpochs
 
@@ -63,6 +63,6 @@ class _StatefulMultiProcessingIter(_MultiProcessingDataLoaderIter):
             back: Number of batches to go back from that batch.
             finished: Whether the state is that of a finished epoch.
             draws: The draws of the next epoch.
-            before_error: True if the last answer was an error, and the state before it is wanted.
+            before_error: True if the last answer was an error, and the state before it is requested.
         """
         return self._epochs.state_at(self, back, finished, draws, before_error)

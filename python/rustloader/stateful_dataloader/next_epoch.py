@@ -111,8 +111,8 @@ class EarlyDraws:
     def was_seeded_since(self) -> bool:
         """Returns True if the program has since seeded a generator or restored its state.
 
-        The next epoch then makes new draws, as in a run without a state. It goes unnoticed if the program seeds with
-        the same number and then draws before the next epoch.
+        The next epoch then makes new draws, as in a run without a state. Seeding with the same number goes unnoticed if
+        the program then draws before the next epoch.
         """
         restored = any(_is_at(generator, state) for generator, state in self._drawn_from)
         return restored or any(watch.was_seeded() for watch in self._watches)
@@ -156,7 +156,7 @@ def restore(index_sampler: Any, start: Mapping[str, Any] | None) -> bool:
     If the program then seeds the generator for its epoch, that seed takes precedence, as in a run without a state.
 
     Returns:
-        False if the sampler has no generator, or the start has no state of it.
+        False if the sampler has no generator, or the start does not contain its state.
     """
     generator = getattr(kind_of(index_sampler).inner, "generator", None)
     if start is None or "generator" not in start or generator is None:

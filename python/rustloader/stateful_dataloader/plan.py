@@ -90,7 +90,7 @@ def _check_position(plan: Plan, loader: LoaderLike) -> None:
     total = length_of(loader)
     if total is not None and delivered > total:
         raise ValueError(
-            f"the state has {delivered} batches delivered, but an epoch of this loader has {total}: load it into a "
+            f"the state was taken after {delivered} batches, but an epoch of this loader has {total}: load it into a "
             "loader over the same dataset, with the same batch size"
         )
     if plan.low and saved.kind in (*RANDOM_SAMPLERS, "distributed") and not saved.start:

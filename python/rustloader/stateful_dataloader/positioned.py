@@ -32,7 +32,9 @@ _FROZEN = (
 
 
 class Positioned:
-    """An epoch that starts at a position, and its part of a state. Methods take the iterator as an argument.
+    """An epoch that starts at a position, and the entries of a state that describe it.
+
+    Methods take the iterator as an argument.
 
     Args:
         loader: The loader.
@@ -99,7 +101,7 @@ class Positioned:
         return sampling(it._index_sampler, torch_iterator, saved, position, ahead, self.every, map_style=is_map)
 
     def warn_if_frozen(self, it: IteratorLike, snapshot: WorkerStart) -> None:
-        """Warns, once only, about a dataset whose state does not change."""
+        """Warns once about a dataset whose state does not change."""
         if snapshot.frozen and not self._has_warned:
             self._has_warned = True
             text = _FROZEN.format(type(it._dataset).__qualname__, FROZEN_AFTER)
@@ -117,7 +119,7 @@ class Positioned:
     def state(self, it: IteratorLike, **position: Any) -> dict[str, Any]:
         """Returns the state at a position in the current epoch.
 
-        ``position`` has the fields of ``State`` that depend on the position.
+        ``position`` contains the fields of ``State`` that depend on the position.
         """
         seeding = self.seeding
         return State(
@@ -135,8 +137,8 @@ class Positioned:
 def worker_after(start: WorkerStart, answers: int, count: int, snapshot: WorkerStart | None) -> WorkerStart:
     """Returns the start of a worker that continues after a number of its answers.
 
-    Before the worker's first answer, a state that the worker has loaded is returned unchanged, because a dataset that
-    applies a loaded state only at its first step would return another state until then.
+    Before the worker's first answer, a state that the worker has loaded is returned unchanged: a dataset may apply it
+    only at its first step, and would return a different state until then.
 
     Args:
         start: The start of the worker in this epoch.

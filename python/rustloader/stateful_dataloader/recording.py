@@ -36,7 +36,7 @@ class Entry(NamedTuple):
 
 
 class Inner:
-    """The sampler in torch's BatchSampler, with the one iterator over it that torch's code uses."""
+    """The sampler in torch's BatchSampler, and the single iterator over it that torch's code uses."""
 
     def __init__(self, sampler: Any, saved: Mapping[str, Any] | None) -> None:
         self._sampler = sampler

@@ -1,4 +1,4 @@
-"""``reshard``: converts the states of all ranks with a DistributedSampler for another number of ranks."""
+"""``reshard``: converts the states of all ranks with a DistributedSampler to those of another number of ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rustloader.stateful_dataloader.schema import OWN, DatasetState, Own, Sample
 def reshard(states: Sequence[Mapping[str, Any]], num_replicas: int) -> list[dict[str, Any]]:
     """Converts the states of all ranks for another number of ranks, which share the remaining samples of the epoch.
 
-    A DistributedSampler deals the order of an epoch to its ranks in turn. So ranks that have delivered the same number
-    of batches have together delivered the first part of that order. The remaining samples are dealt to the new ranks.
-    Across all old and new ranks, each sample is delivered once. If the remaining samples do not divide evenly among the
-    ranks, the sampler repeats the first of them or, with ``drop_last``, leaves out the last of them, as torch does in
-    every epoch.
+    A DistributedSampler deals the indices of an epoch to its ranks in turn. So ranks that have delivered the same
+    number of batches have together delivered the first part of the order. The remaining samples are dealt to the new
+    ranks. Across all old and new ranks, each sample is delivered once. If the remaining samples do not divide evenly
+    among the ranks, the sampler repeats the first of them or, with ``drop_last``, leaves out the last of them. torch
+    does so in every epoch.
 
     Each new rank loads the state at its index in the list into a loader with the same batch size and a
     DistributedSampler with the new ``num_replicas``. Batch counts continue from those in the states. A new rank takes

@@ -84,7 +84,7 @@ class RandomSampler(Sampler[int]):
 
 
 class _RandomIterator(Iterator[int]):
-    """An epoch of a RandomSampler.
+    """An iterator over an epoch of a RandomSampler.
 
     Its state is the generator's state at the start of the epoch, and the number of indices yielded.
     """
@@ -102,12 +102,12 @@ class _RandomIterator(Iterator[int]):
         """Starts at the first index. ``state`` is the current state of the generator."""
         self._state = state
         self.yielded = 0
-        # The next chunk of indices, if it is drawn but not yet in use: at most one tensor.
+        # The next chunk of indices if it has been drawn but is not yet in use: at most one tensor.
         self._next: list[torch.Tensor] = []
         # The chunk in use, and the number of indices yielded before it.
-        self._drawn, self._before = self._draw()().tolist(), 0
+        self._drawn, self._before = self._draw_function()().tolist(), 0
 
-    def _draw(self) -> Callable[[], torch.Tensor]:
+    def _draw_function(self) -> Callable[[], torch.Tensor]:
         """Returns the function that draws the next indices."""
         generator = self._sampler.generator
         if self._sampler.replacement:
@@ -120,7 +120,7 @@ class _RandomIterator(Iterator[int]):
             raise StopIteration
         if self.yielded - self._before == len(self._drawn):
             if not self._next:
-                call_into(self._next, self._draw())
+                call_into(self._next, self._draw_function())
             drawn = self._next[0].tolist()
             # Atomic for signal handlers.
             self._drawn, self._before, self._next = drawn, self.yielded, []
@@ -167,7 +167,7 @@ class BatchSampler(torch_sampler.BatchSampler):
 
 
 class _BatchIterator(Iterator[list[int]]):
-    """An epoch of a BatchSampler."""
+    """An iterator over an epoch of a BatchSampler."""
 
     def __init__(self, batches: torch_sampler.BatchSampler) -> None:
         self._sampler: Any = batches.sampler

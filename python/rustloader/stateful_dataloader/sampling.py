@@ -130,10 +130,10 @@ def sampling(
     Args:
         index_sampler: The source of the loader's index batches.
         torch_iterator: ``iter(index_sampler)``, unstarted.
-        saved: The result of ``Sampling.state``. It may have only the start, or only torchdata's two states, which are
-            those at the position unless there is a ``state_position``. With None, the epoch starts as in torch.
+        saved: The result of ``Sampling.state``. It may contain only the start, or only torchdata's two states, which
+            are those at the position unless there is a ``state_position``. With None, the epoch starts as in torch.
         position: Number of index batches to skip.
-        ahead: Ordinals after the position to skip, too.
+        ahead: Ordinals after the position that are skipped as well.
         every: Number of index batches between two saved states of a sampler; 0 saves only the first state.
         map_style: Whether the dataset is map-style. For an iterable dataset, no index batches are skipped.
 

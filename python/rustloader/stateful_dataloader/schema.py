@@ -52,7 +52,7 @@ OWN = "_rustloader"
 # The order of the keys is part of the format.
 _POSITION_KEYS = (SAMPLER_ITER_STATE, INDEX_SAMPLER_STATE, SAMPLER_ITER_YIELDED, LEN_CALLED, SHARED_SEED)
 _MAIN_KEYS = (NUM_WORKERS, *_POSITION_KEYS, BASE_SEED)
-# Keys without workers, of states before the first epoch and of later states.
+# Keys of states without workers: before the first epoch, and later.
 _FRESH_KEYS = (*_POSITION_KEYS, NUM_YIELDED)
 _FLAT_KEYS = (INDEX_SAMPLER_STATE, SAMPLER_ITER_STATE, SAMPLER_ITER_YIELDED, NUM_YIELDED, LEN_CALLED, SHARED_SEED)
 KEYS_WITH_WORKERS = (SNAPSHOT, STEPS, FINISHED, OWN)
@@ -183,9 +183,9 @@ class Draws:
 
     Attributes:
         base_seed: The base seed, or None.
-        sampler: The start of the sampler's order; None if the sampler draws nothing, or does not draw by torch's code.
-            A ``"seed"`` is drawn, and so is the order from a ``"global_generator"``. Of the sampler's own
-            ``"generator"``, only the state is read.
+        sampler: The start of the sampler's order; None if the sampler draws nothing, or does not have torch's code. The
+            draws include a ``"seed"``, and the order that torch draws from a ``"global_generator"``. They do not
+            include the order from the sampler's own ``"generator"``, whose state is only read.
     """
 
     base_seed: int | None
@@ -200,7 +200,7 @@ class State:
         num_workers: Number of workers of the loader that wrote the state.
         low: Ordinal before which all index batches are delivered.
         ahead: Delivered ordinals from ``low`` on, in ascending order.
-        yielded: Number of batches delivered; an error in place of a batch does not count.
+        yielded: Number of batches delivered; an error instead of a batch does not count.
         steps: Number of batches that torchdata delivered after its snapshot.
         last_worker: The worker that delivered the last batch.
         finished: Whether the epoch has ended.
@@ -324,7 +324,7 @@ class State:
             result.workers = [_worker(state, result._records(own, 1)[0])]
         else:
             raise ValueError(
-                f"the state has neither {SNAPSHOT!r} nor {NUM_YIELDED!r}, so it is not of a StatefulDataLoader: load "
+                f"the state has neither {SNAPSHOT!r} nor {NUM_YIELDED!r}, so it is not from a StatefulDataLoader: load "
                 "what state_dict() returned"
             )
         result.sampler = SamplerState.of((own and own.get(Own.SAMPLER)) or {}, main)

@@ -43,7 +43,7 @@ class EpochRecorder:
 
 
 def recorder_of(dataset: Any) -> EpochRecorder | None:
-    """Replaces ``set_epoch`` of a dataset's class by a method that also records its calls. Returns a recorder.
+    """Replaces ``set_epoch`` of a dataset's class with a method that also records its calls. Returns a recorder.
 
     Returns None if there is no ``set_epoch``, or if it cannot be replaced. Calls are recorded on the dataset itself.
     """
@@ -54,7 +54,7 @@ def recorder_of(dataset: Any) -> EpochRecorder | None:
     if not hasattr(function, "_rustloader_records"):
         try:
             cls.set_epoch = _recording(function)
-        except TypeError:  # a class of an extension
+        except TypeError:  # a class of an extension module
             return None
     return EpochRecorder(dataset)
 

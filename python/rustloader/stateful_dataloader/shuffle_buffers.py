@@ -17,9 +17,9 @@ _PARTS = frozenset({_OF_STREAM, "ex_iterable", "ex_iterables"})
 # Maximum number of parts to visit.
 _MAX_PARTS = 10_000
 _WARNING = (
-    "%s has a shuffle buffer of %d samples, which its state_dict() does not hold: a loop that resumes from this state "
-    "misses some samples and gets others twice, or fails. Shuffle before to_iterable_dataset(), shuffle only the order "
-    "of the shards with shuffle(buffer_size=1, max_buffer_input_shards=1), or resume at the end of an epoch"
+    "%s has a shuffle buffer of %d samples, which its state_dict() does not include: a loop that resumes from this "
+    "state misses some samples and gets others twice, or fails. Shuffle before to_iterable_dataset(), shuffle only the "
+    "order of the shards with shuffle(buffer_size=1, max_buffer_input_shards=1), or resume at the end of an epoch"
 )
 
 

@@ -31,7 +31,7 @@ from rustloader.workers.snapshots import SnapshotPolicy, Snapshots, WorkerStart,
 
 
 class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
-    """Iterates without workers, as torch's iterator does."""
+    """The iterator of a StatefulDataLoader without workers."""
 
     finished = False
     # Number of answers before the index batch in `_drawn`.
@@ -54,11 +54,11 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         self._maker = Snapshots(SnapshotPolicy(self._epoch.every, plan.low), 1, self._dataset_kind)
         config = fetching.adapted(loader, resolve(loader).changed(worker_threads=1))
         self._epoch.seed_from(fetching.seeding(loader, config, int(self._base_seed)))
-        # The guard, which decides what happens to failing samples, and their count; None if `on_error` is "raise".
-        self._guarded = prepare_fetcher(self, loader, config, self._epoch.seeding, plan.epoch)
-        if self._guarded is not None:
-            self._guarded[1].next_earlier = plan.failures
-            self._guarded[1].begin_epoch()
+        # The guard, which decides what happens to failed samples, and their count; None if `on_error` is "raise".
+        self._guard_and_count = prepare_fetcher(self, loader, config, self._epoch.seeding, plan.epoch)
+        if self._guard_and_count is not None:
+            self._guard_and_count[1].next_earlier = plan.failures
+            self._guard_and_count[1].begin_epoch()
         if isinstance(self._dataset_fetcher, StepFetcher):
             resuming.load_counters(self._dataset_fetcher.seeds, start)
         self._sampler_iter = self._resume_sampler(self._sampler_iter)
@@ -115,9 +115,9 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         return data
 
     def _next_data(self) -> Any:
-        if self._guarded is None:
+        if self._guard_and_count is None:
             return self._next_answer()
-        guard, count = self._guarded
+        guard, count = self._guard_and_count
         while not self._kept:
             if count.error is not None:
                 raise count.error()
@@ -138,8 +138,8 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
 
     def _count_failures(self) -> None:
         """Counts the failures of the current batch. Raises if there are more than ``max_errors``."""
-        assert self._guarded is not None
-        guard, count = self._guarded
+        assert self._guard_and_count is not None
+        guard, count = self._guard_and_count
         error = count.add(guard.take_failures(), self._num_yielded + 1, is_empty=not self._kept)
         if error is not None:
             self._kept = []
@@ -246,7 +246,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
             snapshot.dataset_state = copied(snapshot.dataset_state)
             snapshot.iterator_state = copied(snapshot.iterator_state)
             if not finished and self._drawn_at == answers:
-                # Another thread has begun the next batch meanwhile, so the snapshot may include a part of it.
+                # Meanwhile, another thread has begun the next batch, so the snapshot may include a part of it.
                 snapshot = None
         if snapshot is not None:
             # The snapshot includes the replayed batches.
@@ -260,7 +260,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         return worker
 
     def _failures_after(self, yielded: int) -> int:
-        return self.origin.failures if self._guarded is None else self._guarded[1].count_after(yielded)
+        return self.origin.failures if self._guard_and_count is None else self._guard_and_count[1].count_after(yielded)
 
     def _newest_snapshot(self, answers: int) -> tuple[int, WorkerStart | None]:
         """Returns the number of answers before the newest snapshot, and the snapshot.

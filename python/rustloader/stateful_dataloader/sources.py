@@ -97,7 +97,7 @@ def _advanced(iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 class _Batches:
-    """Stands in for a BatchSampler in torch's code, with another sampler. All other attributes are the original's."""
+    """A stand-in for a BatchSampler in torch's code, with another sampler. Other attributes are the original's."""
 
     def __init__(self, batches: BatchSampler, inner: Any) -> None:
         self._batches = batches

@@ -191,7 +191,7 @@ def test_processes_that_only_look_like_processes_are_torchs_to_start(name, worke
 def test_a_class_that_starts_something_else_is_torchs_to_start():
     loader = DataLoader([0], num_workers=1, multiprocessing_context=context(ByThread))
     reason = fallback.why_not(LoaderIter, LoaderIter, loader)
-    assert reason == "the Process of its multiprocessing context starts in its own way"
+    assert reason == "the Process of its multiprocessing context has its own _Popen"
 
 
 @pytest.mark.handover

@@ -72,21 +72,21 @@ def test_the_error_of_a_sample_has_a_note(method, options):
     next(iterator), next(iterator)
     error = raised_by(next, iterator, kind=ValueError)
     assert str(error).startswith("Caught ValueError in DataLoader worker process 0.\nOriginal Traceback")
-    assert error.__notes__ == ["Worker 0 was fetching batch 2 of index [4, 5], and was at sample 5."]
+    assert error.__notes__ == ["Worker 0 was fetching batch 2 (index [4, 5]), and was at sample 5."]
     assert next(iterator).tolist() == [6, 7]
 
 
 @pytest.mark.parametrize(
     "dataset, arguments, note",
     [
-        (lambda: Failing(8, {5: ValueError}), {"batch_size": None}, "batch 5 of index 5."),
-        (lambda: Rebinding(8, {5: ValueError}), {"batch_size": 4}, "batch 0 of index [0, 1, 2, 3]."),
-        (lambda: Subset(Failing(8, {5: ValueError}), [6, 5, 4]), {"batch_size": 3}, "batch 0 of index [0, 1, 2]."),
+        (lambda: Failing(8, {5: ValueError}), {"batch_size": None}, "batch 5 (index 5)."),
+        (lambda: Rebinding(8, {5: ValueError}), {"batch_size": 4}, "batch 0 (index [0, 1, 2, 3])."),
+        (lambda: Subset(Failing(8, {5: ValueError}), [6, 5, 4]), {"batch_size": 3}, "batch 0 (index [0, 1, 2])."),
         (Broken, {"batch_size": 2}, "batch 1."),
         (
             lambda: Failing(8, {5: ValueError}),
             {"batch_size": 8, "worker_threads": 2},
-            "batch 0 of index [0, 1, 2, 3, 4, 5, 6, 7], and was at sample 5.",
+            "batch 0 (index [0, 1, 2, 3, 4, 5, 6, 7]), and was at sample 5.",
         ),
     ],
 )
@@ -103,7 +103,7 @@ def test_the_batches_of_a_note_count_from_the_begin_of_their_epoch():
         iterator = iter(loader)
         next(iterator), next(iterator)
         error = raised_by(next, iterator, kind=ValueError)
-        assert error.__notes__ == ["Worker 0 was fetching batch 2 of index [4, 5], and was at sample 5."]
+        assert error.__notes__ == ["Worker 0 was fetching batch 2 (index [4, 5]), and was at sample 5."]
 
 
 def test_the_death_of_an_idle_worker_has_no_index(rustloader):

@@ -61,7 +61,7 @@ def other_system(request, bare):
             return done.returncode, done.stdout, done.stderr
         return finished(start_script(source, bare / "script.py", HEAD, variables))
 
-    run.line = "the engine of rustloader needs Linux, and this is " + request.param
+    run.line = "rustloader's engine needs Linux, and this is " + request.param
     return run
 
 

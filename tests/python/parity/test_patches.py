@@ -64,7 +64,7 @@ def test_t12_get_iterator_replaced_in_torchs_loader_takes_effect(monkeypatch, ca
 
     monkeypatch.setattr(torch.utils.data.DataLoader, "_get_iterator", lambda self: Doubling(self))
     assert served(DataLoader(Numbers(4), num_workers=2, batch_size=None)) == [0, 2, 4, 6]
-    assert "DataLoader._get_iterator of torch was replaced" in caplog.text
+    assert "torch's DataLoader._get_iterator was replaced" in caplog.text
 
 
 @pytest.mark.ours

@@ -185,7 +185,7 @@ def test_an_iterable_dataset_is_refused_where_the_loader_asks_for_threads(caplog
         assert [len(list(loader)) for _ in range(2)] == [3, 3]
         assert len(list(TorchDataLoader(Who(3), num_workers=1, collate_fn=as_list))) == 3
     assert notes(caplog)[-1:] == [
-        "a DataLoader: worker_threads=4 has no effect: the samples of an iterable dataset come one after the other"
+        "a DataLoader: worker_threads=4 has no effect: the samples of an iterable dataset come one after another"
     ]
     assert len([note for note in notes(caplog) if "no effect" in note]) == 1
 

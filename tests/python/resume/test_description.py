@@ -129,7 +129,7 @@ def test_a_state_without_workers():
         [
             "written by: StatefulDataLoader of rustloader, without workers",
             "position: epoch 3, 120 batches delivered of 500; the next one is batch 120",
-            "sampler: RandomSampler, 16,000 indices in batches of 32, order by seed 77",
+            "sampler: RandomSampler, 16,000 indices in batches of 32, order from seed 77",
             "dataset: map-style, 16,000 samples, without a state",
             "random numbers: base seed 12345",
         ]
@@ -153,7 +153,7 @@ def test_a_state_with_workers_and_states_of_the_dataset():
         [
             "written by: StatefulDataLoader of rustloader, with 2 workers",
             "position: epoch 3, 120 batches delivered; the next one is batch 120",
-            "sampler: none (the dataset is iterable) in batches of 32, without a last one that is not full",
+            "sampler: none (the dataset is iterable) in batches of 32, without an incomplete last batch",
             "dataset: iterable, with a state",
             "random numbers: base seed 12345; seed_by with base seed 9, epoch 4",
             "worker 0: state of the dataset: 5.0 kB",
@@ -214,7 +214,7 @@ def test_an_epoch_that_has_ended_says_what_comes_next():
     state = without_workers(500, finished=True, next={"base_seed": 5, "sampler": {"seed": 6}})
     ended = "epoch 3, 500 batches delivered of 500; the epoch has ended, and the next iter() begins another one"
     assert line(state, "position") == ended
-    assert line(state, "next epoch") == "base seed 5, order by seed 6"
+    assert line(state, "next epoch") == "base seed 5, order from seed 6"
 
 
 def test_a_position_that_a_program_has_moved():
@@ -228,9 +228,12 @@ def test_a_position_that_a_program_has_moved():
     "ahead, words",
     [
         ([], None),
-        ([122], "from there on, 122 are delivered already (in_order=False)"),
-        (list(range(121, 129)), "from there on, 121, 122, 123, 124, 125, 126, 127, 128 are delivered already (in_ord"),
-        (list(range(121, 131)), "from there on, 121, 122, 123, 124, 125, 126, 127, 128 and 2 more are delivered alrea"),
+        ([122], "batch 122 was delivered already (in_order=False)"),
+        (
+            list(range(121, 129)),
+            "batches 121, 122, 123, 124, 125, 126, 127, 128 were delivered already (in_order=False)",
+        ),
+        (list(range(121, 131)), "batches 121, 122, 123, 124, 125, 126, 127, 128 and 2 more were delivered already (in"),
     ],
 )
 def test_batches_ahead_of_the_position(ahead, words):
@@ -244,7 +247,7 @@ def test_batches_ahead_of_the_position(ahead, words):
         ({"kind": "sequential", "length": 1}, "SequentialSampler, 1 index"),
         (
             {"kind": "random", "start": {"generator": torch.zeros(8)}},
-            "RandomSampler, order by the state of its generator",
+            "RandomSampler, order from the state of its generator",
         ),
         ({"kind": "subset", "start": {}}, "SubsetRandomSampler"),
         ({"kind": "weighted"}, "WeightedRandomSampler"),
@@ -253,11 +256,11 @@ def test_batches_ahead_of_the_position(ahead, words):
         ({"kind": "of a later version"}, "'of a later version'"),
         (
             {"kind": "distributed", "start": {"rank": 1, "num_replicas": 4, "epoch": 2, "seed": 0, "consumed": 0}},
-            "DistributedSampler, rank 1 of 4, its epoch 2",
+            "DistributedSampler, rank 1 of 4, sampler epoch 2",
         ),
         (
             {"kind": "distributed", "start": {"rank": 0, "num_replicas": 2, "epoch": 2, "seed": 0, "consumed": 64}},
-            "DistributedSampler, rank 0 of 2, its epoch 2, after 64 samples of earlier ranks",
+            "DistributedSampler, rank 0 of 2, sampler epoch 2, after 64 samples of earlier ranks",
         ),
     ],
 )
@@ -335,7 +338,7 @@ def test_what_is_no_dict_is_a_type_error(value):
 def test_other_dicts():
     assert describe({}) == "an empty state: load_state_dict() makes the loader start from scratch"
     assert describe({"a": 1, 2: 3}) == (
-        "no state of a StatefulDataLoader: it has 'a', 2, but neither '_snapshot' nor '_num_yielded'"
+        "not a state of a StatefulDataLoader: it has 'a', 2, but neither '_snapshot' nor '_num_yielded'"
     )
     for kind in (collections.OrderedDict, collections.UserDict, types.MappingProxyType):
         assert describe(kind(without_workers())) == describe(without_workers())
@@ -453,7 +456,7 @@ def test_states_of_a_loader(workers, shuffle):
         assert line(state, "sampler").startswith(f"{name}, 20 indices in batches of 3")
         assert line(state, "dataset") == "map-style, 20 samples, without a state"
         assert line(state, "problems") is line(state, "other keys") is None
-    assert ("order by seed" in line(states[1], "sampler")) is shuffle
+    assert ("order from seed" in line(states[1], "sampler")) is shuffle
     assert line(states[-1], "next epoch").startswith("base seed ")
 
 

@@ -210,7 +210,9 @@ def test_a_shuffle_buffer_that_the_state_does_not_hold(kind, workers, caplog):
     next(iterator)
     loader.state_dict()
     (text,) = caplog.messages
-    assert text.startswith(f"{kind.__name__} has a shuffle buffer of 100 samples, which its state_dict() does not hold")
+    assert text.startswith(
+        f"{kind.__name__} has a shuffle buffer of 100 samples, which its state_dict() does not include"
+    )
     # Once for each loader.
     loader.state_dict()
     list(iterator)

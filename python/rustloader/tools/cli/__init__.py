@@ -28,7 +28,7 @@ _LINUX_ONLY = {
     "bench": _NO_COMPARISON,
     "check": _NO_COMPARISON,
     "trace": _NO_TRACE,
-    "top": f"the engine of rustloader needs Linux, and this is {sys.platform}",
+    "top": f"rustloader's engine needs Linux, and this is {sys.platform}",
 }
 # Errors that a write to stdout may raise.
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
