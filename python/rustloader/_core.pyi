@@ -720,18 +720,18 @@ class IndexStream:
 
     def __new__(
         cls,
-        torchs: Iterator[Any],
+        torch_iterator: Iterator[Any],
         batches: BatchSampler | None,
         begin: Callable[[], tuple[Callable[[], np.ndarray | None], int | None] | None],
         size_of: Callable[[Any], int],
         is_interrupt: Callable[[BaseException], bool],
     ) -> IndexStream:
-        """Creates a stream that replaces ``torchs``, torch's iterator over the sampler.
+        """Creates a stream that replaces ``torch_iterator``, torch's iterator over the sampler.
 
         ``batches`` is the sampler whose ``batch_size`` is the size of each batch; if it is None, the stream yields
         single indices. ``begin`` is called in the first ``next``. It returns a pair: a function that returns the next
         array, or None at the end; and the batch size if an incomplete last batch is dropped, otherwise None. If
-        ``begin`` returns None instead of a pair, the stream yields what ``torchs`` yields. ``size_of`` converts a
+        ``begin`` returns None instead of a pair, the stream yields what ``torch_iterator`` yields. ``size_of`` converts a
         ``batch_size`` that is not a small int, or raises an error.
         """
 
@@ -780,9 +780,9 @@ class LeaseBuffer:
         """Returns a storage that shares these bytes and keeps them alive."""
 
 def engine_batches() -> int:
-    """Counts the batches that the Rust engine has delivered in this process, all loaders together.
+    """Returns the number of batches that the Rust engine has delivered in this process, for all loaders.
 
-    Batches of torch's own loop (``num_workers=0``, or a loader that fell back to it) do not count.
+    Batches of torch's own loop (``num_workers=0``, or a loader that fell back to it) are not counted.
 
     Returns:
         The number of batches.

@@ -16,7 +16,7 @@ use crate::store::Store;
 use crate::sys::owned::KnownFd;
 use crate::sys::sealed::{SealedMap, seal_all};
 
-/// A mapped image. Its buffer is the whole image.
+/// A mapped image. As a Python buffer, it exports the whole image.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct SharedStore {
     pub store: Arc<Rows>,
@@ -108,7 +108,8 @@ impl SharedStore {
         }
         Err(PyOSError::new_err((
             libc::EBADF,
-            "the descriptor of a shared object was closed by other code, so it cannot be sent to another process",
+            "the descriptor of this shared object was closed by other code, so the object cannot be sent to another \
+             process",
         )))
     }
 
