@@ -19,7 +19,7 @@ use super::exit_guard::{call, next_item};
 /// The iterator over the index batches, or the indices, of one epoch. `_core.pyi` documents it.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct IndexStream {
-    /// torch's own iterator, which is used instead of arrays if `begin` returns `None`. It has not been started before.
+    /// torch's own iterator, which is used instead of arrays if `begin` returns `None`. It must not have been started.
     torch_iterator: Py<PyAny>,
     /// The BatchSampler, whose `batch_size` is read for each batch, as torch does. `None` if single indices are
     /// yielded.

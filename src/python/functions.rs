@@ -18,7 +18,7 @@ pub static BATCHES: AtomicU64 = AtomicU64::new(0);
 /// True while a `rustloader.report` is active.
 static REPORTING: AtomicBool = AtomicBool::new(false);
 
-/// Returns the number of batches that the Rust engine has delivered in this process, for all loaders.
+/// Returns the number of batches that the Rust engine has delivered in this process, across all loaders.
 ///
 /// Batches of torch's own loop (``num_workers=0``, or a loader that fell back to it) are not counted.
 ///

@@ -59,8 +59,8 @@ impl PyPort {
     }
 
     /// Allocates `len` bytes in the arena. Returns `None`, and the caller uses the heap, if the region is full or the
-    /// worker's objects would hold too much of it. Before that limit is exceeded, runs Python's garbage collector,
-    /// because garbage may hold blocks.
+    /// worker's objects hold too much of it. In the latter case, runs Python's garbage collector first, because garbage
+    /// may hold blocks.
     fn lease(&self, py: Python<'_>, len: usize) -> PyResult<Option<WorkerLease>> {
         // Python itself reports errors that finalizers raise.
         let collect = || drop(py.import("gc").and_then(|gc| gc.call_method0("collect")));
@@ -77,7 +77,7 @@ impl PyPort {
     }
 
     /// Sends `value` if it is a plain tree; otherwise sends nothing and returns false. The list `holder`, which this
-    /// method may empty, has the only other reference to `value`, unless the worker keeps one, too. Without `holder`,
+    /// method may empty, has the only other reference to `value`, unless the worker also keeps one. Without `holder`,
     /// arrays are copied.
     fn encode(
         &self,
@@ -95,8 +95,9 @@ impl PyPort {
                 drop(value);
                 holder.map_or(Ok(()), |list| list.del_slice(0, list.len()))?;
                 // Copy with the GIL held: code that still has a reference to the array may write to it as soon as
-                // Python code runs again. SAFETY: `outgoing` has noted the array's block, so the block stays allocated;
-                // `to` points to `len` fresh bytes.
+                // Python code runs again.
+                // SAFETY: `outgoing` has noted the array's block, so the block stays allocated; `to` points to `len`
+                // fresh bytes.
                 outgoing.settle(|from, to, len| unsafe { copy(from, to, len, true) })?;
             }
             self.publish(outgoing, task, kind, &payload)?;

@@ -42,7 +42,7 @@ pub struct Remote {
     outgoing: Mutex<Outgoing>,
     /// True if the sending thread has something to send. Only the worker's thread sets it.
     left_to_thread: AtomicBool,
-    /// Rung by the worker's port.
+    /// Wakes the sending thread. The worker's port rings it.
     bell: EventFd,
     finishing: AtomicBool,
     /// True if the connection has ended, or everything has been sent.
@@ -103,12 +103,12 @@ impl Remote {
         remote.socket.keep_alive(LINK_SILENCE);
         let (sending, receiving) = (remote.clone(), remote.clone());
         let started = spawn("rl_receive", move || {
-            receiving.receive_between(&killed);
+            receiving.run_receiver(&killed);
             if !receiving.finishing.load(Ordering::Relaxed) {
                 lost();
             }
         });
-        let started = started.and_then(|()| spawn("rl_send", move || sending.send_all()));
+        let started = started.and_then(|()| spawn("rl_send", move || sending.run_sender()));
         if let Err(error) = started {
             // Ends the first thread if the second one could not be started.
             remote.finishing.store(true, Ordering::Relaxed);
@@ -219,7 +219,7 @@ impl Remote {
 
     /// Runs the receiving thread, which receives frames while the worker makes a batch, and detects the end of the
     /// connection.
-    fn receive_between(&self, killed: &dyn Fn()) {
+    fn run_receiver(&self, killed: &dyn Fn()) {
         sys::signal::block_all_in_this_thread();
         loop {
             if let Some(mut intake) = try_lock(&self.intake) {
@@ -253,7 +253,7 @@ impl Remote {
     }
 
     /// Runs the sending thread.
-    fn send_all(&self) {
+    fn run_sender(&self) {
         sys::signal::block_all_in_this_thread();
         if self.send_published().is_err() {
             // The receiving thread also detects the end.

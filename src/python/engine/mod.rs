@@ -381,9 +381,9 @@ impl PyEngine {
     ///
     /// The GIL is held here, and in `Access::drop` until the gate is released, for two reasons. First, the holder
     /// checks for the request and then releases the gate: without the GIL, a request between these two steps would find
-    /// the gate closed and be lost. Second, it ensures that Python never forks while a thread holds the handle's lock
-    /// or the meter's. Threads that wait at the gate take its lock without the GIL, so a forked child must not touch
-    /// that lock.
+    /// the gate closed and be lost. Second, holding the GIL ensures that Python never forks while a thread holds the
+    /// handle's lock or the meter's. Threads that wait at the gate take its lock without the GIL, so a forked child
+    /// must not touch that lock.
     fn finish(&self) {
         if !self.handle.is_ours() {
             return;

@@ -18,11 +18,11 @@ pub(super) struct State {
     /// The message of a `begin` that had to return because a worker's slot became vacant. The workers already have this
     /// message.
     pub(super) begun: Option<Vec<u8>>,
-    /// The next epoch, if it has begun early.
+    /// The early epoch, if there is one.
     pub(super) early: Option<Early>,
 }
 
-/// An epoch that began before the current one ended: what was sent to the workers for it.
+/// What the workers were sent for an early epoch.
 pub(super) struct Early {
     /// The message that began the epoch.
     pub(super) message: Vec<u8>,

@@ -67,7 +67,7 @@ impl ShareBuilder {
             for pair in pairs.try_iter()? {
                 let (key, value): (Bound<'_, PyAny>, Bound<'_, PyAny>) = pair?.extract()?;
                 let row = builder.rows() / 2;
-                let failed = |error| with_note(py, error, row, "key or value");
+                let failed = |error| with_note(py, error, row, "pair");
                 let hash = rows::key_hash(&key, &mut bytes)?;
                 rows::push(builder, shapes, &key, dumps, &mut scratch).map_err(failed)?;
                 builder.key(hash);
@@ -102,7 +102,7 @@ impl ShareBuilder {
         let taken = self.builder.try_lock().ok().and_then(|mut builder| builder.take());
         let (builder, shapes) = taken.ok_or_else(|| PyRuntimeError::new_err("this shared object is finished"))?;
         let shapes = shapes.finish();
-        // The meta of rows are their shapes. Raw data has no rows, and uses the caller's meta.
+        // Rows use their shapes as the meta. Raw data has no rows, and uses the caller's meta.
         let meta = if shapes.is_empty() { meta } else { &shapes };
         let fd = py.detach(|| builder.finish(kind, meta))?;
         SharedStore::open(fd)

@@ -124,10 +124,10 @@ impl SharedStore {
     }
 
     /// # Safety
-    /// Only Python may call this, with a structure that is to be filled in.
+    /// Only Python may call this, with a structure to fill in.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let bytes = slf.get().store.bytes();
-        // SAFETY: as above; the mapping stays while `slf`, which the export holds, lives.
+        // SAFETY: as above; the export keeps `slf` alive, and with it the mapping.
         unsafe { export(slf.as_any(), view, (bytes.as_ptr().cast_mut(), bytes.len()), flags) }
     }
 }
@@ -174,10 +174,10 @@ impl SharedData {
     }
 
     /// # Safety
-    /// Only Python may call this, with a structure that is to be filled in.
+    /// Only Python may call this, with a structure to fill in.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let bytes = &slf.get().bytes;
-        // SAFETY: as above; the mapping stays while `slf`, which the export holds, lives.
+        // SAFETY: as above; the export keeps `slf` alive, and with it the mapping.
         unsafe { export(slf.as_any(), view, (bytes.ptr(), bytes.len), flags) }
     }
 }
