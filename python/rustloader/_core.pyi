@@ -731,8 +731,8 @@ class IndexStream:
         ``batches`` is the sampler whose ``batch_size`` is the size of each batch; if it is None, the stream yields
         single indices. ``begin`` is called in the first ``next``. It returns a pair: a function that returns the next
         array, or None at the end; and the batch size if an incomplete last batch is dropped, otherwise None. If
-        ``begin`` returns None instead of a pair, the stream yields what ``torch_iterator`` yields. ``size_of`` converts a
-        ``batch_size`` that is not a small int, or raises an error.
+        ``begin`` returns None instead of a pair, the stream yields what ``torch_iterator`` yields. ``size_of`` converts
+        a ``batch_size`` that is not a small int, or raises an error.
         """
 
     def __iter__(self) -> Self: ...

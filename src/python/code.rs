@@ -23,7 +23,7 @@ codes! {
     RESUME = 1, // a new epoch begins; the values are the number of its first task and the message of `Engine.begin`
     LEAVE = 2, // the worker must exit
     UNREADABLE = 3, // a task whose index batch cannot be unpickled
-    // Like RESUME, but the current epoch has not ended yet. The new epoch's tasks follow, and the worker sends no reply.
+    // Like RESUME, but the current epoch has not ended yet. The new epoch's tasks follow; the worker sends no reply.
     EARLY = 4,
     REWIND = 5, // like RESUME, but the epoch replaces one that began early
 }

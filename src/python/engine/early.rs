@@ -12,7 +12,7 @@ use crate::error::Error;
 use crate::interop::exit_guard::{call, next_item};
 use crate::wire::TaskKind;
 
-/// The draws that have been made so far when an early epoch is to become the current one.
+/// The draws made so far to check the predictions of an early epoch.
 #[derive(Default)]
 pub(super) struct Drawn<'py> {
     /// Number of draws, including one that failed or reached the end of the sampler.

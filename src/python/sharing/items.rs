@@ -11,7 +11,7 @@ use pyo3::types::{PyList, PySlice, PyString, PyTuple};
 use super::store::SharedStore;
 use crate::codec::rows::{self, Rows};
 
-/// The base class of `SharedList` and `SharedTuple`, which reads the items.
+/// The base class of `SharedList` and `SharedTuple`, with the methods that read items.
 #[pyclass(frozen, subclass, module = "rustloader._core")]
 pub struct SharedItems {
     items: Arc<Rows>,
@@ -29,7 +29,7 @@ impl SharedItems {
         if self.is_tuple { "tuple" } else { "list" }
     }
 
-    /// Returns true if a row equals `other`, compared as the operator `in` does. `text` is the text of `other`, if
+    /// Returns true if a row equals `other` in the sense of the operator `in`. `text` is the text of `other`, if
     /// `other` is an exact str.
     fn is_equal(&self, row: u64, other: &Bound<'_, PyAny>, text: Option<&str>) -> PyResult<bool> {
         match text.and_then(|text| rows::is_text(&self.items, row, text)) {
