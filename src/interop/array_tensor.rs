@@ -46,8 +46,7 @@ impl Bridge {
         if view.dtype.torch_name().is_none() || !flags.getattr(intern!(py, "writeable")).ok()?.is_truthy().ok()? {
             return None;
         }
-        // torch keeps the array's strides. In a buffer export, the stride of a dimension of size 1 may differ from
-        // them.
+        // torch keeps the array's strides. In a buffer export, a dimension of size 1 may have another stride.
         let strides: Vec<i64> = array.getattr(intern!(py, "strides")).ok()?.extract().ok()?;
         let item = view.dtype.itemsize() as i64;
         let fits = strides.iter().all(|&stride| stride >= 0 && stride % item == 0);

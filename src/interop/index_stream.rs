@@ -3,7 +3,7 @@
 //!
 //! Python draws the permutations (`iterator/indices.py`), and the index stream cuts them into batches. It runs no
 //! Python code between taking indices from an array and returning them, so neither a signal handler nor another thread
-//! can intervene there.
+//! can intervene.
 
 use std::sync::{Mutex, MutexGuard};
 

@@ -80,7 +80,7 @@ pub fn end_forks() {
     forks::end_group();
 }
 
-/// A loader's claim on arenas that wait for its next epoch. `_core.pyi` documents it.
+/// A loader's claim on the arenas that the pool keeps for its next epoch. `_core.pyi` documents it.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct WarmPages(Option<Owner>);
 

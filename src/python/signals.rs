@@ -14,7 +14,7 @@ use crate::sys::signal::Mask;
 ///
 /// Python runs handlers between two bytecodes, and no bytecode is executed between the end of the call and the append.
 /// The exception is Python code in the finalizer of an argument: if a handler raises there, Python prints the error and
-/// continues. `_core.pyi` says what this means for the caller.
+/// continues. `_core.pyi` explains what this means for the caller.
 #[pyfunction]
 #[pyo3(signature = (into, function, /, *args))]
 pub fn call_into<'py>(

@@ -138,8 +138,8 @@ impl Remote {
     }
 
     /// Notifies the main process that the worker begins a sample of a task. `place` is the sample's position in the
-    /// index batch plus 1, or 0 if no sample is in progress. Returns only when the kernel has taken the frame, because
-    /// fetching the sample may end the process.
+    /// index batch plus 1, or 0 if no sample is in progress. Returns only when the kernel has accepted the frame,
+    /// because fetching the sample may end the process.
     pub fn at_sample(&self, task: u64, place: u64) {
         let mut frame = Head::bare(Kind::Sample).to_bytes().to_vec();
         frame::put_words(&mut frame, &[task, place]);

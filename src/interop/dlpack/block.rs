@@ -109,13 +109,13 @@ impl<M: Memory> Block<M> {
 
     /// Returns the structure for the exchange API.
     pub fn versioned(&self) -> *mut DLManagedTensorVersioned {
-        // SAFETY: the header lives; no reference is made.
+        // SAFETY: the header lives; no reference is created.
         unsafe { &raw mut (*self.0.as_ptr()).versioned }
     }
 
     /// Returns the structure for a capsule.
     pub fn legacy(&self) -> *mut DLManagedTensor {
-        // SAFETY: the header lives; no reference is made.
+        // SAFETY: the header lives; no reference is created.
         unsafe { &raw mut (*self.0.as_ptr()).legacy }
     }
 
@@ -178,8 +178,7 @@ unsafe fn delete<M: Memory>(context: *mut std::ffi::c_void) {
     }
 }
 
-/// # Safety
-/// As for [`free`]. `header` must be the header's address.
+/// # Safety The same as for [`free`]; `header` must be the address of a `Header<M>`.
 unsafe fn free_caught<M: Memory>(header: *mut std::ffi::c_void) {
     if let Some(header) = NonNull::new(header.cast::<Header<M>>()) {
         // SAFETY: by the contract.

@@ -36,8 +36,8 @@ impl Exchange {
         Some(Self { read, make })
     }
 
-    /// Describes a tensor. Returns `None` if torch cannot. The pointers to sizes and strides point into the tensor, so
-    /// copy their contents at once.
+    /// Describes a tensor. Returns `None` if torch cannot describe it. The pointers to sizes and strides point into the
+    /// tensor, so copy their contents at once.
     #[inline]
     pub fn read(&self, tensor: &Bound<'_, PyAny>) -> Option<DLTensor> {
         let mut out = std::mem::MaybeUninit::<DLTensor>::uninit();

@@ -6,8 +6,8 @@ use pyo3::types::{PyDict, PyTuple};
 
 use crate::interop::moving::{Freed, Move, Reading};
 
-/// The memory that a storage had before a move. An attribute of the storage refers to it, so it is freed with the
-/// storage.
+/// The memory that a storage had before a move. An attribute of the storage refers to this object, so the memory is
+/// freed with the storage.
 #[pyclass(frozen, module = "rustloader._core")]
 struct MovedMemory {
     _memory: Freed,

@@ -83,7 +83,7 @@ struct StallLimits {
 }
 
 /// The settings that the engine reads from `LoaderConfig` in `settings/config.py`. Values are converted by Python's
-/// rules, and errors in the conversion are raised unchanged.
+/// rules, and conversion errors are raised unchanged.
 struct Config {
     settings: Settings,
     snapshots: bool,
