@@ -549,7 +549,7 @@ fn workers_of_a_shared_queue_get_what_they_have_room_for() {
     }
     let holders: Vec<_> = (0..6).map(|task| queue.holder(task)).collect();
     assert_eq!(holders, [Some(0), Some(0), Some(1), Some(1), None, None]);
-    assert_eq!(links[0].under_way(), None);
+    assert_eq!(links[0].outstanding(), None);
     let (entry, _) = workers[1].next().unwrap();
     assert_eq!(entry.task, 2);
     workers[1].answer(2, b"", &[]);

@@ -780,9 +780,9 @@ class LeaseBuffer:
         """Returns a storage that shares these bytes and keeps them alive."""
 
 def engine_batches() -> int:
-    """Counts the batches that the Rust engine has delivered in this process, all loaders together.
+    """Returns the number of batches that the Rust engine has delivered in this process, across all loaders.
 
-    Batches of torch's own loop (``num_workers=0``, or a loader that fell back to it) do not count.
+    Batches of torch's own loop (``num_workers=0``, or a loader that fell back to it) are not counted.
 
     Returns:
         The number of batches.

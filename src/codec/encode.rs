@@ -305,7 +305,7 @@ impl<'py> Encoder<'_, 'py> {
         let is_large = bytes.is_some_and(|bytes| bytes >= ARRAY_MIN as i64);
         let is_sole = self.is_sole && is_large && is_sole(value);
         // An error here does not fail the batch: the array is then copied.
-        let is_sole = is_sole && bridge.has_alone(value).unwrap_or(false);
+        let is_sole = is_sole && bridge.is_unshared(value).unwrap_or(false);
         // SAFETY: NumPy has just described this view; the batch keeps the array alive.
         unsafe { self.draft.leaf(value, &view, is_sole, || Ok(None)) }
     }
@@ -316,7 +316,7 @@ impl<'py> Encoder<'_, 'py> {
         let bridge = self.bridge.ok_or(NotPlain)?;
         let view = bridge.view_as_tensor(&array).ok_or(NotPlain)?;
         let is_sole = self.is_sole && is_sole(value) && is_sole(&array);
-        let is_sole = is_sole && bridge.has_alone(&array).unwrap_or(false);
+        let is_sole = is_sole && bridge.is_unshared(&array).unwrap_or(false);
         // SAFETY: NumPy has just described this view; the batch keeps the array alive.
         unsafe { self.draft.leaf(value, &view, is_sole, || Ok(None)) }
     }

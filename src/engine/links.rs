@@ -43,7 +43,7 @@ impl Links {
     pub(super) fn ring_any(&self) {
         let mut chosen = None;
         for link in self.all() {
-            match link.under_way() {
+            match link.outstanding() {
                 Some(0) => {
                     chosen = Some(link);
                     break;

@@ -8,8 +8,9 @@ use super::view::LeafView;
 use crate::tree::Kind;
 use crate::tree::layout::Dims;
 
-/// An array in a batch that is delivered as the tensor that `torch.as_tensor` would return for it. The worker does not
-/// create that tensor, because it would hide the array and so any other references to the memory.
+/// An array in a batch that is delivered as a tensor, the one that `torch.as_tensor` would return for it. The worker
+/// does not create that tensor, because the tensor would hide the array, and with it any other references to the
+/// memory.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct ArrayTensor {
     /// The array. This object keeps it alive, as the tensor would.
@@ -45,8 +46,7 @@ impl Bridge {
         if view.dtype.torch_name().is_none() || !flags.getattr(intern!(py, "writeable")).ok()?.is_truthy().ok()? {
             return None;
         }
-        // torch keeps the array's strides. In a buffer export, the stride of a dimension of size 1 may differ from
-        // them.
+        // torch keeps the array's strides. In a buffer export, a dimension of size 1 may have another stride.
         let strides: Vec<i64> = array.getattr(intern!(py, "strides")).ok()?.extract().ok()?;
         let item = view.dtype.itemsize() as i64;
         let fits = strides.iter().all(|&stride| stride >= 0 && stride % item == 0);

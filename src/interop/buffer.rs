@@ -19,7 +19,7 @@ pub struct LeaseBuffer {
     shared: SharedLease,
 }
 
-/// A share in a lease. The buffer and its storages have one each.
+/// A share in a lease. The buffer and its storages each have one.
 struct SharedLease {
     /// Keeps the memory alive. The mutex is never locked; it only makes the lease `Sync`.
     _lease: Arc<Mutex<dyn Memory>>,

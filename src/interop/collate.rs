@@ -83,7 +83,7 @@ fn sources(bridge: &Bridge, items: &[Bound<'_, PyAny>], first: &TensorView<'_>) 
     items.iter().map(source).collect()
 }
 
-/// Makes a tensor from a list or tuple of exact floats (as float64) or exact ints (as int64), like `torch.tensor`.
+/// Creates a tensor from a list or tuple of exact floats (float64) or exact ints (int64), as `default_collate` does.
 /// Returns `None` for any other batch.
 pub fn numbers(py: Python<'_>, bridge: &Bridge, batch: &Bound<'_, PyAny>) -> PyResult<Option<Py<PyAny>>> {
     let Some(items) = items(batch) else { return Ok(None) };

@@ -1,4 +1,4 @@
-//! Python objects that are owned by threads without the GIL.
+//! Python objects owned by threads that do not hold the GIL.
 
 use pyo3::prelude::*;
 
@@ -39,7 +39,7 @@ impl Drop for DetachedObject {
     }
 }
 
-/// Runs `body` with the GIL. Fails with the error of `body`, or without running it if the interpreter is shutting down.
+/// Runs `body` with the GIL, and returns its result. If the interpreter is shutting down, fails without running `body`.
 pub fn attached<R>(body: impl FnOnce(Python<'_>) -> Result<R, String>) -> Result<R, String> {
     Python::try_attach(body).unwrap_or_else(|| Err("the interpreter is shutting down".to_owned()))
 }

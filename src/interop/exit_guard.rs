@@ -2,11 +2,11 @@
 //! in `next`, or the pin thread.
 //!
 //! If a thread tries to take the GIL back while the interpreter exits, Python (up to 3.13) ends the thread with
-//! `pthread_exit`. This unwinds the stack, and aborts the process when it reaches Rust's frames. The functions here
-//! park such a thread instead, as Python 3.14 does.
+//! `pthread_exit`. This unwinds the stack, and aborts the process when the unwinding reaches Rust's frames. The
+//! functions here park such a thread instead, as Python 3.14 does.
 //!
 //! PyO3 parks threads that return from [`Python::detach`] or call [`Python::attach`] (`HangThread` in pyo3-ffi). It
-//! does not park threads in calls that release the GIL inside Python, such as a call of a sampler that sleeps.
+//! does not park a thread whose call releases the GIL inside Python, for example in a sampler that sleeps.
 
 use std::hint::black_box;
 use std::mem::{forget, transmute};
@@ -32,9 +32,9 @@ type UnwindingRelease = unsafe extern "C-unwind" fn(Object);
 // callee.
 
 /// Calls a function that may run Python code or wait without the GIL, such as user code, pickle or torch's allocator.
-/// Also drops the arguments safely.
+/// Drops the arguments with the same protection.
 pub fn call<'py>(function: &Bound<'py, PyAny>, args: Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyAny>> {
-    // SAFETY: the types differ only in that unwinding is allowed.
+    // SAFETY: the types differ only in whether the call may unwind.
     let call = black_box(unsafe { transmute::<Call, UnwindingCall>(ffi::PyObject_Call) });
     // SAFETY: the GIL is held; both objects live, and the second one is a tuple; null means no keyword arguments.
     let result = guarded(|| unsafe { call(function.as_ptr(), args.as_ptr(), std::ptr::null_mut()) });

@@ -79,13 +79,14 @@ impl StoppableIterator {
     }
 }
 
-/// Calls `show`, which shows the worker's activity. Releases the GIL during the call if `show` sends a message to
+/// Calls `show`, which updates the worker's status page. Releases the GIL during the call if `show` sends a message to
 /// another machine.
 pub fn show_activity<R: Send>(py: Python<'_>, port: &Port, show: impl FnOnce() -> R + Send) -> R {
     if port.remote().is_some() { py.detach(show) } else { show() }
 }
 
-/// A collate function that is timed. While it runs, the status page shows that the worker collates.
+/// A wrapper that measures the time of a collate function. While the function runs, the status page shows that the
+/// worker collates.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct TimedCollate {
     pub port: Arc<Port>,

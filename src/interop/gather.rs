@@ -19,8 +19,9 @@ type Target = (*mut u8, Py<PyAny>);
 type Make<'a, 'py> = dyn FnMut(&Bound<'py, PyAny>, &StackPlan) -> PyResult<Option<Target>> + 'a;
 
 /// Gathers the rows `index` of a TensorDataset's tensors into the batch that `default_collate` would make from these
-/// samples, which contains the stacked rows of each tensor. Returns `None` to leave the batch to torch, if an index is
-/// not an exact int in range, a tensor is not plain, its rows are not contiguous, or `make` returns `None`.
+/// samples: a list of the stacked rows of each tensor. Leaves the batch to torch and returns `None` if an index is not
+/// an exact int in range, if a tensor is not plain or its rows are not contiguous, if a mode of torch is active, or if
+/// `make` returns `None`.
 pub fn gather<'py>(
     bridge: &Bridge,
     tensors: &Bound<'py, PyAny>,

@@ -3,7 +3,7 @@
 //!
 //! Python draws the permutations (`iterator/indices.py`), and the index stream cuts them into batches. It runs no
 //! Python code between taking indices from an array and returning them, so neither a signal handler nor another thread
-//! can intervene there.
+//! can intervene.
 
 use std::sync::{Mutex, MutexGuard};
 
@@ -19,7 +19,7 @@ use super::exit_guard::{call, next_item};
 /// The iterator over the index batches, or the indices, of one epoch. `_core.pyi` documents it.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct IndexStream {
-    /// torch's own iterator, which is used instead of arrays if `begin` returns `None`. It has not been started before.
+    /// torch's own iterator, which is used instead of arrays if `begin` returns `None`. It must not have been started.
     torch_iterator: Py<PyAny>,
     /// The BatchSampler, whose `batch_size` is read for each batch, as torch does. `None` if single indices are
     /// yielded.
@@ -50,10 +50,10 @@ struct StreamState {
     full: Option<usize>,
     /// The first indices of a batch that continues in the next array.
     pending: Vec<i64>,
-    /// Number of index batches still to be skipped, until they are converted into `skipping`.
-    skip: usize,
-    /// Number of indices still to be skipped.
-    skipping: usize,
+    /// Number of index batches to skip, until it is converted into `skip_indices`.
+    skip_batches: usize,
+    /// Number of indices still to skip.
+    skip_indices: usize,
 }
 
 impl StreamState {
@@ -62,7 +62,7 @@ impl StreamState {
         self.source = Source::Ended;
         self.array = None;
         self.pending = Vec::new();
-        (self.skip, self.skipping) = (0, 0);
+        (self.skip_batches, self.skip_indices) = (0, 0);
     }
 }
 
@@ -77,7 +77,15 @@ impl IndexStream {
         is_interrupt: Py<PyAny>,
     ) -> Self {
         let source = Source::Unstarted;
-        let state = StreamState { source, array: None, at: 0, full: None, pending: Vec::new(), skip: 0, skipping: 0 };
+        let state = StreamState {
+            source,
+            array: None,
+            at: 0,
+            full: None,
+            pending: Vec::new(),
+            skip_batches: 0,
+            skip_indices: 0,
+        };
         Self { torch_iterator, batches, begin, size_of, is_interrupt, state: Mutex::new(state) }
     }
 
@@ -90,7 +98,7 @@ impl IndexStream {
         if let Source::Unstarted = state.source {
             self.start(py, &mut state)?;
         }
-        if state.skip > 0 || state.skipping > 0 {
+        if state.skip_batches > 0 || state.skip_indices > 0 {
             self.leave_out(py, &mut state)?;
         }
         match state.source {
@@ -105,7 +113,7 @@ impl IndexStream {
         let Source::Unstarted = state.source else {
             return Err(PyValueError::new_err("skip must be called before the first next of an index stream"));
         };
-        state.skip = state.skip.saturating_add(count);
+        state.skip_batches = state.skip_batches.saturating_add(count);
         Ok(())
     }
 
@@ -142,21 +150,21 @@ impl IndexStream {
     /// After an interrupt, the next call continues.
     fn leave_out(&self, py: Python<'_>, state: &mut StreamState) -> PyResult<()> {
         if let Source::TorchIterator = state.source {
-            while state.skip > 0 {
+            while state.skip_batches > 0 {
                 let left_out = next_item(self.torch_iterator.bind(py))?;
-                state.skip = if left_out.is_some() { state.skip - 1 } else { 0 };
+                state.skip_batches = if left_out.is_some() { state.skip_batches - 1 } else { 0 };
             }
             return Ok(());
         }
-        if state.skip > 0 {
+        if state.skip_batches > 0 {
             let size = self.size(py, state)?;
-            state.skipping = state.skip.saturating_mul(size);
-            state.skip = 0;
+            state.skip_indices = state.skip_batches.saturating_mul(size);
+            state.skip_batches = 0;
         }
-        while state.skipping > 0 {
-            let taken = remaining(&state.array, state.at).len().min(state.skipping);
+        while state.skip_indices > 0 {
+            let taken = remaining(&state.array, state.at).len().min(state.skip_indices);
             state.at += taken;
-            state.skipping -= taken;
+            state.skip_indices -= taken;
             if taken == 0 && !self.refill(py, state)? {
                 state.end();
             }

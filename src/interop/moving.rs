@@ -1,14 +1,14 @@
-//! Protection of storages that torch moves to other memory while tensors on them live, as `share_memory_()` and torch's
-//! queues do.
+//! Protection of storages that torch moves to other memory while tensors use them. `share_memory_()` and torch's queues
+//! move storages.
 //!
 //! torch copies such a storage into new memory, puts the new memory into the storage, and frees the old memory. An
 //! array or DLPack view of a tensor keeps the storage alive, but not its old memory. In addition, an encoder that
 //! copies without the GIL could read freed memory.
 //!
-//! So torch's function runs within a [`Move`]. It calls the deleter of the old memory on the same thread, where
-//! [`catch`] passes the memory to the [`Move`] instead of freeing it. The storage then keeps the old memory until the
-//! storage itself is freed. Moves and [`Reading`]s exclude each other. Both begin and end while the thread holds the
-//! GIL, so simple counters are sufficient.
+//! So torch's function runs within a [`Move`]. The function calls the deleter of the old memory on the same thread,
+//! where [`catch`] passes the memory to the [`Move`] instead of freeing it. The storage then keeps the old memory until
+//! the storage itself is freed. Moves and [`Reading`]s exclude each other. Both begin and end while their thread holds
+//! the GIL, so simple counters are sufficient.
 //!
 //! Without a move, the cost is one atomic load per freed tensor, and two counter updates per encoded batch.
 
@@ -73,7 +73,7 @@ pub struct Freed {
 
 // SAFETY: a block may be freed on any thread (`Memory: Send`).
 unsafe impl Send for Freed {}
-// SAFETY: nothing can be done through a shared reference.
+// SAFETY: a shared reference gives no access to the block.
 unsafe impl Sync for Freed {}
 
 impl Drop for Freed {
@@ -90,10 +90,10 @@ struct PendingMove {
     outer: *mut PendingMove,
 }
 
-/// A move, on this thread, of the storage whose memory is at an address. While it lives, no other thread reads tensors
-/// without the GIL.
+/// A move, by this thread, of the storage whose memory is at a given address. While this value lives, no other thread
+/// reads tensors without the GIL.
 pub struct Move {
-    watch: Box<PendingMove>,
+    pending: Box<PendingMove>,
     /// Makes the type `!Send`, so that the value stays on its thread.
     _thread: PhantomData<*mut ()>,
 }
@@ -106,26 +106,26 @@ impl Move {
         while OWN_READINGS.get() == 0 && !READINGS.is_zero() {
             pause(PAUSE);
         }
-        let mut watch = Box::new(PendingMove { address, caught: None, outer: INNERMOST.get() });
-        INNERMOST.set(&raw mut *watch);
-        Self { watch, _thread: PhantomData }
+        let mut pending = Box::new(PendingMove { address, caught: None, outer: INNERMOST.get() });
+        INNERMOST.set(&raw mut *pending);
+        Self { pending, _thread: PhantomData }
     }
 
-    /// Ends the move. Returns the storage's old memory, if that was made by this crate and has been freed by torch.
+    /// Ends the move. Returns the storage's old memory if this crate created it and torch has freed it.
     pub fn end(mut self) -> Option<Freed> {
-        self.watch.caught.take()
+        self.pending.caught.take()
     }
 }
 
 impl Drop for Move {
     fn drop(&mut self) {
-        INNERMOST.set(self.watch.outer);
+        INNERMOST.set(self.pending.outer);
         MOVES.update(|count| count.saturating_sub(1));
     }
 }
 
-/// Called by a deleter before it frees `block`, whose tensor's memory is at `data`. If this thread is moving the
-/// storage at that address, passes the block to the move and returns true. Otherwise returns false.
+/// Stores `block` in this thread's [`Move`] of the storage whose memory is at `data`, and returns true. Returns false
+/// if there is no such move. A deleter calls this before it frees the block.
 ///
 /// # Safety
 /// `free` must be able to free `block` on any thread. If this returns true, the caller must not use `block` any more.
@@ -137,18 +137,18 @@ pub unsafe fn catch(data: *const u8, block: *mut c_void, free: unsafe fn(*mut c_
     let mut at = INNERMOST.get();
     // SAFETY: the list contains records of this thread, each of which lives until it leaves the list. No other thread
     // uses them.
-    while let Some(watch) = unsafe { at.as_mut() } {
-        if watch.address == data && watch.caught.is_none() {
-            watch.caught = Some(Freed { block, free });
+    while let Some(pending) = unsafe { at.as_mut() } {
+        if pending.address == data && pending.caught.is_none() {
+            pending.caught = Some(Freed { block, free });
             return true;
         }
-        at = watch.outer;
+        at = pending.outer;
     }
     false
 }
 
-/// A period in which this thread reads the memory of tensors without the GIL. While it lives, no other thread moves a
-/// storage.
+/// A period in which this thread reads the memory of tensors without the GIL. While this value lives, no other thread
+/// moves a storage.
 #[derive(Debug)]
 pub struct Reading {
     /// Makes the type `!Send`, so that the value stays on its thread.
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn a_move_catches_the_memory_of_its_storage_alone() {
+    fn a_move_catches_only_the_memory_of_its_storage() {
         let _alone = ALONE.lock().unwrap_or_else(|it| it.into_inner());
         let (freed, byte, other) = (AtomicBool::new(false), 1u8, 2u8);
         assert!(!is_caught(&byte, &freed));

@@ -2,8 +2,9 @@
 //! `worker::arrays`.
 //!
 //! NumPy 1.22 and newer let a program replace the functions that allocate the memory of arrays (NEP 49). These
-//! functions are set per context (`contextvars`), and each array keeps those with which it was allocated. The functions
-//! of this module leave small arrays, and arrays for which the region has no room, to NumPy's default functions.
+//! functions are set per context (`contextvars`), and each array keeps the functions with which it was allocated. The
+//! functions of this module leave small arrays, and arrays for which the region has no room, to NumPy's default
+//! functions.
 
 use std::ffi::{CStr, c_char, c_uint, c_void};
 use std::sync::Arc;
@@ -41,7 +42,7 @@ const DEFAULT: &CStr = c"default_allocator";
 /// The version of [`Handler`] that NumPy 1.22 introduced.
 const VERSION: u8 = 1;
 
-/// The feature version of NumPy 1.22, the first one with handlers.
+/// The feature version of NumPy 1.22, the first version with handlers.
 const WITH_HANDLERS: c_uint = 0xf;
 /// Indices in NumPy's table of functions.
 const FEATURE_VERSION: usize = 211;
@@ -184,8 +185,8 @@ impl Context {
     }
 }
 
-// NumPy calls the following functions with the context of this handler, and with pointers that they have returned. It
-// calls them on any thread, usually with the GIL. They do not call Python, and panic only if the block table is
+// NumPy calls the following functions on any thread, usually with the GIL. It passes the context of this handler, and
+// pointers that the functions have returned. The functions do not call Python, and panic only if the block table is
 // damaged, which ends the process.
 
 unsafe extern "C" fn malloc(ctx: *mut c_void, len: usize) -> *mut c_void {

@@ -1,4 +1,4 @@
-//! Short descriptions of indices for people.
+//! Short descriptions of indices, for statistics.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyInt, PyList, PyString, PyTuple};

@@ -8,8 +8,8 @@ type HasCallbacks = unsafe extern "C" fn() -> bool;
 
 static HAS_CALLBACKS: OnceLock<Option<HasCallbacks>> = OnceLock::new();
 
-/// Returns true if `at::hasCallbacks` says that a callback of torch (profiler, NVTX emitter, trace observer) is active
-/// in this thread. Also returns true if torch does not export that function.
+/// Returns true if `at::hasCallbacks` reports that a callback of torch (profiler, NVTX emitter, trace observer) is
+/// active in this thread. Also returns true if torch does not export that function.
 pub fn has_callbacks() -> bool {
     let function = HAS_CALLBACKS.get_or_init(|| {
         let address = sys::symbol::find(c"libtorch_cpu.so", c"_ZN2at12hasCallbacksEv")?;

@@ -7,7 +7,7 @@ use crate::tree::Kind;
 use crate::tree::dtype::Dtype;
 use crate::tree::layout::{Dims, extent, is_contiguous};
 
-/// The memory of a plain CPU tensor. The pointer is valid while the tensor lives and is not resized.
+/// The memory of a plain CPU tensor. The pointer is valid until the tensor is freed or resized.
 #[derive(Clone, Copy, Debug)]
 pub struct TensorView<'a> {
     pub ptr: *const u8,
@@ -61,8 +61,8 @@ impl<'a> Form<'a> {
         extent(self.shape, self.strides, self.dtype.itemsize())
     }
 
-    /// Checks that a view of this form at byte `offset` stays inside `memory` and is aligned. The error is the reason,
-    /// in words.
+    /// Checks that a view of this form at byte `offset` stays inside `memory` and is aligned. Otherwise, returns the
+    /// reason in words.
     #[inline]
     pub fn check<M: Memory>(&self, memory: &M, offset: usize) -> Result<(), &'static str> {
         let end = self.extent().and_then(|bytes| bytes.checked_add(offset));
@@ -174,7 +174,7 @@ mod tests {
             prop_assert_eq!(&plan.shape[1..], &shape[..]);
             prop_assert!(is_contiguous(&plan.shape, &plan.strides));
             if each > 0 {
-                prop_assert_eq!(plan.strides[0] as usize * 8, each, "an item begins where the last one ends");
+                prop_assert_eq!(plan.strides[0] as usize * 8, each, "an item begins where the previous one ends");
             }
         }
     }

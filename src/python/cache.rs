@@ -1,4 +1,4 @@
-//! The table of a cache's samples. `_core.pyi` documents the class.
+//! The table of cached samples. `_core.pyi` documents the class.
 
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::{Mutex, PoisonError};
@@ -35,7 +35,7 @@ impl PyCache {
         if row < self.cache.rows() {
             return Ok(row);
         }
-        Err(PyIndexError::new_err("the cache has no such row"))
+        Err(PyIndexError::new_err(format!("the cache has no row {row}")))
     }
 }
 
@@ -73,7 +73,7 @@ impl PyCache {
         Ok(Cache::format(borrowed(&fd)?, rows, limit, meta)?)
     }
 
-    /// Reads the header of a file; None if the file is not a table.
+    /// Returns the header of a file, or None if the file is not a table.
     #[staticmethod]
     fn head<'py>(py: Python<'py>, fd: i32) -> PyResult<Option<HeadTuple<'py>>> {
         let head = Cache::head(borrowed(&fd)?)?;
@@ -126,7 +126,8 @@ impl PyCache {
 
     fn fileno(&self) -> PyResult<i32> {
         let closed = || {
-            let text = "the descriptor of a cache was closed by other code, so it cannot be sent to another process";
+            let text = "the descriptor of this cache was closed by other code, so the cache cannot be sent to another \
+                        process";
             PyOSError::new_err((libc::EBADF, text))
         };
         Ok(self.cache.fd().ok_or_else(closed)?.as_raw_fd())
@@ -157,14 +158,14 @@ impl PyCache {
         }
     }
 
-    /// Returns true if the sample of a row is worth passing to `put`: the row has neither a record nor a mark, and the
-    /// cache takes samples.
+    /// Returns true if it is worth passing the sample of a row to `put`: the row has neither a record nor the mark that
+    /// `never` sets, and the cache takes samples.
     fn takes(&self, row: u64) -> PyResult<bool> {
         let is_open = self.cache.closed() == Closed::Open;
         Ok(is_open && self.cache.lookup(self.row(row)?) == Lookup::Absent)
     }
 
-    /// Stores a sample. If this call closes the cache, returns the reason, otherwise None.
+    /// Stores a sample. Returns the reason if this call closes the cache, and None otherwise.
     fn put(&self, row: u64, sample: &Bound<'_, PyAny>, dumps: &Bound<'_, PyAny>) -> PyResult<Option<&'static str>> {
         let row = self.row(row)?;
         // The lock is not held during the call: user code that runs while the sample is pickled may call this method
@@ -192,8 +193,8 @@ impl PyCache {
         usage_dict(py, self.cache.usage())
     }
 
-    /// Computes the usage from the first [`HEADER`](crate::cache::HEADER) bytes of a file; None if it is not a table of
-    /// this version.
+    /// Returns the usage that is recorded in the first [`HEADER`](crate::cache::HEADER) bytes of a file, or None if the
+    /// file is not a table of this version.
     #[staticmethod]
     fn usage_of_header<'py>(py: Python<'py>, header: &[u8]) -> PyResult<Option<Bound<'py, PyDict>>> {
         Usage::of_header(header).map(|usage| usage_dict(py, usage)).transpose()

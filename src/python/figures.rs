@@ -17,8 +17,8 @@ pub(super) fn seconds(ns: u64) -> f64 {
 }
 
 /// Defines a class of constants and counters. Each counter is an entry of a table of u64s: a count, or a time in
-/// nanoseconds that the class converts to seconds. `since` returns the growth of the counters since an earlier object;
-/// the constants keep their values.
+/// nanoseconds that the class converts to seconds. `since` subtracts the counters of an earlier object; the constants
+/// keep their values.
 macro_rules! figures {
     ($class:ident { $($constant:ident: $kind:ty,)* }
      numbers { $($number:ident = $n:expr,)* } seconds { $($time:ident = $t:expr,)* }) => {

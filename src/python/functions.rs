@@ -1,4 +1,4 @@
-//! The module's functions that concern this process and its machine. `_core.pyi` documents them.
+//! Functions of `_core` that concern this process and its machine. `_core.pyi` documents them.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -18,9 +18,9 @@ pub static BATCHES: AtomicU64 = AtomicU64::new(0);
 /// True while a `rustloader.report` is active.
 static REPORTING: AtomicBool = AtomicBool::new(false);
 
-/// Counts the batches that the Rust engine has delivered in this process, all loaders together.
+/// Returns the number of batches that the Rust engine has delivered in this process, across all loaders.
 ///
-/// Batches of torch's own loop (``num_workers=0``, or a loader that fell back to it) do not count.
+/// Batches of torch's own loop (``num_workers=0``, or a loader that fell back to it) are not counted.
 ///
 /// Returns:
 ///   The number of batches.
@@ -80,7 +80,7 @@ pub fn end_forks() {
     forks::end_group();
 }
 
-/// A loader's claim on arenas that wait for its next epoch. `_core.pyi` documents it.
+/// A loader's claim on the arenas that the pool keeps for its next epoch. `_core.pyi` documents it.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct WarmPages(Option<Owner>);
 
@@ -92,7 +92,7 @@ impl WarmPages {
     }
 
     fn announce(&self, workers: &Bound<'_, PyAny>) {
-        // An invalid number of workers is ignored here: as in torch, the first epoch refuses it.
+        // An invalid number of workers is ignored here: as in torch, the error is raised when the first epoch begins.
         if let (Some(owner), Ok(workers)) = (&self.0, workers.extract()) {
             owner.announce(workers);
         }
@@ -100,7 +100,7 @@ impl WarmPages {
 }
 
 impl WarmPages {
-    /// Claims for the loader the arena that one of its iterators has taken.
+    /// Makes the loader the owner of an arena that one of its iterators has taken.
     pub fn begin(&self, arena: &Arena) {
         if let Some(owner) = &self.0 {
             owner.begin(arena);

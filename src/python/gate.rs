@@ -31,8 +31,8 @@ pub fn enter(py: Python<'_>, gate: &Gate, handle: &Handle) -> PyResult<()> {
     }
 }
 
-/// Returns the error of a `next` whose iterator was shut down. In a daemon thread, which would only print the error,
-/// parks the thread instead if the interpreter is exiting.
+/// Returns the error of a `next` whose iterator was shut down. If the interpreter is exiting, parks the thread instead
+/// unless it is the main thread: a daemon thread would only print the error.
 pub fn closed(py: Python<'_>, handle: &Handle) -> PyErr {
     park_at_exit(py, handle);
     PyRuntimeError::new_err("the DataLoader iterator has been shut down")

@@ -1,4 +1,4 @@
-//! The bindings: thin classes over the engine and the worker's port.
+//! The Python bindings: thin classes and functions over the Rust core.
 
 mod cache;
 mod code;
@@ -15,8 +15,8 @@ mod trace;
 
 use pyo3::prelude::*;
 
-// The code relies on the GIL: `PyEngine::finish`, `sys::deferred_signals`, the borrowed items of `codec::encode`. With
-// `gil_used`, a free-threaded Python enables the GIL and prints a warning when it loads the module.
+// The code relies on the GIL in `PyEngine::finish`, in `sys::deferred_signals`, and for the items that `codec::encode`
+// borrows. With `gil_used`, a free-threaded Python enables the GIL and prints a warning when it loads the module.
 #[pymodule(gil_used = true)]
 mod _core {
     #[pymodule_export]

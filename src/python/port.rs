@@ -45,8 +45,8 @@ pub struct PyPort {
     stopwatch: Arc<Stopwatch>,
     /// The handler that makes NumPy allocate arrays in the worker's region, if it is in use.
     numpy_memory: OnceLock<NumpyMemory>,
-    /// The main process, whose death the worker itself must notice; set only if there is no watchdog thread.
-    unguarded: OnceLock<Parent>,
+    /// The main process, whose death the worker itself must detect; set only if there is no watchdog thread.
+    polled_parent: OnceLock<Parent>,
 }
 
 impl PyPort {
@@ -58,8 +58,9 @@ impl PyPort {
         Ok((code, first_task, Some(PyBytes::new(py, message).into_any().unbind())))
     }
 
-    /// Allocates `len` bytes in the arena. Returns `None` once the worker holds too many blocks; the caller then uses
-    /// the heap. Runs Python's garbage collector first if garbage may still hold blocks.
+    /// Allocates `len` bytes in the arena. Returns `None`, and the caller uses the heap, if the region is full or the
+    /// worker's objects hold too much of it. In the latter case, runs Python's garbage collector first, because garbage
+    /// may hold blocks.
     fn lease(&self, py: Python<'_>, len: usize) -> PyResult<Option<WorkerLease>> {
         // Python itself reports errors that finalizers raise.
         let collect = || drop(py.import("gc").and_then(|gc| gc.call_method0("collect")));
@@ -76,7 +77,7 @@ impl PyPort {
     }
 
     /// Sends `value` if it is a plain tree; otherwise sends nothing and returns false. The list `holder`, which this
-    /// method may empty, has the only other reference to `value`, unless the worker keeps one, too. Without `holder`,
+    /// method may empty, has the only other reference to `value`, unless the worker also keeps one. Without `holder`,
     /// arrays are copied.
     fn encode(
         &self,
@@ -95,8 +96,8 @@ impl PyPort {
                 holder.map_or(Ok(()), |list| list.del_slice(0, list.len()))?;
                 // Copy with the GIL held: code that still has a reference to the array may write to it as soon as
                 // Python code runs again.
-                // SAFETY: `outgoing` has noted the array's block, which therefore stays; `to` points to `len` fresh
-                // bytes.
+                // SAFETY: `outgoing` has noted the array's block, so the block stays allocated; `to` points to `len`
+                // fresh bytes.
                 outgoing.settle(|from, to, len| unsafe { copy(from, to, len, true) })?;
             }
             self.publish(outgoing, task, kind, &payload)?;
@@ -105,7 +106,7 @@ impl PyPort {
         Ok(plain)
     }
 
-    /// Waits for a task without the GIL. Returns `None` if the worker must leave, for example because the main process
+    /// Waits for a task without the GIL. Returns `None` if the worker must exit, for example because the main process
     /// has died.
     fn wait(&self, py: Python<'_>) -> PyResult<Option<TaskEntry>> {
         fetcher::show_activity(py, &self.port, || self.port.enter(WorkerState::Idle));
@@ -115,7 +116,7 @@ impl PyPort {
                 Received::Stop => return Ok(None),
                 Received::Nothing => {
                     py.check_signals()?;
-                    if self.unguarded.get().is_some_and(|parent| !parent.is_alive()) {
+                    if self.polled_parent.get().is_some_and(|parent| !parent.is_alive()) {
                         return Ok(None);
                     }
                 }
@@ -131,7 +132,7 @@ impl PyPort {
             kept: Arc::default(),
             stopwatch: Arc::default(),
             numpy_memory: OnceLock::new(),
-            unguarded: OnceLock::new(),
+            polled_parent: OnceLock::new(),
         }
     }
 
@@ -192,7 +193,7 @@ impl PyPort {
     fn watch(&self, parent: (i32, u64)) {
         let parent = Parent::of(parent.0, parent.1);
         if watchdog::start(self.port.clone(), parent).is_err() {
-            let _ = self.unguarded.set(parent);
+            let _ = self.polled_parent.set(parent);
         }
     }
 
@@ -202,8 +203,8 @@ impl PyPort {
     }
 
     /// Registers faulthandler for the stack signal, so that its handler dumps the stacks of all threads into this
-    /// worker's stack file without the GIL. If that fails, or the program handles the signal itself, the status page
-    /// says so.
+    /// worker's stack file without the GIL. If that fails, or if the program handles the signal itself, the status page
+    /// shows the reason.
     fn offer_stack(&self, py: Python<'_>) {
         let Some(fd) = self.port.make_stack_file() else { return };
         let (all_threads, chain) = (true, false);
@@ -285,7 +286,7 @@ impl PyPort {
     ) -> PyResult<bool> {
         let kind = if tied { ResultKind::Tied } else { ResultKind::Pickle };
         let (py, sum) = (pickle.py(), codec::pickle_sum(&pickle));
-        // Dropping the batch may run any code, so the batch is kept until it has been sent.
+        // Dropping the batch may run user code, so the batch is kept until it has been sent.
         self.encode(task, kind, (pickle, objects, sum).into_pyobject(py)?.into_any(), None)
     }
 
@@ -314,8 +315,8 @@ impl PyPort {
         py.detach(|| self.port.progress(ends));
     }
 
-    /// Records that the worker leaves. From then on Ctrl-C is ignored, because a KeyboardInterrupt in multiprocessing's
-    /// shutdown code would only print a traceback.
+    /// Records that the worker is exiting. From then on Ctrl-C is ignored, because a KeyboardInterrupt in
+    /// multiprocessing's shutdown code would only print a traceback.
     fn leave(&self, py: Python<'_>) {
         signal::ignore(libc::SIGINT);
         // Handle a signal that Python has already noted, and drop the error, which Python would otherwise raise after

@@ -32,8 +32,8 @@ impl PyLink {
     }
 }
 
-/// Opens the worker's end. The process must do nothing else, because it exits when the connection ends, even if the
-/// dataset is making an item.
+/// Opens the worker's end. The process must do nothing else, because it exits when the connection ends, even while the
+/// dataset is loading a sample.
 pub fn open(fd: i32, ring_slots: u32, region_len: u64) -> PyResult<Arc<Remote>> {
     // SAFETY: the caller passes ownership of the descriptor, which is open.
     let socket = unsafe { OwnedFd::from_raw_fd(fd) };
@@ -45,7 +45,7 @@ pub fn open(fd: i32, ring_slots: u32, region_len: u64) -> PyResult<Arc<Remote>> 
     Ok(Remote::start(socket, ring_slots, region_len, lost, killed)?)
 }
 
-/// Converts a wait in seconds to a duration: 0 if it is negative or NaN, [`Duration::MAX`] if it is too long.
+/// Converts seconds to a duration: 0 if the value is negative or NaN, [`Duration::MAX`] if it is too large.
 pub fn limit(seconds: f64) -> Duration {
     Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX)
 }

@@ -1,4 +1,4 @@
-//! Calls that signal handlers must not interrupt: taking a value, and forking workers.
+//! Operations that signal handlers must not interrupt: taking a value, and forking workers.
 
 use std::sync::Mutex;
 
@@ -14,7 +14,7 @@ use crate::sys::signal::Mask;
 ///
 /// Python runs handlers between two bytecodes, and no bytecode is executed between the end of the call and the append.
 /// The exception is Python code in the finalizer of an argument: if a handler raises there, Python prints the error and
-/// continues. `_core.pyi` says what this means for the caller.
+/// continues. `_core.pyi` explains what this means for the caller.
 #[pyfunction]
 #[pyo3(signature = (into, function, /, *args))]
 pub fn call_into<'py>(
@@ -25,8 +25,8 @@ pub fn call_into<'py>(
     into.append(call(function, args)?)
 }
 
-/// A context in which signals are deferred. Entering and leaving the context is a single call each: Python may run the
-/// handler of another signal after any call, and none may run between the steps of entering or of leaving.
+/// A context in which signals are deferred. Entering the context is a single call, and so is leaving it. Python may run
+/// the handler of another signal after any call, and no handler may run between the steps of entering or leaving.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct DeferredSignals {
     signals: Vec<i32>,

@@ -24,8 +24,8 @@ impl PyTraceSink {
     #[pyo3(signature = (source, kind, who, begin, length, number, extra = 0))]
     #[expect(clippy::too_many_arguments, reason = "the fields of an event")]
     fn put(&self, source: u32, kind: u32, who: u32, begin: u64, length: u64, number: u64, extra: u64) -> PyResult<()> {
-        let kind = Kind::of_number(kind);
-        let kind = kind.ok_or_else(|| PyValueError::new_err("there is no such kind of event"))?;
+        let unknown = || PyValueError::new_err(format!("there is no kind of event with the number {kind}"));
+        let kind = Kind::of_number(kind).ok_or_else(unknown)?;
         self.0.put(source, Event { kind, who, begin, length, number, extra });
         Ok(())
     }

@@ -31,7 +31,7 @@ fn counters(page: &StatusPage) -> [&AtomicU64; COUNTERS] {
     ]
 }
 
-/// Reads the counters of a page.
+/// Returns the counters of a page.
 pub fn read(page: &StatusPage) -> [u64; COUNTERS] {
     counters(page).map(|word| word.load(Ordering::Relaxed))
 }
@@ -46,7 +46,7 @@ pub fn store(page: &StatusPage, values: &[u64; COUNTERS]) {
 /// Stores a state that the worker entered at `now`, and the task that it has begun, if any.
 pub fn enter(page: &StatusPage, state: WorkerState, task: Option<u64>, now: u64) {
     if let Some(task) = task {
-        // Stored before the state, so that a stall check does not mistake the previous task for this one.
+        // Store the task before the state, so that a stall check does not mistake the previous task for this one.
         page.task_since_ns.store(now, Ordering::Relaxed);
         page.place.store(0, Ordering::Relaxed);
         page.task.store(task, Ordering::Relaxed);

@@ -27,7 +27,7 @@ numbered_enum! {
     pub enum Kind {
         /// To the worker: a task.
         Task = 1,
-        /// To the worker: leave before the next sample.
+        /// To the worker: leave the loop before the next sample.
         Stop = 2,
         /// To the worker: end the process at once.
         Kill = 3,
@@ -37,7 +37,7 @@ numbered_enum! {
         Result = 5,
         /// From the worker: it has left its loop; no frame follows.
         Left = 6,
-        /// From the worker: it begins a sample of a task, or its collation.
+        /// From the worker: it begins a sample of a task, or the collation of its samples.
         Sample = 7,
         /// From the worker: it begins a batch of a replay.
         Replay = 8,
@@ -75,7 +75,10 @@ impl Head {
         let number = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         let len = u64::from(number(8)) | u64::from(number(12)) << 32;
         let (kind, count) = (Kind::of_number(number(0)), number(4));
-        let bad = || Error::connection(format!("a frame of kind {} with {count} parts and {len} bytes", number(0)));
+        let bad = || {
+            let kind = number(0);
+            Error::connection(format!("received an invalid frame: kind {kind}, {count} parts, {len} bytes"))
+        };
         let head = Self { kind: kind.ok_or_else(bad)?, count, len };
         let fits = match head.kind {
             Kind::Task => len <= max_len,

@@ -1,4 +1,4 @@
-//! The receiving side of a socket, which reads complete parts of frames through a buffer.
+//! The receiving side of a socket, which reads frames part by part through a buffer.
 
 use std::ptr::NonNull;
 
@@ -56,7 +56,8 @@ impl FrameReader {
         Head::from_bytes(bytes, max_len)
     }
 
-    /// Returns true if a whole frame has arrived, but never for one that is longer than the buffer. Does not wait.
+    /// Returns true if a whole frame has arrived. Always returns false for a frame that is longer than the buffer. Does
+    /// not wait.
     pub(super) fn has_arrived(&mut self, socket: &Socket, max_len: u64) -> Result<bool> {
         if self.has_whole(max_len)? {
             return Ok(true);
@@ -86,7 +87,7 @@ impl FrameReader {
         self.begin
     }
 
-    /// Goes back to the start of a frame that is still completely in the buffer, so that it is read again.
+    /// Goes back to the start of a frame that is still completely in the buffer, so that it can be read again.
     pub(super) fn rewind(&mut self, begin: usize) {
         self.begin = begin;
     }
@@ -125,7 +126,7 @@ impl FrameReader {
         self.begin += available;
         let mut done = available;
         while done < len {
-            // The buffer is empty now, so the same call also receives the bytes that follow, into the buffer.
+            // The buffer is empty now, so the same call also receives the bytes that follow into it.
             let (buffer, wanted) = (&mut self.buffer, len - done);
             // SAFETY: the targets are the remainder of the caller's bytes, and the buffer.
             let receive = || unsafe { socket.receive((memory.add(done), wanted), (buffer.as_mut_ptr(), buffer.len())) };
@@ -144,7 +145,7 @@ impl FrameReader {
         out: &mut [u8],
         pause: &mut impl FnMut() -> Result<()>,
     ) -> Result<()> {
-        // SAFETY: the slice is the caller's.
+        // SAFETY: the slice belongs to the caller.
         unsafe { self.read(socket, out.as_mut_ptr(), out.len(), pause) }
     }
 }

@@ -27,7 +27,7 @@ pub(super) struct FrameWriter {
     queue: Option<Claimer<ArenaQueue>>,
     /// Tasks that were taken and are not answered, the oldest first.
     unanswered: VecDeque<(u64, TaskKind)>,
-    /// True if the worker's iterable dataset has ended: the worker answers nothing until the next epoch.
+    /// True if the worker's iterable dataset has ended. The worker then answers no tasks until the next epoch.
     exhausted: bool,
     /// True if the worker has entered its loop.
     ready: bool,
@@ -53,14 +53,14 @@ impl FrameWriter {
         }
     }
 
-    /// Returns true if another task may be taken from a shared queue. While the worker starts, none is taken, because
+    /// Returns true if another task may be taken from a shared queue. None is taken until the worker is ready, because
     /// other workers may be idle.
     pub(super) fn has_credit(&self) -> bool {
-        self.ready && self.under_way() < LINK_CREDIT
+        self.ready && self.outstanding() < LINK_CREDIT
     }
 
     /// Returns the number of tasks that were taken and are not answered yet.
-    pub(super) fn under_way(&self) -> usize {
+    pub(super) fn outstanding(&self) -> usize {
         self.unanswered.len()
     }
 
@@ -90,7 +90,7 @@ impl FrameWriter {
         Ok(())
     }
 
-    /// Returns the next entry: from the worker's own ring first, which has the control messages, then from the shared
+    /// Returns the next entry: first from the worker's own ring, which has the control messages, then from the shared
     /// queue.
     fn next(&mut self) -> Result<Option<TaskEntry>> {
         let own = self.tasks.pop()?;
@@ -139,7 +139,7 @@ impl FrameWriter {
         Ok(self.out.is_empty())
     }
 
-    /// Stores the worker's current state and task in the status page, as far as this end knows them.
+    /// Stores the worker's current state and task in the status page, as far as the link knows them.
     fn publish_status(&self) {
         let (state, task) = match self.unanswered.front() {
             _ if !self.ready => return,
@@ -155,8 +155,8 @@ impl FrameWriter {
         }
     }
 
-    /// Notes that the worker begins a sample. `words` are the sample's task, and its position in the index batch plus
-    /// 1. The frame may come before the answers to earlier tasks.
+    /// Notes that the worker begins a sample. `words` contains the sample's task, and its position in the index batch
+    /// plus 1. The frame may arrive before the answers to earlier tasks.
     pub(super) fn on_sample(&self, mut words: impl Iterator<Item = u64>) {
         let (Some(task), Some(place)) = (words.next(), words.next()) else { return };
         let is_due = |(due, kind): &(u64, TaskKind)| *due == task && *kind != TaskKind::Resume;
@@ -186,7 +186,7 @@ impl FrameWriter {
         });
         if !fits {
             return Err(Error::connection(format!(
-                "a worker answered task {} with {:?}, but {oldest:?} was due",
+                "a worker answered task {} with {:?}, but its oldest unanswered task was {oldest:?}",
                 entry.task, entry.kind
             )));
         }

@@ -4,7 +4,7 @@
 //! the socket and on an eventfd. A consumer that waits for a small result receives it itself ([`Link::receive_now`]),
 //! because handing it over from another thread takes longer than receiving most small batches. While the consumer does
 //! so repeatedly, the link's thread is *off duty*: it does not sleep on the socket, where each result would wake it for
-//! nothing. The thread is on duty again when the consumer sleeps ([`Link::on_duty`]), or has received nothing for
+//! nothing. The thread is on duty again when the consumer sleeps ([`Link::on_duty`]) or has received nothing for
 //! [`LINK_OFF_DUTY`].
 
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -41,7 +41,7 @@ pub struct Link {
     worker: u32,
     writer: Mutex<FrameWriter>,
     intake: Mutex<Intake>,
-    /// True if the socket had no room for all bytes: the thread sends the remainder.
+    /// True if the socket had no room for all bytes. The thread then sends the remainder.
     blocked: AtomicBool,
     /// Number of results that the consumer itself has received since it last slept.
     streak: AtomicU32,
@@ -54,7 +54,7 @@ pub struct Link {
     /// Readable once the connection has ended.
     end: EventFd,
     ended: AtomicBool,
-    /// The reason for the end of the connection, unless the worker has left.
+    /// The reason why the connection ended; `None` if the worker has left.
     reason: Mutex<Option<String>>,
     received: AtomicU64,
 }
@@ -66,7 +66,7 @@ struct Intake {
     allocator: Allocator,
     results: Producer<ArenaRing>,
     has_left: bool,
-    /// The error of the consumer's attempt to receive, on which the thread ends the connection.
+    /// The error with which the consumer failed to receive. The thread then ends the connection.
     failed: Option<Error>,
     /// True if the connection has ended, or is damaged.
     has_ended: bool,
@@ -109,7 +109,7 @@ impl Link {
         spawned.map_err(|error| Error::Os {
             call: "pthread_create",
             errno: error.raw_os_error().unwrap_or(0),
-            hint: "each worker on another machine takes a thread: raise `ulimit -u`".into(),
+            hint: "each worker on another machine needs a thread: raise `ulimit -u`".into(),
         })?;
         Ok(link)
     }
@@ -129,7 +129,7 @@ impl Link {
         self.end.as_fd()
     }
 
-    /// Returns the reason for the end of the connection; `None` if the worker has left, and before the end.
+    /// Returns the reason why the connection ended; `None` if it has not ended, or if the worker has left.
     pub fn reason(&self) -> Option<String> {
         lock(&self.reason).clone()
     }
@@ -141,9 +141,9 @@ impl Link {
 
     /// Returns the number of tasks that were sent and are not answered yet; `None` if the link may not take another
     /// task from a shared queue.
-    pub fn under_way(&self) -> Option<usize> {
+    pub fn outstanding(&self) -> Option<usize> {
         let writer = lock(&self.writer);
-        (!self.has_ended() && writer.has_credit()).then(|| writer.under_way())
+        (!self.has_ended() && writer.has_credit()).then(|| writer.outstanding())
     }
 
     /// Makes the thread check the rings and flags.
@@ -157,7 +157,7 @@ impl Link {
         self.pump();
     }
 
-    /// Returns true if a reason for the end of the connection is recorded, as by [`Link::cut`].
+    /// Returns true if a reason for ending the connection is recorded, for example by [`Link::cut`].
     fn is_cut(&self) -> bool {
         lock(&self.reason).is_some()
     }
@@ -189,7 +189,7 @@ impl Link {
     }
 
     /// Receives small frames that have arrived completely, and leaves everything else to the link's thread. Does not
-    /// wait. For the thread that waits for results.
+    /// wait. The consumer calls this while it waits for results.
     pub fn receive_now(&self) {
         let Some(mut intake) = try_lock(&self.intake) else { return };
         let mut results = 0;
@@ -238,7 +238,7 @@ impl Link {
         }
     }
 
-    /// Puts the thread on duty, because the consumer is about to sleep.
+    /// Puts the thread back on duty. The consumer calls this before it sleeps.
     pub fn on_duty(&self) {
         self.streak.store(0, Ordering::Relaxed);
         // SYNC: off-duty (pairs with the fence in `stay_off_duty`).
@@ -325,8 +325,8 @@ impl Link {
         }
     }
 
-    /// Sleeps, but not on the socket, while the consumer receives: until the consumer sleeps, it has received nothing
-    /// for [`LINK_OFF_DUTY`], or there is something to send.
+    /// Sleeps without watching the socket while the consumer receives. Returns when the consumer is about to sleep,
+    /// when it has received nothing for [`LINK_OFF_DUTY`], or when there is something to send.
     fn stay_off_duty(&self) -> Result<()> {
         self.off_duty.store(true, Ordering::Relaxed);
         // SYNC: off-duty (pairs with the fence in `on_duty`).
@@ -346,7 +346,8 @@ impl Link {
         readiness.map(drop)
     }
 
-    /// Sleeps until there is something to receive or to send. If `trims` is set and neither comes, trims the region.
+    /// Sleeps until there is something to receive or to send, or for [`IDLE_SLICE`]. If nothing happens in that time
+    /// and `trims` is set, trims the region.
     fn sleep(&self, trims: bool) -> Result<()> {
         let blocked = self.blocked.load(Ordering::Relaxed);
         let readiness = self.socket.wait(true, blocked, Some(self.bell.as_fd()), Some(IDLE_SLICE))?;
@@ -365,7 +366,7 @@ impl Link {
     /// Receives the remainder of the frame with this head, and acts on the frame. If `waits` is set, waits for memory.
     fn receive_body(&self, head: Head, intake: &mut Intake, waits: bool) -> Result<()> {
         match head.kind {
-            _ if intake.has_left => return Err(Error::connection("a frame after the worker's last one")),
+            _ if intake.has_left => return Err(Error::connection("received a frame after the worker's last one")),
             Kind::Ready => {
                 lock(&self.writer).on_ready();
                 // From now on the worker takes tasks of a shared queue.
@@ -377,7 +378,7 @@ impl Link {
                 intake.reader.fill(&self.socket, &mut body, &mut || self.sleep(false))?;
                 lock(&self.writer).on_sample(frame::words(&body));
             }
-            // The time of the batch counts from now.
+            // The time spent on the batch is measured from now.
             Kind::Replay => {
                 self.page().task_since_ns.store(sys::clock::monotonic_ns(), Ordering::Relaxed);
                 self.page().place.store(NOT_BEGUN, Ordering::Relaxed);
@@ -387,7 +388,7 @@ impl Link {
                 counters::enter(self.page(), WorkerState::Left, None, sys::clock::monotonic_ns());
             }
             Kind::Task | Kind::Stop | Kind::Kill => {
-                return Err(Error::connection(format!("a worker sends {:?}", head.kind)));
+                return Err(Error::connection(format!("a worker sent a {:?} frame", head.kind)));
             }
         }
         Ok(())
@@ -435,14 +436,14 @@ impl Link {
             (entry.block, entry.len, entry.load.bytes) = (Some(block), len, bytes);
         }
         counters::store(self.page(), &counted);
-        let full = || Error::connection("more results than may be outstanding");
+        let full = || Error::connection("received more results than may be outstanding");
         if !entry.kind.is_snapshot() {
             lock(&self.writer).on_answer(&entry)?;
         }
         results.push(&entry.to_words()).map_err(|_| full())?;
         held.blocks.clear();
         doorbell::mark(self.arena.bitmap(), self.worker);
-        // Rings for snapshots too, because no result follows the first one.
+        // Ring for snapshots, too, because the main process may be waiting for the first one.
         if self.arena.header().doorbell.0.must_ring() {
             let _ = self.doorbell.ring();
         }
@@ -461,14 +462,14 @@ impl Link {
         match fits && (entry.block.is_some() || head.len == 0 && head.count == 0) {
             true => Ok(()),
             false => Err(Error::connection(format!(
-                "a result of kind {:?} with {} leaves and {} bytes",
+                "received an invalid result: kind {:?}, {} leaves, {} bytes",
                 entry.kind, head.count, head.len
             ))),
         }
     }
 }
 
-/// Blocks of a result that is not published yet. Dropping it releases them.
+/// Blocks of a result that is not published yet. Dropping the value releases them.
 struct Held<'a> {
     link: &'a Link,
     blocks: Vec<u32>,

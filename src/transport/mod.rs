@@ -8,23 +8,23 @@
 //! engine -> task ring -> Link  == socket ==>  Remote -> task ring -> Port, the worker's loop
 //! engine <- result ring <- Link  <== socket ==  Remote <- result ring <- Port
 //! ```
-//! So neither the engine nor the worker's loop knows about the connection, local workers pay nothing for it, and one
+//! So neither the engine nor the worker's loop knows about the connection, and local workers pay nothing for it. One
 //! test suite (`tests/transport.rs`) checks that both kinds of workers follow the same rules. A [`Link`] owns the
 //! worker's region of the main process's arena, as a local worker does, and receives batches directly into blocks of
 //! that region. The link does not need the GIL.
 //!
 //! A frame begins with [`frame::Head`]. Lengths are checked against the sizes of the arena before their bytes are
-//! received. Any damage ends the connection, and the end of a connection counts as the end of its worker: the engine
-//! waits on an eventfd of the link in place of a pidfd, so deaths, restarts and shutdown work as for local workers. The
-//! exit status is unknown. The kernel probes an idle connection ([`LINK_SILENCE`](crate::config::LINK_SILENCE)), so
-//! there are no heartbeats.
+//! received. Any damage ends the connection, and the end of a connection counts as the end of its worker. The engine
+//! waits on an eventfd of the link instead of a pidfd, so deaths, restarts and shutdown work as for local workers. The
+//! exit status of such a worker is unknown. The kernel probes an idle connection
+//! ([`LINK_SILENCE`](crate::config::LINK_SILENCE)), so there are no heartbeats.
 //!
-//! While the consumer holds all memory of the region, the link takes nothing from the socket; after
-//! [`LINK_MEMORY_WAIT`](crate::config::LINK_MEMORY_WAIT) it gives up on the worker. The regions of the worker's arena
-//! are no larger than those of the main process's arena, so the worker itself refuses a batch for which the main
-//! process has no room. The links divide the tasks of a shared queue among themselves: each claims tasks for its
-//! worker, up to [`LINK_CREDIT`](crate::config::LINK_CREDIT). The status page in the main process's arena shows the
-//! task that is due, as the link sees it, and the counters that came with the last result.
+//! While the consumer holds all memory of the region, the link reads nothing from the socket; after
+//! [`LINK_MEMORY_WAIT`](crate::config::LINK_MEMORY_WAIT) it closes the connection. The regions of the worker's arena
+//! are no larger than those of the main process's arena, so the worker itself rejects a batch that is too large for the
+//! main process. The links divide the tasks of a shared queue among themselves: each claims tasks for its worker, up to
+//! [`LINK_CREDIT`](crate::config::LINK_CREDIT). The status page in the main process's arena shows the task that the
+//! worker is working on, as far as the link knows, and the counters from the last result.
 
 pub mod counters;
 pub mod frame;

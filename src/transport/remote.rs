@@ -1,9 +1,9 @@
 //! The worker's end of a connection, which has its own arena for the worker's loop.
 //!
 //! The worker's thread itself receives while it waits for a task ([`Remote::wait`]), and sends small results
-//! ([`Remote::send_now`]): handing over to another thread takes longer than sending most small batches. Two threads do
-//! the remaining work: one sends large results and those for which the socket has no room, the other receives while the
-//! worker prepares a batch.
+//! ([`Remote::send_now`]), because handing them over to another thread takes longer than sending most small batches.
+//! Two threads do the remaining work: one sends large results and those for which the socket has no room, and the other
+//! receives while the worker makes a batch.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::AtomicBool;
@@ -28,7 +28,7 @@ use crate::sys::poll::PollSet;
 use crate::sys::socket::{Part, Socket, Transfer};
 use crate::wire::{self, Leaf, MESSAGE_HEAD, ResultEntry, TaskEntry, TaskKind};
 
-/// The only worker of the arena.
+/// The ID of the arena's only worker.
 const WORKER: u32 = 0;
 /// Maximum number of parts in one call of `sendmsg`; Linux allows 1024.
 const PARTS: usize = 512;
@@ -42,7 +42,7 @@ pub struct Remote {
     outgoing: Mutex<Outgoing>,
     /// True if the sending thread has something to send. Only the worker's thread sets it.
     left_to_thread: AtomicBool,
-    /// Rung by the worker's port.
+    /// Wakes the sending thread. The worker's port rings it.
     bell: EventFd,
     finishing: AtomicBool,
     /// True if the connection has ended, or everything has been sent.
@@ -103,14 +103,14 @@ impl Remote {
         remote.socket.keep_alive(LINK_SILENCE);
         let (sending, receiving) = (remote.clone(), remote.clone());
         let started = spawn("rl_receive", move || {
-            receiving.receive_between(&killed);
+            receiving.run_receiver(&killed);
             if !receiving.finishing.load(Ordering::Relaxed) {
                 lost();
             }
         });
-        let started = started.and_then(|()| spawn("rl_send", move || sending.send_all()));
+        let started = started.and_then(|()| spawn("rl_send", move || sending.run_sender()));
         if let Err(error) = started {
-            // Ends the first thread, if the second one was refused.
+            // Ends the first thread if the second one could not be started.
             remote.finishing.store(true, Ordering::Relaxed);
             remote.socket.shut_down(std::net::Shutdown::Both);
             return Err(error);
@@ -138,8 +138,8 @@ impl Remote {
     }
 
     /// Notifies the main process that the worker begins a sample of a task. `place` is the sample's position in the
-    /// index batch plus 1, or 0 if no sample is in progress. Returns only when the kernel has taken the frame, because
-    /// fetching the sample may end the process.
+    /// index batch plus 1, or 0 if no sample is in progress. Returns only when the kernel has accepted the frame,
+    /// because fetching the sample may end the process.
     pub fn at_sample(&self, task: u64, place: u64) {
         let mut frame = Head::bare(Kind::Sample).to_bytes().to_vec();
         frame::put_words(&mut frame, &[task, place]);
@@ -158,8 +158,8 @@ impl Remote {
         }
     }
 
-    /// Sends the results that the worker has published, and then a frame that says that it has left. Ends the
-    /// connection. Returns true if everything was sent within `limit`.
+    /// Sends the results that the worker has published, then a [`Kind::Left`] frame, and ends the connection. Returns
+    /// true if everything was sent within `limit`.
     pub fn finish(&self, limit: Duration) -> bool {
         // A child that the dataset forked has no connection.
         if !self.arena.is_ours() {
@@ -176,7 +176,7 @@ impl Remote {
 
     /// Ends the connection of a worker that cannot start. The main process treats this as the worker's death.
     pub fn give_up(&self) {
-        // Holds the lock, so that the sending thread cannot report an orderly end meanwhile.
+        // Hold the lock, so that the sending thread cannot report an orderly end meanwhile.
         let _outgoing = lock(&self.outgoing);
         self.finishing.store(true, Ordering::Release);
         self.socket.shut_down(std::net::Shutdown::Both);
@@ -191,8 +191,8 @@ impl Remote {
         let _ = sys::futex::wake(&sleeper.bell, u32::MAX);
     }
 
-    /// Waits up to `limit` for a task, which it receives into the ring, or for a signal. Returns false if another
-    /// thread is receiving.
+    /// Waits up to `limit` for a task or a signal, and receives the task into the ring. Returns false if another thread
+    /// is receiving.
     pub fn wait(&self, limit: Duration) -> Result<bool> {
         let start = sys::clock::monotonic();
         let yields = || {
@@ -217,9 +217,9 @@ impl Remote {
         Ok(true)
     }
 
-    /// Runs the receiving thread: receives the frames of the main process while the worker prepares a batch, and
-    /// detects the end of the connection.
-    fn receive_between(&self, killed: &dyn Fn()) {
+    /// Runs the receiving thread, which receives frames while the worker makes a batch, and detects the end of the
+    /// connection.
+    fn run_receiver(&self, killed: &dyn Fn()) {
         sys::signal::block_all_in_this_thread();
         loop {
             if let Some(mut intake) = try_lock(&self.intake) {
@@ -235,8 +235,8 @@ impl Remote {
         }
     }
 
-    /// Receives the frames that have arrived. Returns true if there were any, or the connection has ended. The end of
-    /// the connection makes the worker leave.
+    /// Receives the frames that have arrived. Returns true if there were any, or if the connection has ended. The end
+    /// of the connection makes the worker leave.
     fn receive(&self, intake: &mut Intake) -> bool {
         let mut received_any = false;
         while !intake.has_ended {
@@ -253,7 +253,7 @@ impl Remote {
     }
 
     /// Runs the sending thread.
-    fn send_all(&self) {
+    fn run_sender(&self) {
         sys::signal::block_all_in_this_thread();
         if self.send_published().is_err() {
             // The receiving thread also detects the end.
@@ -293,7 +293,7 @@ impl Remote {
         }
     }
 
-    /// Sends all published results that were not sent yet.
+    /// Sends all published results that have not been sent yet.
     fn send_waiting(&self) -> Result<()> {
         let mut outgoing = lock(&self.outgoing);
         // SYNC: left-to-thread (pairs with the Release in `leave_to_thread`).
@@ -318,7 +318,7 @@ impl Remote {
         sent
     }
 
-    /// Leaves a published result of `bytes` bytes to the sending thread, if that is more than [`LINK_AT_ONCE`].
+    /// Leaves a published result to the sending thread if its size `bytes` exceeds [`LINK_AT_ONCE`].
     pub fn leave_to_thread(&self, bytes: u64) {
         if bytes > LINK_AT_ONCE {
             // SYNC: left-to-thread (pairs with the Acquire in `send_waiting`).
@@ -340,8 +340,8 @@ impl Remote {
         self.left_to_thread.load(Ordering::Acquire) || self.arena.bitmap()[0].load(Ordering::Relaxed) != 0
     }
 
-    /// Yields for a moment, because the next result often comes soon. Returns false as soon as there is something to
-    /// send; true if there was nothing.
+    /// Yields for up to [`YIELD_FOR`], because the next result often comes soon. Returns false as soon as there is
+    /// something to send, and true if there was nothing.
     fn stays_idle(&self) -> bool {
         let start = sys::clock::monotonic();
         while sys::clock::monotonic() - start < YIELD_FOR {
@@ -375,8 +375,8 @@ impl Remote {
         sent
     }
 
-    /// Appends the part of a result that precedes its payload. Returns the result's block, its leaves and the position
-    /// of its payload in the block; `None` if the result has no block.
+    /// Appends the part of a result's frame that precedes the payload to `out`. Returns the result's block, its leaves
+    /// and the position of the payload in the block; `None` if the result has no block.
     fn write_head(&self, entry: &ResultEntry, out: &mut Vec<u8>) -> Result<Option<(u32, Vec<Leaf>, u64)>> {
         let counted = counters::read(&self.arena.control(WORKER).status);
         let mut put = |count: usize, len| {
@@ -404,7 +404,7 @@ impl Remote {
         leaves.iter().for_each(|leaf| lease::let_go(&self.arena, WORKER, leaf.block));
     }
 
-    /// Sends all of `parts`, and waits for room in the socket. The caller must hold the lock of `outgoing`.
+    /// Sends all of `parts`, waiting for room in the socket. The caller must hold the lock of `outgoing`.
     fn send(&self, parts: &[Part<'_>]) -> Result<()> {
         let mut parts = parts.to_vec();
         let mut unsent = &mut parts[..];
@@ -432,7 +432,7 @@ impl Intake {
         match head.kind {
             Kind::Task => {
                 let entry = self.receive_body(remote, head)?;
-                let full = || Error::connection("more tasks than may be outstanding");
+                let full = || Error::connection("received more tasks than may be outstanding");
                 self.tasks.push(&entry.to_words()).map_err(|_| full())?;
                 let sleeper = remote.arena.sleeper_of(WORKER);
                 if sleeper.must_ring() {
@@ -441,7 +441,7 @@ impl Intake {
             }
             Kind::Stop => remote.leave(),
             Kind::Kill => self.kill = true,
-            kind => return Err(Error::connection(format!("the main process sends {kind:?}"))),
+            kind => return Err(Error::connection(format!("the main process sent a {kind:?} frame"))),
         }
         Ok(arrived)
     }
@@ -451,7 +451,7 @@ impl Intake {
         let socket = &remote.socket;
         let pause = &mut || socket.wait(true, false, None, None).map(drop);
         let kind = TaskKind::of_number(head.count);
-        let kind = kind.ok_or_else(|| Error::connection(format!("a task of kind {}", head.count)))?;
+        let kind = kind.ok_or_else(|| Error::connection(format!("received a task of unknown kind {}", head.count)))?;
         let mut task = [0; 8];
         self.reader.fill(socket, &mut task, pause)?;
         let task = u64::from_le_bytes(task);
@@ -478,8 +478,8 @@ impl Outgoing {
         remote.send(&[Part::new(&std::mem::take(&mut self.unsent))])
     }
 
-    /// Sends the published results, all of them small, as far as the socket has room. The remainder stays in `unsent`.
-    /// Returns true if it sent all of them.
+    /// Sends the published results, all of which are small, as far as the socket has room. The remainder stays in
+    /// `unsent`. Returns true if nothing remains.
     fn send_small(&mut self, remote: &Remote) -> Result<bool> {
         let mut part = Vec::new();
         while let Some(words) = self.results.pop()? {
@@ -508,6 +508,6 @@ fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<()> {
     sys::thread::spawn(name, LINK_STACK, work).map_err(|error| Error::Os {
         call: "pthread_create",
         errno: error.raw_os_error().unwrap_or(0),
-        hint: "a worker on another machine takes two threads: raise `ulimit -u`".into(),
+        hint: "a worker on another machine needs two threads: raise `ulimit -u`".into(),
     })
 }

@@ -146,14 +146,14 @@ fn huge_and_wrong_lengths_end_the_connection_before_memory_is_taken() {
     let mut no_entry = frame(5, &[], b"");
     no_entry[24..32].fill(0xff);
     let bad: [(&str, Vec<u8>); 9] = [
-        ("a frame of kind", result(0, u64::MAX)),
-        ("a frame of kind", result(u32::MAX, 0)),
+        ("an invalid frame: kind", result(0, u64::MAX)),
+        ("an invalid frame: kind", result(u32::MAX, 0)),
         ("exceeds a region", huge_leaf),
         ("exceeds a region", overflow),
-        ("a frame of kind", vec![0xff; 64]),
+        ("an invalid frame: kind", vec![0xff; 64]),
         ("a result entry of kind", no_entry),
-        ("a worker sends Task", Head { kind: Kind::Task, count: 1, len: 0 }.to_bytes().to_vec()),
-        ("but Some((5, Plain)) was due", frame(6, &[], b"")),
+        ("a worker sent a Task frame", Head { kind: Kind::Task, count: 1, len: 0 }.to_bytes().to_vec()),
+        ("oldest unanswered task was Some((5, Plain))", frame(6, &[], b"")),
         ("after the worker's last one", [Head::bare(Kind::Left), Head::bare(Kind::Ready)].map(Head::to_bytes).concat()),
     ];
     for (way, (reason, bytes)) in SOCKETS.into_iter().flat_map(|way| bad.iter().map(move |bad| (way, bad))) {
@@ -171,7 +171,7 @@ fn an_answer_that_nothing_asked_for_ends_the_connection() {
         let (one, mut other) = raw_sockets(way);
         let main = Main::linked(one, ARENA);
         other.write_all(&frame(0, &[], b"")).unwrap();
-        assert!(main.ended().unwrap().contains("but None was due"));
+        assert!(main.ended().unwrap().contains("oldest unanswered task was None"));
     }
 }
 

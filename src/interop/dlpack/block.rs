@@ -1,5 +1,5 @@
 //! The single allocation behind a tensor. It contains DLPack's structures, the sizes, the strides, and either the lease
-//! or the data.
+//! or the data. In this folder, "block" means this allocation, not a block of the arena.
 
 use std::alloc::{Layout, alloc, dealloc};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -45,7 +45,7 @@ const EMPTY: DLTensor = DLTensor {
 
 impl<M: Memory> Block<M> {
     /// Creates a block over leased memory. The caller must have checked that the view at byte `offset` stays inside
-    /// that memory. Returns `None` if there is no memory for the block, or if DLPack has no such dtype.
+    /// that memory. Returns `None` if there is no memory for the block, or if DLPack does not support the dtype.
     pub fn leased(lease: M, offset: usize, form: Form<'_>) -> Option<Self> {
         let data = lease.ptr().wrapping_add(offset);
         let (block, _) = Self::allocate(Some(lease), form, 0)?;
@@ -109,18 +109,18 @@ impl<M: Memory> Block<M> {
 
     /// Returns the structure for the exchange API.
     pub fn versioned(&self) -> *mut DLManagedTensorVersioned {
-        // SAFETY: the header lives; no reference is made.
+        // SAFETY: the header lives; no reference is created.
         unsafe { &raw mut (*self.0.as_ptr()).versioned }
     }
 
     /// Returns the structure for a capsule.
     pub fn legacy(&self) -> *mut DLManagedTensor {
-        // SAFETY: the header lives; no reference is made.
+        // SAFETY: the header lives; no reference is created.
         unsafe { &raw mut (*self.0.as_ptr()).legacy }
     }
 
-    /// Passes the block to the tensor that was imported from it, whose deleter then frees the block. The caller must
-    /// have the only reference to that tensor.
+    /// Passes the block to the tensor that was imported from it. The tensor's deleter then frees the block. The caller
+    /// must have the only reference to the tensor.
     pub fn release_to_tensor(self) {
         // SAFETY: the header lives, because the deleter frees nothing before the store below.
         let state = unsafe { &(*self.0.as_ptr()).state };
@@ -178,8 +178,7 @@ unsafe fn delete<M: Memory>(context: *mut std::ffi::c_void) {
     }
 }
 
-/// # Safety
-/// As for [`free`]. `header` must be the header's address.
+/// # Safety The same as for [`free`]; `header` must be the address of a `Header<M>`.
 unsafe fn free_caught<M: Memory>(header: *mut std::ffi::c_void) {
     if let Some(header) = NonNull::new(header.cast::<Header<M>>()) {
         // SAFETY: by the contract.
@@ -188,12 +187,12 @@ unsafe fn free_caught<M: Memory>(header: *mut std::ffi::c_void) {
 }
 
 unsafe extern "C" fn delete_versioned<M: Memory>(managed: *mut DLManagedTensorVersioned) {
-    // SAFETY: torch calls it with the structure that it was given.
+    // SAFETY: torch calls the deleter with the structure that contains it.
     unsafe { delete::<M>((*managed).manager_ctx) }
 }
 
 unsafe extern "C" fn delete_legacy<M: Memory>(managed: *mut DLManagedTensor) {
-    // SAFETY: torch calls it with the structure that it was given.
+    // SAFETY: torch calls the deleter with the structure that contains it.
     unsafe { delete::<M>((*managed).manager_ctx) }
 }
 
@@ -254,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copied_block_holds_aligned_bytes_of_its_own() {
+    fn a_copied_block_holds_an_aligned_copy() {
         for len in [0, 5, 4096] {
             let bytes: Vec<u8> = (0..len).map(|at| at as u8).collect();
             let block = Block::<Heap>::copied(&bytes, Form::bytes(&[len as i64])).unwrap();

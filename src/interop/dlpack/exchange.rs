@@ -13,8 +13,8 @@ const EXCHANGE_API: &CStr = c"dlpack_exchange_api";
 const CAPSULE: &CStr = c"dltensor";
 const USED_CAPSULE: &CStr = c"used_dltensor";
 
-/// The C functions of torch's DLPack exchange API (`torch.Tensor.__dlpack_c_exchange_api__`), which older versions
-/// lack.
+/// The C functions of torch's DLPack exchange API (`torch.Tensor.__dlpack_c_exchange_api__`), which older versions of
+/// torch lack.
 #[derive(Clone, Copy)]
 pub struct Exchange {
     read: ReadTensor,
@@ -36,8 +36,8 @@ impl Exchange {
         Some(Self { read, make })
     }
 
-    /// Describes a tensor. Returns `None` if torch cannot. The pointers to sizes and strides point into the tensor, so
-    /// copy their contents at once.
+    /// Describes a tensor. Returns `None` if torch cannot describe it. The pointers to sizes and strides point into the
+    /// tensor, so copy their contents at once.
     #[inline]
     pub fn read(&self, tensor: &Bound<'_, PyAny>) -> Option<DLTensor> {
         let mut out = std::mem::MaybeUninit::<DLTensor>::uninit();

@@ -41,7 +41,7 @@ impl Bridge {
     /// Returns true if nothing else refers to the array's memory. If the array is a view, the arrays under it must have
     /// no other references. None of these arrays may have weak references, whose callbacks could write to the memory
     /// when the array is freed.
-    pub fn has_alone(&self, array: &Bound<'_, PyAny>) -> PyResult<bool> {
+    pub fn is_unshared(&self, array: &Bound<'_, PyAny>) -> PyResult<bool> {
         let py = array.py();
         let Some(numpy) = self.numpy.as_ref() else { return Ok(false) };
         let mut array = array.clone();
@@ -65,7 +65,7 @@ impl Bridge {
         let numpy = self
             .numpy
             .as_ref()
-            .ok_or_else(|| PyRuntimeError::new_err("a batch holds an array, but NumPy is missing"))?;
+            .ok_or_else(|| PyRuntimeError::new_err("a batch contains an array, but NumPy cannot be imported"))?;
         let delivered = numpy.delivered[usize::from(dtype.code())].as_ref();
         Ok((numpy, delivered.ok_or_else(|| PyValueError::new_err("NumPy has no such dtype"))?))
     }
@@ -95,7 +95,7 @@ impl Bridge {
         if order == Order::Other {
             // NumPy creates arrays with other strides only over existing memory.
             let heap = Heap::new(bytes.len())?;
-            // SAFETY: as many bytes were just allocated, and only this function uses them.
+            // SAFETY: `bytes.len()` bytes were just allocated, and only this function uses them.
             unsafe { heap.ptr().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
             return self.ndarray(py, heap, 0, form);
         }
@@ -109,7 +109,7 @@ impl Bridge {
         if export.0.len != bytes.len() as isize {
             return Err(PyRuntimeError::new_err("NumPy made an array of a different size"));
         }
-        // SAFETY: the array is new and dense, and has as many bytes, in the same order.
+        // SAFETY: the array is new and dense, and has `bytes.len()` bytes in the same order.
         unsafe { export.0.buf.cast::<u8>().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
         drop(export);
         Ok(array.unbind())

@@ -28,20 +28,22 @@ pub struct Bridge {
     importer: Importer,
     is_neg: Py<PyAny>,
     is_conj: Py<PyAny>,
-    /// The method that recognizes named tensors, which torch refuses to send. `None` in newer versions without it.
+    /// The method that recognizes named tensors, which torch refuses to send. `None` in newer versions of torch, which
+    /// lack it.
     has_names: Option<Py<PyAny>>,
     strided: Py<PyAny>,
     stack: Py<PyAny>,
     /// Pairs of a torch dtype and the corresponding dtype of this crate.
     dtypes: Vec<(Py<PyAny>, Dtype)>,
-    /// torch's functions for the number of function modes, the number of dispatch modes, and the default device.
+    /// torch's functions that return the number of function modes, the number of dispatch modes, and the default
+    /// device.
     defaults: [Py<PyAny>; 3],
     pub(super) numpy: Option<Numpy>,
 }
 
 impl Bridge {
     /// Imports torch and, if possible, NumPy. If `exchange` is false, torch's C functions for DLPack are not used, as
-    /// with versions before 2.10.
+    /// with versions of torch before 2.10.
     pub fn new(py: Python<'_>, exchange: bool) -> PyResult<Self> {
         let torch = py.import("torch")?;
         let tensor = torch.getattr("Tensor")?;
@@ -85,21 +87,21 @@ impl Bridge {
         BRIDGE.get_or_try_init(py, || Self::new(py, true))
     }
 
-    /// Returns true if an object is exactly a `torch.Tensor`, and not of a subclass.
+    /// Returns true if an object is exactly a `torch.Tensor`, not an instance of a subclass.
     #[inline]
     pub fn is_tensor(&self, obj: &Bound<'_, PyAny>) -> bool {
         obj.get_type_ptr().cast() == self.tensor.as_ptr()
     }
 
-    /// Returns true if an object is exactly a `numpy.ndarray`, and not of a subclass.
+    /// Returns true if an object is exactly a `numpy.ndarray`, not an instance of a subclass.
     #[inline]
     pub fn is_array(&self, obj: &Bound<'_, PyAny>) -> bool {
         self.numpy.as_ref().is_some_and(|numpy| numpy.is_array(obj))
     }
 
-    /// Returns a view of a plain tensor's memory. Returns `None` if the object is not exactly a `torch.Tensor`, if the
-    /// tensor is not on the CPU, is not strided, or has a dtype that DLPack lacks, or if it requires grad, has names,
-    /// or is a lazy conjugate, negative or zero tensor.
+    /// Returns a view of a plain tensor's memory. Returns `None` if the object is not exactly a `torch.Tensor`. Also
+    /// returns `None` if the tensor is not on the CPU, is not strided, requires grad, has names or a dtype that DLPack
+    /// lacks, or is a lazy conjugate, negative or zero tensor.
     pub fn view<'a>(&self, obj: &'a Bound<'_, PyAny>) -> Option<TensorView<'a>> {
         if !self.is_tensor(obj) {
             return None;
@@ -150,7 +152,7 @@ impl Bridge {
         }
         let dtype = Dtype::from_dl(tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes)?;
         if dtype == Dtype::UINT8 || dtype == Dtype::INT8 {
-            // torch describes uint1 to uint7, bit, and int1 to int7 to DLPack in the same way.
+            // torch describes other dtypes to DLPack in the same way: uint1 to uint7, bit, and int1 to int7.
             let own = obj.getattr(intern!(obj.py(), "dtype")).ok()?;
             if self.dtype_of(&own) != Some(dtype) {
                 return None;

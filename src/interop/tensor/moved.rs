@@ -6,17 +6,17 @@ use pyo3::types::{PyDict, PyTuple};
 
 use crate::interop::moving::{Freed, Move, Reading};
 
-/// The memory that a storage had before a move. An attribute of the storage refers to it, so it is freed with the
-/// storage.
+/// The memory that a storage had before a move. An attribute of the storage refers to this object, so the memory is
+/// freed with the storage.
 #[pyclass(frozen, module = "rustloader._core")]
 struct MovedMemory {
     _memory: Freed,
-    /// The memory from before an earlier move, which the attribute referred to until now.
+    /// The previous value of the attribute: the memory that the storage had before an earlier move.
     _older: Option<Py<PyAny>>,
 }
 
-/// Begins a [`Reading`], after waiting for moves by other threads. Until it is dropped, other threads wait before they
-/// move a storage.
+/// Begins a [`Reading`], after waiting for moves by other threads. Other threads do not move a storage until the
+/// reading is dropped.
 pub fn reading(py: Python<'_>) -> Reading {
     Reading::begin(|time| py.detach(|| std::thread::sleep(time)))
 }

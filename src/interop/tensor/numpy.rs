@@ -1,4 +1,4 @@
-//! NumPy's types.
+//! NumPy's array class and dtypes.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -12,7 +12,8 @@ pub struct Numpy {
     /// Pairs of a NumPy dtype and the corresponding dtype of this crate, for all built-in dtypes, including aliases
     /// such as `longlong`.
     known: Vec<(Py<PyAny>, Dtype)>,
-    /// The NumPy dtypes of delivered arrays, indexed by the codes of this crate's dtypes. `None` if NumPy has none.
+    /// The NumPy dtypes of delivered arrays, indexed by the codes of this crate's dtypes. `None` where NumPy has no
+    /// such dtype.
     pub(super) delivered: Vec<Option<Py<PyAny>>>,
 }
 

@@ -31,14 +31,14 @@ pub(super) struct Callbacks {
     pub(super) warn_stall: Py<PyAny>,
 }
 
-/// A call that has exclusive access. It stores its answer, a code and a value, in the list `answer`.
+/// A call that has exclusive access to the engine. It stores its answer, a code and a value, in the list `answer`.
 pub(super) struct Call<'a, 'py> {
     pub(super) py: Python<'py>,
     pub(super) handle: &'a Handle,
     pub(super) callbacks: &'a Callbacks,
     pub(super) state: &'a mut State,
     pub(super) answer: &'a Bound<'py, PyList>,
-    /// The sampler's iterator, or a function that returns the next index.
+    /// The sampler's iterator, or a function that returns the next index batch.
     pub(super) next_index: &'a Bound<'py, PyAny>,
     /// The iterator over the predicted index batches of the next epoch (`Foresight` in `_core.pyi`); `None` if epochs
     /// do not start early.
@@ -59,10 +59,10 @@ impl<'py> Call<'_, 'py> {
         let was_early = early.is_some();
         let drawn =
             early.map(|early| self.draw_predicted(early, message, first_worker)).transpose()?.unwrap_or_default();
-        let (taken_up, mut asked) = (drawn.taken_up(), drawn.draws);
+        let (taken_up, mut draws) = (drawn.taken_up(), drawn.draws);
         if !is_first && !taken_up {
-            // The last epoch may have been abandoned before all its batches were delivered, and a worker may have died
-            // in it unnoticed.
+            // The previous epoch may have been abandoned before all its batches were delivered, and a worker may have
+            // died in it unnoticed.
             if let Some(death) = self.state.engine.death() {
                 return self.give_death(code::DEAD, death);
             }
@@ -92,10 +92,10 @@ impl<'py> Call<'_, 'py> {
             self.state.engine.begin_with(first_worker)?;
             self.send_drawn(drawn)?;
         }
-        while self.state.engine.primes(asked) {
+        while self.state.engine.primes(draws) {
             self.py.check_signals()?;
             self.draw()?;
-            asked += 1;
+            draws += 1;
         }
         self.give(code::END, was_early.then_some(taken_up))
     }
@@ -119,8 +119,8 @@ impl<'py> Call<'_, 'py> {
         }
     }
 
-    /// Waits until each worker has sent its first snapshot of this epoch or has died, or the iterator has ended or
-    /// failed. Returns false if the deadline passes first.
+    /// Waits until each worker has sent its first snapshot of this epoch or has died, or until the iterator has ended
+    /// or failed. Returns false if the deadline passes first.
     pub(super) fn wait_started(&mut self, deadline: Option<Duration>) -> PyResult<bool> {
         loop {
             while let Some((incoming, ready)) = self.state.engine.process_outside_next()? {
@@ -183,8 +183,8 @@ impl<'py> Call<'_, 'py> {
         }
     }
 
-    /// Waits for events: briefly with the GIL held, and then without it. Afterwards handles signals, processes the
-    /// events that have arrived and warns of stuck workers.
+    /// Waits for events: briefly with the GIL held, then without it. Afterwards handles signals, processes the events
+    /// that have arrived and warns about stuck workers.
     fn wait(&mut self, deadline: Option<Duration>) -> PyResult<()> {
         let engine = &mut self.state.engine;
         if !engine.arrives_soon() {
@@ -198,7 +198,7 @@ impl<'py> Call<'_, 'py> {
         Ok(())
     }
 
-    /// Logs a stuck worker, and kills it first if it has exceeded `stall_timeout`.
+    /// Logs a warning about a stuck worker. If the worker has exceeded `stall_timeout`, kills it first.
     fn warn(&mut self, stall: &Stall) -> PyResult<()> {
         let stack = self.py.detach(|| self.handle.stack_of(stall));
         let engine = &mut self.state.engine;

@@ -1,6 +1,6 @@
 //! The early start of the next epoch: its tasks are sent before the current epoch has ended, with predicted index
-//! batches. When the epoch begins, its index batches are drawn from the sampler as usual, and the tasks that were sent
-//! early count only if every draw equals its prediction.
+//! batches. When the epoch begins, its index batches are drawn from the sampler as usual. The results of the tasks that
+//! were sent early are used only if every draw equals its prediction.
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -12,10 +12,10 @@ use crate::error::Error;
 use crate::interop::exit_guard::{call, next_item};
 use crate::wire::TaskKind;
 
-/// What has been drawn so far at the start of an epoch that has begun early.
+/// The draws made so far to check the predictions of an early epoch.
 #[derive(Default)]
 pub(super) struct Drawn<'py> {
-    /// Number of draws, including one that failed or found the end of the sampler.
+    /// Number of draws, including one that failed or reached the end of the sampler.
     pub(super) draws: usize,
     /// True if the early epoch has become the current one, because every draw was as predicted.
     taken_up: bool,
@@ -33,8 +33,8 @@ impl Drawn<'_> {
 }
 
 impl<'py> Call<'_, 'py> {
-    /// Sends a predicted task of the next epoch, and begins that epoch early before its first task. Does nothing if the
-    /// epoch cannot be predicted or there is no room.
+    /// Sends a predicted task of the next epoch. If that epoch has not begun early yet, begins it first. Does nothing
+    /// if the epoch cannot be predicted or there is no room.
     pub(super) fn draw_early(&mut self) -> PyResult<()> {
         let Some(predictor) = self.predictor.filter(|_| self.state.engine.may_be_early()) else {
             return Ok(());
@@ -61,17 +61,17 @@ impl<'py> Call<'_, 'py> {
                 .early
                 .iter_mut()
                 .for_each(|early| early.tasks.push((index.clone_ref(self.py), bytes.clone()))),
-            // The index batch can be dropped: the epoch draws it from the sampler when it begins.
+            // The index batch can be dropped, because the epoch draws it from the sampler when it begins.
             Ok(None) | Err(Error::NoMemory { .. } | Error::RegionFull { .. }) => self.state.engine.sampler_ended()?,
             Err(error) => return Err(error.into()),
         }
         Ok(())
     }
 
-    /// Draws as many index batches from the sampler as were predicted and sent, or none if the epoch's message or first
-    /// worker is not the predicted one, or if the early epoch cannot become the current one. If all are as predicted,
-    /// the early epoch becomes the current one; otherwise the caller passes the result to [`Call::send_drawn`], which
-    /// sends the index batches that were drawn.
+    /// Draws one index batch from the sampler for each predicted task that was sent, until a draw is not as predicted.
+    /// Draws nothing if the message or first worker of the epoch is not the predicted one, or if the early epoch cannot
+    /// become the current one. If all draws are as predicted, the early epoch becomes the current one. Otherwise, the
+    /// caller must pass the result to [`Call::send_drawn`], which sends the index batches that were drawn.
     pub(super) fn draw_predicted(&mut self, early: Early, message: &[u8], first_worker: u32) -> PyResult<Drawn<'py>> {
         let mut drawn = Drawn::default();
         if early.message != message || first_worker != 0 || !self.state.engine.may_take_up() {
@@ -97,8 +97,8 @@ impl<'py> Call<'_, 'py> {
         codec::encode_indices(index, &mut self.state.payload) && self.state.payload == bytes
     }
 
-    /// Sends the index batches that [`Call::draw_predicted`] drew, up to and including the first mismatch. If the
-    /// mismatch is the end of the sampler, reports it; if it is an error, returns the error.
+    /// Sends the index batches that [`Call::draw_predicted`] drew, including the one that was not as predicted. If the
+    /// sampler ended instead, reports the end; if it raised an error, returns that error.
     pub(super) fn send_drawn(&mut self, drawn: Drawn<'py>) -> PyResult<()> {
         for (index, bytes) in drawn.matched {
             self.state.payload = bytes;

@@ -1,4 +1,5 @@
-//! The state of the current epoch as the engine sees it, as Python objects. `_core.pyi` documents the attributes.
+//! Python classes that describe the current epoch: its position, progress and snapshots. `_core.pyi` documents the
+//! attributes.
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;

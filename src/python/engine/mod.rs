@@ -49,7 +49,7 @@ use crate::worker::watchdog::Parent;
 pub struct PyEngine {
     state: Mutex<State>,
     gate: Gate,
-    /// Set by `finish` once the workers have ended: the holder of exclusive access must then finish the engine.
+    /// Set by `finish` once the workers have ended. The call that has exclusive access must then finish the engine.
     finish_wanted: AtomicBool,
     pub handle: Arc<Handle>,
     callbacks: Callbacks,
@@ -61,12 +61,12 @@ fn seconds(value: f64) -> Option<Duration> {
     (value > 0.0 && value < TIMEOUT_MAX).then(|| Duration::from_secs_f64(value))
 }
 
-/// Converts a wait in seconds to a duration: 0 if it is negative or NaN, [`Duration::MAX`] if it is too long.
+/// Converts seconds to a duration: 0 if the value is negative or NaN, [`Duration::MAX`] if it is too large.
 fn limit(seconds: f64) -> Duration {
     Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX)
 }
 
-/// The body of the pin thread, which attaches to Python once and holds the GIL only where it needs it.
+/// Runs the pin thread, which attaches to Python once and holds the GIL only where it needs it.
 fn run_pinning(body: Body<PinnedDecoder>) -> Result<(), String> {
     attached(|py| {
         body.prepare().begin(py).map_err(|error| error.to_string())?;
@@ -74,7 +74,7 @@ fn run_pinning(body: Body<PinnedDecoder>) -> Result<(), String> {
     })
 }
 
-/// `StallLimits` in `settings/limits.py`; 0 turns a limit off.
+/// The limits of `StallLimits` in `settings/limits.py`. The value 0 disables a limit.
 #[derive(FromPyObject)]
 struct StallLimits {
     start_seconds: f64,
@@ -83,7 +83,7 @@ struct StallLimits {
 }
 
 /// The settings that the engine reads from `LoaderConfig` in `settings/config.py`. Values are converted by Python's
-/// rules, and errors in the conversion are raised unchanged.
+/// rules, and conversion errors are raised unchanged.
 struct Config {
     settings: Settings,
     snapshots: bool,
@@ -159,7 +159,7 @@ impl PyEngine {
 
     fn started(&self, py: Python<'_>, worker: u32, pid: i32) -> PyResult<()> {
         let mut access = self.enter(py)?;
-        // A process that is registered after the shutdown would not be ended by it.
+        // The shutdown would not end a process that is registered after it.
         if self.handle.closing() {
             return Err(closed(py, &self.handle));
         }
@@ -201,8 +201,8 @@ impl PyEngine {
     }
 
     /// Begins an epoch. Unless it is the first, sends `message` to the workers and waits until they have resumed. Then
-    /// draws and sends as many index batches as may be outstanding. The answer is `END`, or the event that arrived
-    /// instead.
+    /// draws and sends index batches up to the limit of outstanding tasks. The answer is `END`, or the event that
+    /// arrived instead.
     // The arguments are those of the Python method.
     #[allow(clippy::too_many_arguments)]
     #[pyo3(signature = (answer, next_index, is_first, message, first_worker = 0, foresight = None))]
@@ -221,9 +221,9 @@ impl PyEngine {
         self.call(py, access.state(), answer, next_index, foresight).begin(is_first, message, first_worker)
     }
 
-    /// Delivers the next result. Before that, draws one more index batch, as torch does, or as many as the window
-    /// allows. If the sampler raises an error, a later call raises it, because the batch of this call is intact. The
-    /// result is in `answer` before this method returns, so it is not lost if a signal handler raises.
+    /// Delivers the next result. Before that, draws one more index batch, as torch does, or fills the reorder window.
+    /// If the sampler raises an error, a later call raises it, because this call can still deliver its batch. The
+    /// result is in `answer` before this method returns, so a signal handler that raises cannot lose it.
     #[pyo3(signature = (answer, next_index, foresight = None))]
     fn next<'py>(
         &self,
@@ -381,9 +381,9 @@ impl PyEngine {
     ///
     /// The GIL is held here, and in `Access::drop` until the gate is released, for two reasons. First, the holder
     /// checks for the request and then releases the gate: without the GIL, a request between these two steps would find
-    /// the gate closed and be lost. Second, Python then never forks while a thread holds the handle's lock or the
-    /// meter's. Threads that wait at the gate take its lock without the GIL, so a forked child must not touch that
-    /// lock.
+    /// the gate closed and be lost. Second, holding the GIL ensures that Python never forks while a thread holds the
+    /// handle's lock or the meter's. Threads that wait at the gate take its lock without the GIL, so a forked child
+    /// must not touch that lock.
     fn finish(&self) {
         if !self.handle.is_ours() {
             return;
@@ -433,7 +433,7 @@ impl PyEngine {
         self.access()
     }
 
-    /// Takes exclusive access without waiting; returns `None` if any thread, including this one, has it already.
+    /// Takes exclusive access without waiting. Returns `None` if any thread, including this one, already has it.
     fn try_enter(&self) -> PyResult<Option<Access<'_>>> {
         self.handle.check_ours()?;
         let entered = self.gate.try_enter() == Attempt::Entered;

@@ -1,4 +1,4 @@
-//! An error that takes a batch's place and was raised in this process, for example while it unpickled the batch.
+//! An error that takes a batch's place and was raised in this process, for example while unpickling the batch.
 
 use std::sync::{Mutex, MutexGuard};
 
@@ -8,7 +8,7 @@ use pyo3::{PyTraverseError, PyVisit};
 
 use crate::sync::lock;
 
-/// The error, with the interface of torch's `ExceptionWrapper` (a method `reraise`), which carries the errors of
+/// The error. It has the interface (the method `reraise`) of torch's `ExceptionWrapper`, which carries errors of
 /// workers.
 #[pyclass(frozen, name = "RaisedError", module = "rustloader._core")]
 pub(super) struct Raised(Mutex<Option<Py<PyBaseException>>>);
@@ -25,8 +25,8 @@ impl Raised {
 
 #[pymethods]
 impl Raised {
-    /// Raises the error, only once. This object does not keep the error, because the error's traceback refers to the
-    /// frame that holds this object.
+    /// Raises the error; a second call raises RuntimeError. This object does not keep the error, because the error's
+    /// traceback refers to the frame that holds this object.
     fn reraise(&self, py: Python<'_>) -> PyResult<()> {
         let error = self.error().take();
         Err(match error {

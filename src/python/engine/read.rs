@@ -28,8 +28,8 @@ enum Read {
 }
 
 impl<'py> Call<'_, 'py> {
-    /// Answers with a result. If this method returns an error, a signal handler has raised it, and the next call
-    /// delivers the result instead.
+    /// Answers with a result. Returns an error only if a signal handler raises it; the next call then delivers the
+    /// result.
     #[inline]
     pub(super) fn read(&mut self, incoming: &Incoming) -> PyResult<()> {
         match self.read_message(incoming) {
@@ -50,7 +50,7 @@ impl<'py> Call<'_, 'py> {
     }
 
     /// Unpickles a tied result now, while the worker that it depends on still lives. An error takes the batch's place.
-    /// An exception that a signal handler raises is raised at once, and the next call tries again.
+    /// An error that a signal handler raises is returned at once, and the next call tries again.
     pub(super) fn open(&mut self, incoming: &Incoming, ready: Option<Ready>) -> PyResult<()> {
         let read = match ready {
             Some(Ready::Pickled(pickle)) => Ok(Read::Pickled(pickle)),
@@ -113,7 +113,7 @@ impl<'py> Call<'_, 'py> {
             call(self.callbacks.loads.bind(self.py), arguments).map(Bound::unbind)
         };
         match loads() {
-            // If the check itself fails, a handler has raised the error, too.
+            // If the check itself fails, a handler has raised that error, too.
             Err(error) if self.is_interrupt(&error)? => Err(error),
             loaded => Ok(loaded),
         }
@@ -121,7 +121,7 @@ impl<'py> Call<'_, 'py> {
 
     /// Returns true if `error` was raised by a signal handler rather than by the code that the handler interrupted.
     pub(super) fn is_interrupt(&self, error: &PyErr) -> PyResult<bool> {
-        // `error.value` would not do, because that exception has no traceback.
+        // Do not use `error.value`, because that exception has no traceback.
         let value = error.clone_ref(self.py).into_value(self.py);
         let arguments = (value,).into_pyobject(self.py)?;
         call(self.callbacks.is_interrupt.bind(self.py), arguments)?.extract()

@@ -10,7 +10,7 @@ use crate::codec::prepare::Ready;
 use crate::engine::gate::Gate;
 use crate::engine::{Ending, Engine, Handle};
 
-/// The engine, and buffers that are reused: `buffer` for messages, `payload` for index batches.
+/// The engine, and reusable buffers: `buffer` for messages, `payload` for index batches.
 pub(super) struct State {
     pub(super) engine: Engine<Py<PyAny>, Ready, Py<PyBaseException>>,
     pub(super) buffer: Vec<u8>,
@@ -18,11 +18,11 @@ pub(super) struct State {
     /// The message of a `begin` that had to return because a worker's slot became vacant. The workers already have this
     /// message.
     pub(super) begun: Option<Vec<u8>>,
-    /// What was sent for the next epoch, if that has begun early.
+    /// The early epoch, if there is one.
     pub(super) early: Option<Early>,
 }
 
-/// What the workers were sent for an epoch that began before the current one ended.
+/// What the workers were sent for an early epoch.
 pub(super) struct Early {
     /// The message that began the epoch.
     pub(super) message: Vec<u8>,

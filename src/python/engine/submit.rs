@@ -15,8 +15,8 @@ use crate::wire::TaskKind;
 
 impl<'py> Call<'_, 'py> {
     /// Carries out `Step::Submit`. If the sampler raises an `Exception`, a later call raises it; any other error, such
-    /// as an interrupt, is raised at once. Pending signals are handled before the draw: a handler that raises inside
-    /// the sampler would end its generator, such as that of a BatchSampler.
+    /// as an interrupt, is raised at once. Pending signals are handled before the draw, because a handler that raises
+    /// inside a generator, such as that of a BatchSampler, ends the generator.
     #[inline]
     pub(super) fn refill(&mut self) -> PyResult<()> {
         let interrupt = self.py.check_signals();
@@ -68,7 +68,7 @@ impl<'py> Call<'_, 'py> {
         Ok(Some(call(dump_index, (index,).into_pyobject(self.py)?)?.cast_into::<PyBytes>()?))
     }
 
-    /// Sends a task again, to the process that has taken its worker's slot. After an error, the next call tries again.
+    /// Sends a task again, to the process that now has the worker's slot. After an error, the next call tries again.
     pub(super) fn resend(&mut self) -> PyResult<()> {
         let py = self.py;
         py.check_signals()?;

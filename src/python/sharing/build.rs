@@ -21,17 +21,17 @@ const SIGNALS_EVERY: u64 = 1024;
 
 impl ShareBuilder {
     fn with<T>(&self, run: impl FnOnce(&mut Builder, &mut Shapes) -> PyResult<T>) -> PyResult<T> {
-        let used = || PyRuntimeError::new_err("this shared object is finished, or another call builds it");
-        // `try_lock`, because user code that `run` executes may call this object again.
+        let used = || PyRuntimeError::new_err("this shared object is finished, or another call is building it");
+        // Do not wait for the lock, because user code that `run` executes may call a method of this object.
         let mut builder = self.builder.try_lock().map_err(|_| used())?;
         let (builder, shapes) = builder.as_mut().ok_or_else(used)?;
         run(builder, shapes)
     }
 }
 
-/// Adds a note to an error that names the failed item, and returns the error.
+/// Adds a note that names the failed item to an error. Returns the error.
 fn with_note(py: Python<'_>, error: PyErr, row: u64, part: &str) -> PyErr {
-    let note = format!("rustloader.share() failed at the {part} {row} (counted from 0)");
+    let note = format!("rustloader.share() failed at {part} {row} (counted from 0)");
     // If the note cannot be added, the error is raised without it.
     let _ = error.value(py).call_method1("add_note", (note,));
     error
@@ -67,7 +67,7 @@ impl ShareBuilder {
             for pair in pairs.try_iter()? {
                 let (key, value): (Bound<'_, PyAny>, Bound<'_, PyAny>) = pair?.extract()?;
                 let row = builder.rows() / 2;
-                let failed = |error| with_note(py, error, row, "key or value");
+                let failed = |error| with_note(py, error, row, "pair");
                 let hash = rows::key_hash(&key, &mut bytes)?;
                 rows::push(builder, shapes, &key, dumps, &mut scratch).map_err(failed)?;
                 builder.key(hash);
@@ -93,7 +93,7 @@ impl ShareBuilder {
             from = std::ptr::NonNull::dangling().as_ptr();
         }
         // SAFETY: these are the bytes of the buffer, which stay valid while `data` lives. A thread that changes them
-        // during the copy races with it, as it would with any other reader.
+        // races with the copy, as it would with any other reader.
         let bytes = unsafe { std::slice::from_raw_parts(from, len) };
         self.with(|builder, _| Ok(py.detach(|| builder.raw(bytes))?))
     }
@@ -102,7 +102,7 @@ impl ShareBuilder {
         let taken = self.builder.try_lock().ok().and_then(|mut builder| builder.take());
         let (builder, shapes) = taken.ok_or_else(|| PyRuntimeError::new_err("this shared object is finished"))?;
         let shapes = shapes.finish();
-        // The shapes are the meta of rows. Raw data have no rows, and use the caller's meta.
+        // Rows use their shapes as the meta. Raw data has no rows, and uses the caller's meta.
         let meta = if shapes.is_empty() { meta } else { &shapes };
         let fd = py.detach(|| builder.finish(kind, meta))?;
         SharedStore::open(fd)

@@ -11,7 +11,7 @@ use pyo3::types::{PyList, PySlice, PyString, PyTuple};
 use super::store::SharedStore;
 use crate::codec::rows::{self, Rows};
 
-/// The base class that reads the items for `SharedList` and `SharedTuple`.
+/// The base class of `SharedList` and `SharedTuple`, with the methods that read items.
 #[pyclass(frozen, subclass, module = "rustloader._core")]
 pub struct SharedItems {
     items: Arc<Rows>,
@@ -29,8 +29,8 @@ impl SharedItems {
         if self.is_tuple { "tuple" } else { "list" }
     }
 
-    /// Returns true if a row is equal to `other`, compared as by the operator `in`. `text` is `other` if that is an
-    /// exact str.
+    /// Returns true if a row equals `other` in the sense of the operator `in`. `text` is the text of `other`, if
+    /// `other` is an exact str.
     fn is_equal(&self, row: u64, other: &Bound<'_, PyAny>, text: Option<&str>) -> PyResult<bool> {
         match text.and_then(|text| rows::is_text(&self.items, row, text)) {
             Some(known) => Ok(known),
@@ -65,8 +65,8 @@ impl SharedItems {
     }
 }
 
-/// Returns the index that an int, or an object with an `__index__`, stands for in Python's sequences; `None` for other
-/// objects.
+/// Converts an int, or an object with an `__index__`, to an index, as Python's sequences do. Returns `None` for any
+/// other object.
 #[inline]
 fn index_of(key: &Bound<'_, PyAny>) -> PyResult<Option<isize>> {
     // SAFETY: the object is alive; a call that fails returns -1 and sets an exception.
@@ -198,7 +198,7 @@ impl SharedIterator {
     }
 
     fn __next__<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
-        // Plain loads and stores are enough, because the GIL is held.
+        // A separate load and store are enough, because the GIL is held.
         let done = self.done.load(Ordering::Relaxed);
         if done >= self.count {
             return Ok(None);

@@ -9,7 +9,7 @@ use super::items::SharedIterator;
 use super::store::SharedStore;
 use crate::codec::rows::{self, Rows};
 
-/// The base class that reads the pairs for `SharedDict`.
+/// The base class of `SharedDict`, with the methods that read pairs.
 #[pyclass(frozen, subclass, module = "rustloader._core")]
 pub struct SharedPairs {
     pairs: Arc<Rows>,

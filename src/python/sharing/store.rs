@@ -16,7 +16,7 @@ use crate::store::Store;
 use crate::sys::owned::KnownFd;
 use crate::sys::sealed::{SealedMap, seal_all};
 
-/// A mapped image. Its buffer is the whole image.
+/// A mapped image. As a Python buffer, it exports the whole image.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct SharedStore {
     pub store: Arc<Rows>,
@@ -108,7 +108,8 @@ impl SharedStore {
         }
         Err(PyOSError::new_err((
             libc::EBADF,
-            "the descriptor of a shared object was closed by other code, so it cannot be sent to another process",
+            "the descriptor of this shared object was closed by other code, so the object cannot be sent to another \
+             process",
         )))
     }
 
@@ -123,10 +124,10 @@ impl SharedStore {
     }
 
     /// # Safety
-    /// Only Python may call this, with a structure that is to be filled in.
+    /// Only Python may call this, with a structure to fill in.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let bytes = slf.get().store.bytes();
-        // SAFETY: as above; the mapping stays while `slf`, which the export holds, lives.
+        // SAFETY: as above; the export keeps `slf` alive, and with it the mapping.
         unsafe { export(slf.as_any(), view, (bytes.as_ptr().cast_mut(), bytes.len()), flags) }
     }
 }
@@ -173,10 +174,10 @@ impl SharedData {
     }
 
     /// # Safety
-    /// Only Python may call this, with a structure that is to be filled in.
+    /// Only Python may call this, with a structure to fill in.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let bytes = &slf.get().bytes;
-        // SAFETY: as above; the mapping stays while `slf`, which the export holds, lives.
+        // SAFETY: as above; the export keeps `slf` alive, and with it the mapping.
         unsafe { export(slf.as_any(), view, (bytes.ptr(), bytes.len), flags) }
     }
 }
