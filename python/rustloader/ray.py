@@ -44,7 +44,7 @@ def _actor_class() -> Any:
     """Returns the class of all actors. It is created only once, because Ray exports every new class to the cluster.
 
     Ray must neither restart the actors nor retry their calls, because this could repeat batches that were already
-    delivered. Instead, the engine replaces an actor that has ended with a new one.
+    delivered. Instead, the engine starts a new actor in place of one that has ended.
     """
     return _ray().remote(max_restarts=0, max_task_retries=0)(_Actor)
 
@@ -53,7 +53,7 @@ class _Actor:
     """A worker. The actor has no arguments and no state: the call of ``serve`` passes all that it needs."""
 
     def begin(self) -> None:
-        """Does nothing. A result of this call shows that the actor is running."""
+        """Does nothing. The result of this call shows that the actor is running."""
 
     def serve(self, references: list[Any], call: Call, seconds: float) -> None:
         """Runs the worker until the main process ends it.

@@ -1,6 +1,6 @@
 """The process-wide state that a worker replaces.
 
-This state is the reason why workers are processes and not threads: ``get_worker_info()``, the seeds of ``random``,
+This state is why workers are processes and not threads: ``get_worker_info()``, the seeds of ``random``,
 NumPy and torch, and the port that allocates torch's shared memory and NumPy's arrays exist once per process.
 """
 

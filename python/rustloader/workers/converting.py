@@ -1,5 +1,5 @@
 """A variant of default_convert that makes no tensors from arrays in shared memory. A tensor would hide its array, and
-with it other references to the memory."""
+with it any other references to the memory, which decide whether the memory may be sent without a copy."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Pickles the common arguments of workers once, if no program can notice the difference from one pickle per worker.
+"""Pickles the workers' common arguments once instead of once per worker, if no program can tell the difference.
 
 torch pickles the dataset for each worker. A class's own ``__getstate__`` or reducer may count its calls or return a
-different value each time, and descriptors, locks, queues and tensors in shared memory belong to one worker's pickle. A
-dataset that contains any of these is pickled for each worker here, too.
+different value each time. Descriptors, locks, queues and tensors in shared memory belong to one worker's pickle. A
+dataset that contains any of these is still pickled for each worker.
 """
 
 from __future__ import annotations

@@ -243,7 +243,7 @@ class _OutOfBand:
 
 def _registered() -> _Reducers:
     """Returns the reducers that torch and programs have registered, without the one for arrays of ``rustloader.share``:
-    in a batch, these are pickled like any other array."""
+    in a batch, such arrays are pickled like any others."""
     return {kind: reducer for kind, reducer in _extra_reducers.items() if reducer is not reduce_shared_array}
 
 
