@@ -99,7 +99,7 @@ class _StartedActor:
             if self._ray.wait([self._begun], timeout=0, fetch_local=False)[0]:
                 return (
                     f"its actor runs, but has not reached this process at {self._place}: the machines of the cluster "
-                    "must reach each other on all ports, also through firewalls"
+                    "must be able to reach each other on all ports, including through firewalls"
                 )
             if not self._requested:
                 return "Ray has not started its actor: `ray status` shows what the cluster is waiting for"

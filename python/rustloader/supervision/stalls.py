@@ -19,7 +19,7 @@ _FETCHER = re.compile(r'  File "[^"]*\btorch/utils/data/_utils/fetch\.py", line 
 
 
 def up_to_fetcher(stack: str) -> str:
-    """Removes the frames below torch's fetcher, which are the same for all batches, from a stack dump.
+    """Removes the callers of torch's fetcher, which are the same for all batches, from a stack dump.
 
     Args:
         stack: The output of faulthandler, with the innermost frame of each thread first.

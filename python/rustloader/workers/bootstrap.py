@@ -67,7 +67,7 @@ def _guarded(port: Port, parent: tuple[int, int]) -> Port:
 
 @dataclass
 class Job:
-    """The settings that all workers of an iterator share."""
+    """The settings of workers. Workers that start together share one job."""
 
     dataset_kind: int
     auto_collation: bool

@@ -109,7 +109,8 @@ def first_calls() -> list[Call]:
 
 
 class _Namespace:
-    """A reference to the globals of a module. A worker unpickles it to the globals of its own module with that name."""
+    """A reference to the globals of a module. In a worker, unpickling it returns the globals of the worker's own module
+    with that name."""
 
     def __init__(self, module: str) -> None:
         self._module = module

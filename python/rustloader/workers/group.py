@@ -1,4 +1,4 @@
-"""Starts the workers of an engine, and ends them within one deadline, at the latest when the interpreter exits."""
+"""Starts the workers of an engine. Ends them within one deadline, at the latest when the interpreter exits."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ class WorkerGroup:
                     if has_calls:
                         adding_calls = calling_first(worker, payload.first_calls)
                     with arguments.naming_argument(), adding_calls:
-                        process.start(worker, f"worker {worker_id} of a DataLoader with {job.config.num_workers}")
+                        process.start(worker, f"DataLoader worker {worker_id} (num_workers={job.config.num_workers})")
                 finally:
                     payload.close()
                 self.processes[worker_id : worker_id + 1] = [worker]

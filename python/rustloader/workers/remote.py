@@ -192,8 +192,8 @@ def start(engine: Engine, blob: Blob, worker_ids: Sequence[int], job: Job) -> li
 
     Raises:
         StartError: A worker or its connection has ended.
-        RuntimeError: A worker runs different versions, cannot read the dataset, or is not ready within the time limit of
-            the context.
+        RuntimeError: A worker runs different versions, cannot read the dataset, or is not ready within the start limit
+            of the context.
     """
     deadline = time.monotonic() + blob.context.start_seconds
     starting: list[_Starting] = []
