@@ -16,7 +16,7 @@ from rustloader.supervision import stalls
 from rustloader.workers import remote
 from rustloader.workers.memory_events import OUT_OF_MEMORY
 
-# torch's text in place of the cause. The worker's report, if there is one, replaces it.
+# torch's text for an unknown cause. The worker's report, if there is one, replaces it.
 _LOST = "Details are lost due to multiprocessing. Rerunning with num_workers=0 may give better error trace."
 
 

@@ -17,7 +17,7 @@ from rustloader._core import TRACE_KINDS, TRACE_MAIN, TRACE_PINNER
 # Name of the event that describes a file's clock, and name of the last event, which has the number of lost events.
 CLOCK, END = "rustloader_trace", "rustloader_trace_end"
 
-# The ID of the first row, in place of a thread ID. No thread has an ID this high.
+# The ID of the first row, which the file gives as a thread ID. No thread has an ID this high.
 _FIRST_ROW = 10_000_000
 # Minimum length in nanoseconds at which the work between collate_fn and sending is shown as a slice.
 _MIN_REST = 20_000

@@ -31,7 +31,7 @@ def is_torchs_own(collate_fn: Any) -> bool:
 
 
 def converter(port: Port) -> Callable[[Any], Any]:
-    """Returns a function that works like default_convert, but returns an ``ArrayTensor`` in place of a tensor over an
+    """Returns a function that works like default_convert, but returns an ``ArrayTensor`` instead of a tensor over an
     array in ``port``'s region. :func:`tensors_of` makes the tensors.
     """
 

@@ -102,7 +102,7 @@ class _Worker:
         self.broken: ExceptionWrapper | None = None
         self.init_failed = False
         self.exhausted = False
-        # True if batches may contain an `ArrayTensor` in place of a tensor.
+        # True if batches may contain an `ArrayTensor` instead of a tensor.
         self.converts = False
         # Sends snapshots of the dataset's state, if the loader can resume.
         self.publisher: Publisher | None = None

@@ -21,7 +21,7 @@ from rustloader.system.interrupts import is_interrupt
 
 
 class _Failed:
-    """An error in place of a batch.
+    """An error that takes the place of a batch.
 
     Attributes:
         is_batch: True if the loader delivered the batch, but its copy failed.
