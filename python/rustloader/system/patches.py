@@ -94,7 +94,7 @@ PATCHES = (
         "torch._dynamo.trace_rules: the folders that it skips",
         "system.dynamo",
         PROGRAM,
-        "torch.compile skips this package just as torch.utils.data; made with Dynamo's own function `add`",
+        "torch.compile skips this package, as it skips torch.utils.data; uses Dynamo's own function `add`",
         "import rustloader, or the later import of Dynamo",
         _NEVER,
     ),
@@ -136,7 +136,7 @@ PATCHES = (
         "workers.collate",
         WORKER,
         "Rust collates plain values; all others go to torch's function",
-        "the start of a worker, for those that are torch's",
+        "the start of a worker, for entries that are torch's",
         f"{_WITH_WORKER}; an entry that the program has replaced since stays",
     ),
     Change(
