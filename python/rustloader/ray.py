@@ -44,7 +44,7 @@ def _actor_class() -> Any:
     """Returns the class of all actors. It is created only once, because Ray exports every new class to the cluster.
 
     Ray must neither restart the actors nor retry their calls, because this could repeat batches that were already
-    delivered. Instead, the engine replaces an actor that has ended with a new one.
+    delivered. Instead, the engine starts a new actor in place of one that has ended.
     """
     return _ray().remote(max_restarts=0, max_task_retries=0)(_Actor)
 
@@ -53,7 +53,7 @@ class _Actor:
     """A worker. The actor has no arguments and no state: the call of ``serve`` passes all that it needs."""
 
     def begin(self) -> None:
-        """Does nothing. A result of this call shows that the actor is running."""
+        """Does nothing. The result of this call shows that the actor is running."""
 
     def serve(self, references: list[Any], call: Call, seconds: float) -> None:
         """Runs the worker until the main process ends it.
@@ -99,7 +99,7 @@ class _StartedActor:
             if self._ray.wait([self._begun], timeout=0, fetch_local=False)[0]:
                 return (
                     f"its actor runs, but has not reached this process at {self._place}: the machines of the cluster "
-                    "must reach each other on all ports, also through firewalls"
+                    "must be able to reach each other on all ports, including through firewalls"
                 )
             if not self._requested:
                 return "Ray has not started its actor: `ray status` shows what the cluster is waiting for"

@@ -250,7 +250,7 @@ def stuck():
 
     def warning(text, *args):
         # On a busy machine a warning may rightly name another item.
-        if "the batch of index 1." in (line := text % args):
+        if "the batch has index 1." in (line := text % args):
             lines.append(re.sub(r"pid \d+", "pid N", line))
             open(told, "w").close()
 

@@ -246,7 +246,7 @@ def test_a_context_can_be_copied_and_placed_and_spreads_workers_over_the_nodes(c
 
 def test_local_workers_are_as_without_ray(cluster):
     assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN)
-    assert not group._survives_sigterm()
+    assert not group._handles_sigterm()
 
 
 def test_doctor_asks_the_nodes(cluster):

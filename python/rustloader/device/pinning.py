@@ -82,7 +82,7 @@ class Pinner:
         return _utils.pin_memory.pin_memory(data, self.device)
 
     def failure(self, error: Exception) -> ExceptionWrapper:
-        """Wraps an error, to be delivered in place of a batch that could not be pinned."""
+        """Wraps an error, to be delivered instead of a batch that could not be pinned."""
         where = f"in pin memory thread for device {self.device_index}"
         return ExceptionWrapper((type(error), error, error.__traceback__), where=where)
 

@@ -19,7 +19,7 @@ class Call:
         port: The port on which the main process listens for this worker.
         token: The secret with which both ends authenticate themselves. It is never sent over their connection.
         worker_id: The worker's ID.
-        generation: Number of processes that this worker had before.
+        generation: Number of earlier processes of this worker.
     """
 
     address: str
@@ -30,7 +30,7 @@ class Call:
 
 
 class Started(Protocol):
-    """A worker that was asked to start."""
+    """A worker whose start has been requested."""
 
     def failure(self) -> str | None:
         """Returns the reason why the worker has ended or cannot start; None while it is starting or running. Does not
@@ -62,7 +62,7 @@ class RemoteContext(BaseContext, abc.ABC):
 
     def _needs_engine(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(
-            f"a {type(self).__name__} starts workers for rustloader's engine alone: use rustloader.DataLoader, or call "
+            f"a {type(self).__name__} starts workers only for rustloader's engine: use rustloader.DataLoader, or call "
             "rustloader.install() before the loader is made"
         )
 

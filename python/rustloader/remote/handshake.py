@@ -79,7 +79,7 @@ def version_mismatch(other: dict[str, Any]) -> str | None:
     if not differing:
         return None
     pairs = ", ".join(f"{name} {other.get(name, 'unknown')} there and {own[name]} here" for name in differing)
-    return f"the versions differ: {pairs}; install the same ones on both machines"
+    return f"the versions differ: {pairs}; install the same versions on both machines"
 
 
 def listen(address: str) -> socket.socket:

@@ -1,4 +1,4 @@
-"""Marks a thread that pickles objects for other machines, because these cannot access this machine's shared memory."""
+"""Marks a thread that pickles objects for other machines, which cannot access this machine's shared memory."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from rustloader.supervision import stalls
 from rustloader.workers import remote
 from rustloader.workers.memory_events import OUT_OF_MEMORY
 
-# torch's text in place of the cause. The worker's report, if there is one, replaces it.
+# torch's text for an unknown cause. The worker's report, if there is one, replaces it.
 _LOST = "Details are lost due to multiprocessing. Rerunning with num_workers=0 may give better error trace."
 
 
@@ -28,7 +28,7 @@ def error_of(
     out_of_memory: bool = False,
     report: str | None = None,
 ) -> Callable[[], WorkerDiedError]:
-    """Returns a function that makes the error for a death: a new one each time that the error is raised.
+    """Returns a function that makes a new error for a death at each call.
 
     Args:
         death: The death.
@@ -40,9 +40,9 @@ def error_of(
     """
     exitcode, name = end_of(death, process)
     if death.index is None:
-        note = f"It was worker {death.worker_id}."
+        note = f"Worker {death.worker_id} had no outstanding batch."
     else:
-        note = f"Worker {death.worker_id} was to fetch the batch of index {index_text(death.index)}."
+        note = f"Worker {death.worker_id} was assigned the batch with index {index_text(death.index)}."
     kind: type[WorkerDiedError] = WorkerDiedError
     text, index = _text(death.pid, exitcode, name), death.index
     if report is not None:

@@ -16,7 +16,7 @@ from rustloader.settings.limits import BACK_OFF, DEATHS_SHOWN, MAX_BACK_OFF, POI
 logger = logging.getLogger("rustloader")
 
 FORK_WARNING = (
-    "a DataLoader restarts a dead worker by a fork, while the main process %s. The new worker may hang or crash: "
+    "a DataLoader restarts a dead worker by forking the main process, which %s. The new worker may hang or crash: "
     'set multiprocessing_context="forkserver" to start workers from a clean process'
 )
 
@@ -54,18 +54,18 @@ class Restarts:
         self.survived = 0
         self.history: deque[str] = deque(maxlen=DEATHS_SHOWN)
         self.poison: dict[int, dict[int, dict[int, str]]] = {}
-        # For each worker: its number of answers at its last death, and the number of further deaths since it last gave
-        # a new answer, not counting the first.
+        # For each worker: its number of answers at its last death, and the number of delayed restarts since its last
+        # answer.
         self._in_a_row: dict[int, tuple[int, int]] = {}
         # Number of deaths at each sample, by the task and the sample's position in the index batch (None if unknown).
         self._deaths_at: Counter[tuple[int, int | None]] = Counter()
-        # Number of deaths in each task, counted from the last time that one of its samples was declared poison.
+        # Number of deaths in each task since one of its samples was last declared poison.
         self._in_task: Counter[int] = Counter()
         # Workers whose last death is final because too many workers have died in their batch.
         self._poisoned: set[int] = set()
 
     def restarts_of(self, worker_id: int) -> int:
-        """Returns how often a worker was restarted, in all epochs."""
+        """Returns the number of restarts of a worker in all epochs."""
         return self._restarts[worker_id]
 
     def is_counted(self, death: Death) -> bool:
@@ -94,16 +94,16 @@ class Restarts:
         self.history.append(line)
         if under_way and death.task is not None and not self._survives_at(death, death.task, cause):
             return self._decided(death, None)
-        answers, again = self._in_a_row.get(death.worker_id, (-1, 0))
+        answers, delayed = self._in_a_row.get(death.worker_id, (-1, 0))
         # After an out-of-memory kill, even the first restart is delayed, so that other workers can release memory.
-        again = again + 1 if death.answers == answers else int(out_of_memory)
-        return self._decided(death, self._next_start(death, again))
+        delayed = delayed + 1 if death.answers == answers else int(out_of_memory)
+        return self._decided(death, self._next_start(death, delayed))
 
     def on_failed_start(self, death: Death, error: Exception) -> float | None:
         """Counts a failed restart as a death, and decides what happens next. Returns the same as ``on_death``."""
         self.history.append(f"worker {death.worker_id} could not be restarted: {error}")
-        _, again = self._in_a_row.get(death.worker_id, (0, 0))
-        return self._decided(death, self._next_start(death, again + 1))
+        _, delayed = self._in_a_row.get(death.worker_id, (0, 0))
+        return self._decided(death, self._next_start(death, delayed + 1))
 
     def on_restart(self, death: Death) -> None:
         """Counts the restart that followed a death, and settles the death."""
@@ -128,25 +128,25 @@ class Restarts:
         others = [line for line in self.history if line != self._lines.get(worker_id)]
         if others:
             lines = "".join(f"\n  {line}" for line in others)
-            notes.append(f"Other deaths of workers in this epoch, with max_restarts={self.limit}:{lines}")
+            notes.append(f"Other worker deaths in this epoch (max_restarts={self.limit}):{lines}")
         if worker_id in self._poisoned:
-            notes.append(f"{POISON_AFTER} workers have died in its batch, which is not tried again.")
+            notes.append(f"The batch is not retried: {POISON_AFTER} workers died while fetching it.")
         return notes
 
     def _decided(self, death: Death, seconds: float | None) -> float | None:
         self._counted[death.worker_id] = death.generation, seconds is None
         return seconds
 
-    def _next_start(self, death: Death, again: int) -> float | None:
-        self._in_a_row[death.worker_id] = death.answers, again
+    def _next_start(self, death: Death, delayed: int) -> float | None:
+        self._in_a_row[death.worker_id] = death.answers, delayed
         if self.survived >= self.limit:
             return None
         self.survived += 1
-        return min(BACK_OFF * 2.0 ** (min(again, 64) - 1), MAX_BACK_OFF) if again else 0.0
+        return min(BACK_OFF * 2.0 ** (min(delayed, 64) - 1), MAX_BACK_OFF) if delayed else 0.0
 
     def _survives_at(self, death: Death, task: int, cause: str) -> bool:
         """Counts a death at a sample. Returns True if the worker may be restarted, and False if the batch must not be
-        tried again. After too many deaths at the sample, a restart requires that the sample can be skipped; the sample
+        retried. After too many deaths at the sample, a restart requires that the sample can be skipped; the sample
         is then declared poison."""
         sample = task, death.place
         self._deaths_at[sample] += 1
@@ -157,7 +157,7 @@ class Restarts:
         # Deaths at different samples of a batch do not show that any one of them is the cause: the worker may have run
         # out of time or memory each time.
         place = death.place if self._deaths_at[sample] >= POISON_AFTER else None
-        # True if workers die even at the sample that is fetched in place of a skipped one.
+        # True if workers die even at the sample that is fetched instead of a skipped one.
         is_skipped = place in self.poison.get(death.worker_id, {}).get(number, {})
         if place is None or is_skipped or not self._may_skip_samples:
             self._poisoned.add(death.worker_id)
@@ -172,7 +172,7 @@ def described(death: Death, cause: str, under_way: bool = True) -> str:
     """Describes a death in one line. The arguments are those of ``Restarts.on_death``."""
     text = f"worker {death.worker_id} (pid {death.pid}) {cause}"
     if death.task is not None:
-        text += f", {'at' if under_way else 'before'} batch {death.task} of index {index_text(death.index)}"
+        text += f", {'at' if under_way else 'before'} batch {death.task} (index {index_text(death.index)})"
     return text
 
 

@@ -19,7 +19,7 @@ _FETCHER = re.compile(r'  File "[^"]*\btorch/utils/data/_utils/fetch\.py", line 
 
 
 def up_to_fetcher(stack: str) -> str:
-    """Removes the frames that call torch's fetcher from a dump of stacks: they are the same for all batches.
+    """Removes the callers of torch's fetcher, which are the same for all batches, from a stack dump.
 
     Args:
         stack: The output of faulthandler, with the innermost frame of each thread first.
@@ -84,6 +84,6 @@ def warn(
             hint = f"It was killed: stall_timeout is {limit:g} s"
         else:
             hint = f"stall_timeout is {limit:g} s, but this process kills only its own descendants"
-    batch = "" if index is None else f", the batch of index {index_text(index)}"
+    batch = "" if index is None else f"; the batch has index {index_text(index)}"
     dump = f"Its stack:\n{up_to_fetcher(stack)}" if stack is not None else f"Stack unavailable: {why_not}."
     log("DataLoader worker %d (pid %d) %s%s. %s. %s", worker, pid, what, batch, hint, dump)

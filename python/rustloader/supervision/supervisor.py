@@ -102,8 +102,8 @@ class Supervisor:
         return deaths.error_of(death, worker, count, notes, self._was_out_of_memory(death, worker), report)
 
     def _deferred_signals(self) -> contextlib.AbstractContextManager[list[int]]:
-        """Returns a context that defers signals while a local process starts. It does not defer them for a process on
-        another machine, because such a start takes seconds, and cleans up after an interrupt by itself."""
+        """Returns a context that defers signals while a local process starts. For a process on another machine it does
+        nothing, because such a start takes seconds and cleans up after an interrupt itself."""
         return contextlib.nullcontext([]) if is_remote(self._group.context) else deferred_signals()
 
     def _process_of(self, death: Death) -> Any:
@@ -138,7 +138,7 @@ class Supervisor:
         self._counters.faults.note_restart(line, death.stalled, self._group.was_out_of_memory(death, None))
         name = self._counters.given_name
         fault_log.warning(
-            "DataLoader %s. It was restarted as pid %d: %d of max_restarts=%d in this epoch%s",
+            "DataLoader %s. It was restarted as pid %d: %d of max_restarts=%d used in this epoch%s",
             line,
             pid,
             restarts.survived,

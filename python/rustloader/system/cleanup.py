@@ -9,8 +9,8 @@ logger = logging.getLogger("rustloader")
 
 
 def clean_up_after(error: BaseException, clean: Callable[[], object]) -> None:
-    """Calls ``clean``. The caller then raises ``error``. If ``clean`` raises an error, this becomes a note of
-    ``error``; an interrupt such as KeyboardInterrupt propagates."""
+    """Calls ``clean``. The caller then raises ``error``. If ``clean`` raises an error, adds its text to ``error`` as a
+    note; an interrupt such as KeyboardInterrupt propagates."""
     try:
         clean()
     except Exception as second:
@@ -29,7 +29,7 @@ def quietly(step: Callable[..., object], *args: Any) -> None:
 def forget_frames(error: BaseException) -> None:
     """Removes the tracebacks of an error that will not be raised again, and those of its causes and contexts.
 
-    If a function has raised an error that is the value of a local variable, the frame refers to the error, and the
+    If a function raises an error that one of its local variables also holds, its frame refers to the error, and the
     error to the frame. This cycle, and with it the variables of all callers, lives until the garbage collector runs. If
     one of these variables is an iterator, its workers would not end when the program drops its last reference to it.
     """

@@ -1,8 +1,8 @@
 """Makes ``torch.compile`` skip this package, just as it skips ``torch.utils.data``.
 
 Dynamo decides by a function's file whether to trace the function. This module adds the package's folder to the skipped
-ones only once the program has imported Dynamo, because this import takes more than a second, and most programs do not
-need it.
+folders only once the program has imported Dynamo: this import takes more than a second, and most programs do not need
+it.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ STEPS = (
     # held is never released.
     "ledgers",
     # Ranks meet on sockets. During the fork, the parent holds the lock of these sockets; the child closes its copies of
-    # them. This step precedes all steps without a lock, because other threads of the parent wait for its lock.
+    # them. This step precedes all steps without a lock, so that other threads of the parent wait less for its lock.
     "ranks",
     # The child drops the parent's reports. This step is independent of the others.
     "reports",

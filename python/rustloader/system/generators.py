@@ -46,12 +46,11 @@ class _NumpyState:
     def __init__(self, numpy_random: Any) -> None:
         self._generator = generator = numpy_random.mtrand._rand
         self._bits = generator._bit_generator
-        # The complete state as NumPy's dict; None if `_memory` contains the complete state, which it does not if the
-        # bit generator is another one or if there is a leftover number.
+        # The complete state as NumPy's dict; None if `_memory` contains the complete state.
         self._dict: dict[str, Any] | None = None
         self._address = _address_of(self._bits, numpy_random.MT19937)
         self._memory = b"" if self._address is None else ctypes.string_at(self._address, _STATE)
-        # If all words are 0, they stay 0 however much is drawn, and drawing a normal number would never return.
+        # If all words are 0, they stay 0 after any number of draws, and drawing a normal number would never return.
         if self._address is None or threading.active_count() > 1 or not self._memory[:_KEY].strip(b"\0"):
             self._dict = generator.get_state(legacy=False)
             return
@@ -68,7 +67,7 @@ class _NumpyState:
             return
         if self._dict is None and bits is self._bits and threading.active_count() == 1:
             # This is necessary even if the memory is unchanged: the program may have restored the memory by seeding,
-            # and there may be a leftover number nevertheless.
+            # and there may still be a leftover number.
             self._take_leftover()
             ctypes.memmove(self._address, self._memory, _STATE)  # type: ignore[arg-type]
         else:

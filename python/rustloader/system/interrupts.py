@@ -18,7 +18,7 @@ def is_interrupt(error: BaseException | None, handled: BaseException | None = _C
     """Returns True if a signal handler raised ``error`` or an error in its context chain.
 
     Python passes the interrupted frame to a handler as an argument, and this frame is also the handler's caller. Other
-    functions do not take their caller's frame as an argument, so a handler is recognized by it, even if the handler was
+    functions do not take their caller's frame as an argument, so this argument identifies a handler, even one that was
     uninstalled before it raised. Python's own handler for Ctrl-C has no Python frame, but it raises KeyboardInterrupt.
 
     Args:

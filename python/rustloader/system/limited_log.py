@@ -29,7 +29,7 @@ class LimitedLog:
         self._clock = clock
         self._end = -float("inf")
         self._lines = 0
-        self._left_out = 0
+        self._omitted = 0
         # The highest level of the omitted messages.
         self._level = logging.NOTSET
 
@@ -53,15 +53,15 @@ class LimitedLog:
             self._lines += 1
             self._logger.log(level, text, *args)
         else:
-            self._left_out += 1
+            self._omitted += 1
             self._level = max(self._level, level)
 
     def flush(self) -> None:
         """Logs how many messages were omitted since the last call. Logs nothing if there were none."""
-        count, level = self._left_out, self._level
+        count, level = self._omitted, self._level
         if count:
-            self._left_out, self._level = 0, logging.NOTSET
-            text = "%d more messages about faults were left out: the log gets %d of them in %.0f s"
+            self._omitted, self._level = 0, logging.NOTSET
+            text = "%d more messages about faults were omitted: at most %d are logged per %.0f s"
             self._logger.log(level, text, count, LOG_LINES, LOG_SECONDS)
 
 

@@ -2,7 +2,7 @@
 MPI).
 
 If several environment variables have the same meaning, the first valid one is used. A variable is valid if its value
-consists of ASCII digits.
+consists of one to nine ASCII digits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def size() -> int | None:
 
 def rank() -> int | None:
     """Returns this process's local rank (its rank on this machine), from 0; None if unknown."""
-    variable = _number_in(os.environ)
+    variable = _rank_variable_in(os.environ)
     return None if variable is None else variable[1]
 
 
@@ -75,18 +75,18 @@ def _launcher() -> int:
     Processes between the launcher and this process are wrappers of this rank (a shell, ``uv run``, ``conda run``),
     which have the same affinity as the rank.
     """
-    pid, own = os.getppid(), _number_in(os.environ)
-    while own is not None and number_of(pid) == own and (parent := procfs.parent(pid)):
+    pid, own = os.getppid(), _rank_variable_in(os.environ)
+    while own is not None and rank_variable_of(pid) == own and (parent := procfs.parent(pid)):
         pid = parent
     return pid
 
 
-def number_of(pid: int) -> tuple[str, int] | None:
-    """Returns the name and value of the variable for the local rank with which a process was started. Returns None if
-    the process has no such variable or cannot be read."""
+def rank_variable_of(pid: int) -> tuple[str, int] | None:
+    """Returns the name and value of the variable for the local rank in a process's initial environment. Returns None if
+    it has no such variable or cannot be read."""
     lines = (procfs.read(f"/proc/{pid}/environ") or "").split("\0")
-    return _number_in(dict(line.split("=", 1) for line in lines if "=" in line))
+    return _rank_variable_in(dict(line.split("=", 1) for line in lines if "=" in line))
 
 
-def _number_in(environment: Mapping[str, str]) -> tuple[str, int] | None:
+def _rank_variable_in(environment: Mapping[str, str]) -> tuple[str, int] | None:
     return next(((name, value) for name in _RANKS if (value := number(name, environment)) is not None), None)

@@ -69,7 +69,7 @@ def resident(pid: int) -> int | None:
 
 
 def amounts(text: str | None) -> dict[str, int]:
-    """Returns the amounts of memory in a file's text from /proc, in bytes, by name. Skips lines that are not in kB."""
+    """Returns the amounts of memory in the text of a /proc file, in bytes, by name. Skips lines that are not in kB."""
     lines = [line.split() for line in (text or "").splitlines()]
     return {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if len(words) == 3 and words[2] == "kB"}
 

@@ -53,7 +53,8 @@ def known_code(function: Any, module: types.ModuleType, *known: str) -> types.Co
     Args:
         function: The function, as found in a class or module of torch. A program may have replaced it.
         module: The module in which torch defines the function.
-        known: For each known version of the function: the names that it uses, in the order of their first use.
+        known: For each known version of the function, the names that it uses, in the order of their first use and
+            separated by spaces.
     """
     code = getattr(function, "__code__", None)
     if code is None or not is_defined_in(function, module):

@@ -11,8 +11,8 @@ _V = TypeVar("_V")
 
 
 class WeakTable(Generic[_V]):
-    """A table that associates a value with an object. It goes by the object's identity, because a loader that compares
-    by value may not be hashable.
+    """A table that associates values with objects. It compares objects by identity, because an object that compares by
+    value may not be hashable.
 
     Args:
         on_end: Called with the value when its object is destroyed.
@@ -45,8 +45,8 @@ class WeakTable(Generic[_V]):
             table = weak()
             if table is None:
                 return
-            # `on_end` is called here, because the destructor of an iterator that the garbage collector destroys no
-            # longer finds the value.
+            # `on_end` is called here and not by the object's destructor: when the garbage collector destroys an object,
+            # it clears the weak references first, so the destructor would not find the value.
             if table._on_end is not None:
                 table._on_end(value)
             # By now, another object may have the same id.

@@ -13,7 +13,7 @@ from rustloader._core import TRACE_KINDS
 from rustloader.tracing import slices, spool
 
 _EPOCH = TRACE_KINDS.index("epoch")
-# Added to the pids of a file, for each earlier file with the same pids.
+# Added to the pids of a file once for each earlier file with the same pids.
 _PID_STEP = 100_000_000
 # Phases whose events belong together if they have the same `id`.
 _BOUND_BY_ID = frozenset("stfbneSTpFNOD")
@@ -29,8 +29,8 @@ def convert(folder: str, path: str) -> None:
 
 
 def _lines(folder: str, about: dict[str, Any]) -> Iterator[str]:
-    """Returns the events of a spool, each as JSON, without those before the last ``seconds`` seconds if the trace is
-    limited."""
+    """Returns the events of a spool, each as JSON. If the trace keeps only its last seconds, earlier events are
+    omitted."""
     since = 0
     if about["seconds"] is not None:
         last = max((begin + length for _, begin, length, *_ in spool.read_records(folder, about)), default=0)
@@ -41,7 +41,7 @@ def _lines(folder: str, about: dict[str, Any]) -> Iterator[str]:
 
 
 def _write(path: str, lines: Iterable[str]) -> None:
-    """Writes the events as an array, one per line. The file is a valid trace even if the array lacks its end."""
+    """Writes the events as an array, one per line. The file is a valid trace even if the array is not closed."""
     with _open(path, "wt") as file:
         file.write("[")
         separator = "\n"

@@ -17,9 +17,9 @@ from rustloader._core import TRACE_KINDS, TRACE_MAIN, TRACE_PINNER
 # Name of the event that describes a file's clock, and name of the last event, which has the number of lost events.
 CLOCK, END = "rustloader_trace", "rustloader_trace_end"
 
-# The ID of the first row, in place of a thread ID. No thread has an ID this high.
+# The ID of the first row, which the file gives as a thread ID. No thread has an ID this high.
 _FIRST_ROW = 10_000_000
-# Minimum length in nanoseconds of the work between collate_fn and sending to be shown as a slice.
+# Minimum length in nanoseconds at which the work between collate_fn and sending is shown as a slice.
 _MIN_REST = 20_000
 # Maximum gap in nanoseconds between two waits that are shown as one.
 _MAX_GAP = 200_000
@@ -69,7 +69,7 @@ class _Source:
         self._offset = about["wallNanoseconds"] - about["monotonicNanoseconds"] - about["baseTimeNanoseconds"]
         self._is_new = previous is None or previous._workers != self._workers
         self._first: int = first if self._is_new or previous is None else previous._first
-        # Rows that were named when their first event came. Iterators that share rows share this set.
+        # Rows that have been named at their first event. Iterators that share rows share this set.
         self._named: set[int] = set() if self._is_new or previous is None else previous._named
         # The row after the last one in use.
         self.end = max(first, self._first + self._workers + 2)
@@ -111,7 +111,7 @@ class _Source:
         return epochs
 
     def add(self, origin: int, record: _Record) -> Iterator[str]:
-        """Yields the events that a record completes. ``origin`` is a worker, the main process or the pin thread."""
+        """Yields the events that a record completes. ``origin`` is a worker ID, ``TRACE_MAIN`` or ``TRACE_PINNER``."""
         kind, begin, length, number, extra = record
         args = self._args(number) if kind in (_FETCH, _PIN) else ""
         row = {TRACE_MAIN: 0, TRACE_PINNER: 1}.get(origin, origin + 2)
@@ -135,7 +135,7 @@ class _Source:
                 # The arrow must end within the slice, and after the batch was sent.
                 yield self._flow(row, "f", begin + max(0, length - 1000), number - 1)
         elif kind == _WAITING:
-            # In a long wait the engine wakes up now and then, which splits the wait into several records.
+            # The engine wakes up several times during a long wait, which splits the wait into several records.
             continues = bool(pending) and begin - pending[-1][1] - pending[-1][2] < _MAX_GAP
             since = pending.pop()[1] if continues else begin
             pending.append((kind, since, begin + length - since, 0, 0))
@@ -152,7 +152,7 @@ class _Source:
     def _begin_epoch(self, task: int, count: int) -> bool:
         """Notes the start of an epoch. Returns False if the epoch is already known, or has not begun.
 
-        Each file of records begins with the current epoch, which may therefore be known.
+        Each file of records begins with the current epoch, which may already be known from an earlier file.
         """
         if not self._tasks or task > self._tasks[-1]:
             self._tasks.append(task)

@@ -28,7 +28,7 @@ VERSION = 1
 _RECORD = struct.Struct("<5Q")
 _READ_BYTES = _RECORD.size << 14
 # Timestamps are microseconds since the start of a period of this length in nanoseconds, as in torch.profiler's files.
-# That keeps them small enough for a float.
+# That keeps them small enough for a float to represent them precisely.
 _PERIOD = 7_889_238 * 10**9
 
 

@@ -38,8 +38,8 @@ def of_workers(affinity: str | Sequence[int | Collection[int]] | None, workers: 
 
 
 def spread(cores: Sequence[int], workers: int) -> list[list[int]]:
-    """Divides cores among workers. Each worker gets neighbouring cores. If there are fewer cores than workers, each
-    worker gets one core, which it may share with others."""
+    """Divides cores among workers. Each worker gets adjacent cores. If there are fewer cores than workers, each worker
+    gets one core, which it may share with other workers."""
     count = len(cores)
     if workers >= count:
         return [[cores[worker % count]] for worker in range(workers)]
@@ -47,8 +47,8 @@ def spread(cores: Sequence[int], workers: int) -> list[list[int]]:
 
 
 def cores_of_rank(cores: Sequence[int]) -> Sequence[int]:
-    """Returns the cores of this rank. If the launcher has not bound the local ranks to cores, divides the cores among
-    them."""
+    """Returns this rank's share of ``cores`` if the launcher has not bound the local ranks to cores, otherwise all of
+    ``cores``."""
     rank, ranks = local_ranks.rank(), local_ranks.size()
     if rank is None or ranks is None or rank >= ranks or local_ranks.are_bound(cores):
         return cores

@@ -1,4 +1,4 @@
-"""Names the DataLoader argument that cannot be pickled for a worker or that a worker cannot unpickle.
+"""Names the DataLoader argument that cannot be pickled for a worker, or that a worker cannot unpickle.
 
 The pickle has a mark before each argument. Both ends process the pickle in order, so the last mark before an error
 names the argument that caused it.
@@ -19,17 +19,17 @@ from typing import Any
 # Maximum number of characters of a traceback in a report.
 _MAX_TRACEBACK = 1 << 16
 _UNPICKLABLE = (
-    "The DataLoader's argument {} cannot be pickled. Workers that start by spawn or forkserver, or on another machine, "
+    "The DataLoader's argument {} cannot be pickled. Workers started by spawn or forkserver, or on another machine, "
     "receive a pickle of it: define its classes and functions at the top level of a module and open files in the "
     "workers, or use multiprocessing_context='fork'."
 )
 _UNLOADABLE = (
-    "Workers that start by spawn or forkserver import the classes and functions of their arguments. They cannot import "
+    "Workers started by spawn or forkserver import the classes and functions of their arguments. They cannot import "
     "definitions from the body of `if __name__ == '__main__':`, or from the prompt of `python -i`: move these into a "
     "module, or use multiprocessing_context='fork'."
 )
 _UNKNOWN = (
-    "The worker ended before it could load its arguments; its own error is on stderr. Workers that start by spawn or "
+    "The worker ended before it could load its arguments; its own error is on stderr. Workers started by spawn or "
     "forkserver import the main script again: a script that starts such workers must guard its top-level code with "
     "`if __name__ == '__main__':`."
 )
@@ -37,14 +37,14 @@ _current = threading.local()
 
 
 def set_current(name: str | None) -> None:
-    """Records the argument that this thread pickles or unpickles next. None: what follows is not an argument of the
-    loader."""
+    """Records the name of the argument that this thread pickles or unpickles next, or None if what follows is not an
+    argument of the loader."""
     _current.name = name
 
 
 class Mark:
-    """A mark before an argument in a pickle. Pickling and unpickling it call ``set_current`` with the argument's
-    name."""
+    """A mark before an argument in a pickle. When it is pickled or unpickled, it calls ``set_current`` with the
+    argument's name."""
 
     def __init__(self, name: str | None) -> None:
         self._name = name
@@ -92,9 +92,9 @@ class Reports:
     """A file that all workers of a group share. A worker that cannot load its arguments writes the reason to it and
     exits."""
 
-    # `__del__` may run after the names of this module have become None.
+    # `__del__` may run while the interpreter exits, when the globals of this module are already None.
     _close, _fstat = staticmethod(os.close), staticmethod(os.fstat)
-    # -1 if there is no file. Its creation fails if too many files are open.
+    # -1 if there is no file: after `close`, or if `memfd_create` failed in the constructor.
     _fd = -1
     _file: tuple[int, int] | None = None
 
@@ -118,7 +118,7 @@ class Reports:
         return reduction.DupFd(self._fd)
 
     def of(self, pid: int) -> str | None:
-        """Returns the reason why a process could not load an argument, or None if it reported none."""
+        """Returns the report of a process that could not load an argument, or None if it has not written one."""
         if self._fd < 0 or self._identity() != self._file:
             return None
         data = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
@@ -162,5 +162,5 @@ def reporting(duplicate: Any, worker_id: int) -> Iterator[None]:
 
 
 def remedy(report: str | None) -> str:
-    """Returns a note with the remedy for a worker that failed to start, with or without a report."""
+    """Returns a note with the remedy for a worker that failed to start. ``report`` is the worker's report, or None."""
     return _UNKNOWN if report is None else _UNLOADABLE

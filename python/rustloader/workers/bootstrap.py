@@ -58,8 +58,8 @@ class Connection:
 
 
 def _guarded(port: Port, parent: tuple[int, int]) -> Port:
-    """Makes this process end when the main process ends, and lets the main process dump its stacks for stall warnings.
-    Must run before any user code."""
+    """Makes this worker end when the main process ends, and lets the main process request a dump of the worker's stacks
+    for stall warnings. Must run before any user code."""
     port.watch(parent)
     port.offer_stack()
     return port
@@ -67,7 +67,7 @@ def _guarded(port: Port, parent: tuple[int, int]) -> Port:
 
 @dataclass
 class Job:
-    """The settings that all workers of an iterator share."""
+    """The settings of workers. Workers that start together share one job."""
 
     dataset_kind: int
     auto_collation: bool
@@ -76,12 +76,12 @@ class Job:
     base_seed: int
     init_fn: Any
     config: LoaderConfig
-    # None: workers have torch's seeds.
+    # None if workers use torch's seeds.
     seeding: Seeding | None = None
     # True if NumPy allocates its arrays in the worker's region.
     numpy_arena: bool = True
-    # Set if the main process handles SIGTERM. Workers then survive a SIGTERM to the process group. A worker that
-    # receives SIGTERM dies only if no other worker receives one within this many seconds.
+    # Set if the main process handles SIGTERM. Workers then survive a SIGTERM to the process group: a worker dies of the
+    # signal only if no other worker receives one within this number of seconds.
     sigterm_seconds: float | None = None
     # Signals that are blocked while the worker starts. The worker unblocks them when it can handle them.
     unblock: list[int] = field(default_factory=list)
@@ -100,12 +100,12 @@ class Job:
     # Number of the epoch in which the worker starts, counted by the iterator.
     epoch: int = 0
     # The poison samples: for each task number and position in the task's index batch, the message of the error that
-    # replaces the sample. None: dead workers are not replaced.
+    # replaces the sample. None if dead workers are not replaced.
     poison: dict[int, dict[int, str]] | None = None
     # Arguments of the last known call of the dataset's `set_epoch`, for a process that replaces a dead one; None if no
     # call is known.
     set_epoch_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-    # The cores of each worker. None: workers use those of the main process.
+    # The cores of each worker; None if workers use those of the main process.
     cores: list[list[int]] | None = None
 
     def of_worker(self, worker_id: int) -> Job:
@@ -126,8 +126,9 @@ class Job:
 class Payload:
     """The argument of a worker process: its connection, the dataset, its job and its worker ID.
 
-    A fresh interpreter receives it in a memfd. multiprocessing would write it to a pipe, which holds 64 KiB: with a
-    larger dataset each start would wait until the interpreter has imported torch, one worker after another.
+    A fresh interpreter receives it in a memfd. multiprocessing would write it to a pipe, which holds 64 KiB. With a
+    larger dataset, each start would then block until the new interpreter has imported torch, so the workers would
+    import torch one after another.
 
     Args:
         common: The dataset and the job, pickled once for all workers; None if each worker gets its own pickle.
@@ -149,7 +150,7 @@ class Payload:
     ) -> None:
         self.connection, self.job, self.worker_id = connection, job, worker_id
         self._dataset = [dataset]
-        # Cores that a forked worker moves to when it runs. A worker that is not forked moves before its first import.
+        # The cores to which a forked worker moves when it runs. Other workers move before their first import.
         self.cores = None if job.cores is None else job.cores[worker_id]
         self._common, self._gate, self._reports = common, gate, reports
         self._pickling = pickling
@@ -200,8 +201,8 @@ def _receive(duplicate: Any, common: Any, gate_fds: list[int], worker_id: int, r
     with os.fdopen(duplicate.detach(), "rb") as file:
         file.seek(0)
         connection = pickle.load(file)
-        # All imports are done, so the next worker may begin to import. It must not wait while this worker unpickles the
-        # dataset.
+        # All imports are done, so the next worker may begin its own. It must not wait until this worker has unpickled
+        # the dataset.
         for fd in gate_fds:
             os.close(fd)
         with arguments.reporting(reports, worker_id):

@@ -53,8 +53,8 @@ def pickler(*args: Any, **kwargs: Any) -> pickle.Pickler:
 
 
 def key_of(obj: Any) -> str:
-    """Returns the key of a class or function that is sent by value; makes the key on the first call. It is valid while
-    the object lives."""
+    """Returns the key of a class or function that is sent by value. The first call for an object creates the key, which
+    is valid while the object lives."""
     key = _keys.find(obj)
     if key is None:
         key = _keys.keep(obj, os.urandom(16).hex())
@@ -98,8 +98,8 @@ def find(module: str, name: str) -> Any:
 
 
 def _is_by_value(obj: Any) -> bool:
-    """Returns True if this process received a class or function by value. pickle itself handles the objects of modules
-    that both ends have."""
+    """Returns True if this process received a class or function by value. Returns False for definitions in modules that
+    both ends have, which pickle itself can send."""
     module = obj.__module__
     if module is None or "<locals>" in obj.__qualname__ or (module in sys.modules and module != "__main__"):
         return False

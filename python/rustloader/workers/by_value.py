@@ -18,7 +18,7 @@ _PROTOCOL = 5
 
 def dumps(value: Any) -> bytes:
     """Pickles a value for ``pickle.loads``. Reducers that torch registers for multiprocessing have no effect."""
-    # The pickler writes frames of 64 KiB. For 10 MB, joining them once is four times as fast as a growing buffer.
+    # The pickler writes frames of 64 KiB. For 10 MB, joining them once is four times as fast as growing a buffer.
     frames: list[Any] = []
     pickler = by_name.pickler(SimpleNamespace(write=frames.append), protocol=_PROTOCOL)
     pickler.dispatch_table = {torch.Tensor: _reduce_tensor, **copyreg.dispatch_table}

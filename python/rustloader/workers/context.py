@@ -1,7 +1,7 @@
 """The process-wide state that a worker replaces.
 
-This state is the reason why workers are processes and not threads: ``get_worker_info()``, the seeds of ``random``,
-NumPy and torch, and the port that allocates torch's shared memory and NumPy's arrays exist once per process.
+This state is why workers are processes and not threads. ``get_worker_info()``, the seeds of ``random``, NumPy and
+torch, and the port that allocates torch's shared memory and NumPy's arrays exist once per process.
 """
 
 from __future__ import annotations

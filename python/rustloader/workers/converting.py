@@ -1,5 +1,5 @@
 """A variant of default_convert that makes no tensors from arrays in shared memory. A tensor would hide its array, and
-with it other references to the memory."""
+with it any other references to the memory, which decide whether the memory may be sent without a copy."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def is_torchs_own(collate_fn: Any) -> bool:
 
 
 def converter(port: Port) -> Callable[[Any], Any]:
-    """Returns a function that works like default_convert, but returns an ``ArrayTensor`` in place of a tensor over an
-    array in ``port``'s region. :func:`tensors_of` makes the tensors from these.
+    """Returns a function that works like default_convert, but returns an ``ArrayTensor`` instead of a tensor over an
+    array in ``port``'s region. :func:`tensors_of` makes the tensors.
     """
 
     def convert(data: Any) -> Any:

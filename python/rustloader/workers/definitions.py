@@ -1,7 +1,7 @@
 """Pickles the arguments of a loader for workers that do not inherit them, including the definitions that workers lack.
 
-The standard pickle refers to classes and functions by name. It refuses lambdas and local definitions, and a worker that
-starts by spawn or forkserver cannot find definitions that a notebook, a REPL, ``python -c`` or stdin made in
+The standard pickle refers to classes and functions by name. It refuses lambdas and local definitions, and a worker
+started by spawn or forkserver cannot find definitions that a notebook, a REPL, ``python -c`` or stdin made in
 ``__main__``. These are sent by value with cloudpickle, if it is installed. The standard pickle is tried first, and kept
 if it works.
 
@@ -53,7 +53,7 @@ class _NamesMain(Exception):
 
 
 class _FileRefusingMain:
-    """A file that refuses a pickle that names an object of ``__main__``. pickle never splits a name over two calls of
+    """A file that refuses a pickle that names an object of ``__main__``. pickle never splits a name across two calls of
     ``write``."""
 
     def __init__(self, file: Any) -> None:
@@ -80,7 +80,7 @@ def _main_file() -> str | None:
 
 
 def workers_have_main() -> bool:
-    """Returns True if a worker that starts by spawn or forkserver has the definitions of the program's ``__main__``.
+    """Returns True if a worker started by spawn or forkserver has the definitions of the program's ``__main__``.
 
     ``multiprocessing.spawn`` decides in the same way, except that it fails if the path is not a file.
     """
@@ -94,7 +94,7 @@ def workers_have_main() -> bool:
 
 
 def main_is_missing() -> bool:
-    """Returns True if the file that workers would run as their ``__main__`` does not exist, as for a program from
+    """Returns True if the file that workers would run as their ``__main__`` does not exist, as for a program read from
     stdin."""
     file = _main_file()
     return getattr(sys.modules["__main__"], "__spec__", None) is None and file is not None and not os.path.exists(file)
@@ -109,7 +109,8 @@ def first_calls() -> list[Call]:
 
 
 class _Namespace:
-    """A reference to the globals of a module. A worker unpickles it to the globals of its own module with that name."""
+    """A reference to the globals of a module. In a worker, unpickling it returns the globals of the worker's own module
+    with that name."""
 
     def __init__(self, module: str) -> None:
         self._module = module
@@ -144,11 +145,11 @@ class Pickling:
         Args:
             value: The value to pickle.
             file: A seekable file. After an error it may contain part of a pickle.
-            table: Returns the reducers by type. The table may raise any error to stop the pickling. None: the reducers
-                of ``ForkingPickler``.
+            table: Returns a table of reducers by type, which may raise any error to stop the pickling; None for the
+                reducers of ``ForkingPickler``.
 
         Raises:
-            Exception: The standard pickle's error, if pickling by value fails, too. With a table, any error may be
+            Exception: The standard pickle's error, if pickling by value also fails. With a table, any error may be
                 raised.
         """
         if self._refusal is None:
@@ -258,8 +259,8 @@ def _reduce_property(cached: functools.cached_property[Any]) -> Any:
 
 
 def _module_of(function: FunctionType) -> str | None:
-    """Returns the name of the module whose globals a function uses, or None if no module has these globals or workers
-    may lack the module. Workers always have a ``__main__``, although it may be empty."""
+    """Returns the name of the module whose globals a function uses. Returns None if no module has these globals, or if
+    workers may lack the module. Workers always have a ``__main__``, although it may be empty."""
     name = function.__globals__.get("__name__")
     module = sys.modules.get(name) if isinstance(name, str) else None
     if module is None or vars(module) is not function.__globals__:

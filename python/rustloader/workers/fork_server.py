@@ -101,7 +101,7 @@ def _await_server() -> None:
 
 
 def _await_end(pid: int) -> None:
-    """Waits up to ``STATUS_AFTER`` seconds until a server that has closed its connections can be reaped."""
+    """Waits up to ``STATUS_AFTER`` seconds for the exit of a server that has closed its connections."""
     with contextlib.suppress(OSError):
         fd = os.pidfd_open(pid)
         try:

@@ -1,4 +1,4 @@
-"""Makes spawned workers take turns to import torch. At most one worker per core of the rank imports it at a time.
+"""Makes spawned workers take turns importing torch. At most one worker per core of the rank imports it at a time.
 
 The import takes seconds of CPU time. If more workers than cores import at the same time, the first batch arrives only
 when nearly all imports are done. With turns, worker 0 is ready after the time of one import, and the last worker is
@@ -46,7 +46,7 @@ class Gate:
 
 
 def _inherited(fd: int) -> int:
-    """Passes a descriptor to the process that is being spawned. Returns the descriptor's number there, which is the
+    """Passes a descriptor to the process that is being spawned, and returns its number in that process, which is the
     same."""
     popen: Any = get_spawning_popen()
     number: int = popen.duplicate_for_child(fd)

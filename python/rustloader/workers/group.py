@@ -1,4 +1,4 @@
-"""Starts the workers of an engine, and ends them within one deadline, at the latest when the interpreter exits."""
+"""Starts the workers of an engine. Ends them within one deadline, at the latest when the interpreter exits."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def deferred_signals() -> Iterator[list[int]]:
     """Defers signal handlers while workers start. Yields the signals that a new process has to unblock.
 
     A worker must not be interrupted before it can catch the error. Errors that handlers raise in at-fork hooks are
-    lost. A handler that raises just after a fork would leave a process running that is not registered yet.
+    lost. A handler that raises just after a fork would leave an unregistered process running.
     """
     with DeferredSignals([number for number in _DEFERRED if callable(signal.getsignal(number))]) as blocked:
         yield blocked
 
 
-def _survives_sigterm() -> bool:
+def _handles_sigterm() -> bool:
     """Returns True if the program handles SIGTERM itself. Ray's handler, which `ray.init` installs, does not count: it
     only ends the process."""
     handler = signal.getsignal(signal.SIGTERM)
@@ -81,7 +81,7 @@ class WorkerGroup:
         processes: List to which the processes are appended. Programs can access and change it.
         context: The multiprocessing context.
         dataset: The dataset.
-        on_exit: Function to call after the workers have been ended at the interpreter's exit.
+        on_exit: Weak reference to the method to call at the interpreter's exit, once the workers have ended.
     """
 
     def __init__(
@@ -99,7 +99,8 @@ class WorkerGroup:
         self._on_exit = on_exit
         # The pickled arguments of workers on other machines.
         self._blob: remote.Blob | None = None
-        # Reports about arguments that workers could not load. Forked workers load none.
+        # Reports about arguments that workers could not load. None for forked workers, which load none, and if the file
+        # could not be created.
         self._reports: Reports | None = None
         # Set when the workers start, if OOM kills are counted.
         self._oom_kills: OomKills | None = None
@@ -126,8 +127,8 @@ class WorkerGroup:
             self._start(range(job.config.num_workers), job, unblock)
 
     def replace(self, worker_id: int, job: Job, unblock: list[int]) -> int:
-        """Starts a process in place of a dead one, and returns its pid. After an error the slot is still vacant, or its
-        new process has been killed. The caller defers signals; ``unblock`` is the list that ``deferred_signals``
+        """Starts a process in place of a dead one, and returns the new pid. After an error the slot is still vacant, or
+        its new process has been killed. The caller defers signals; ``unblock`` is the list that ``deferred_signals``
         yields."""
         self.engine.vacate(worker_id)
         # Programs can reach this list and may have emptied it.
@@ -163,7 +164,7 @@ class WorkerGroup:
     def _start(self, worker_ids: Sequence[int], job: Job, unblock: list[int]) -> list[int]:
         """Starts processes on this machine, and returns their pids. The caller defers signals."""
         job.numpy_arena = NUMPY_ARENA.get()
-        job.sigterm_seconds = SIGTERM.get() if _survives_sigterm() else None
+        job.sigterm_seconds = SIGTERM.get() if _handles_sigterm() else None
         job.unblock = unblock
         method = process.start_method(self.context)
         with contextlib.ExitStack() as stack:
@@ -207,7 +208,7 @@ class WorkerGroup:
                     if has_calls:
                         adding_calls = calling_first(worker, payload.first_calls)
                     with arguments.naming_argument(), adding_calls:
-                        process.start(worker, f"worker {worker_id} of a DataLoader with {job.config.num_workers}")
+                        process.start(worker, f"DataLoader worker {worker_id} (num_workers={job.config.num_workers})")
                 finally:
                     payload.close()
                 self.processes[worker_id : worker_id + 1] = [worker]
@@ -247,8 +248,8 @@ class WorkerGroup:
 
     @staticmethod
     def exiting() -> bool:
-        """Returns True if the interpreter is exiting: torch has set its flag, or this module's names have already
-        become None. This is a method because the name of a function of this module could be None, too."""
+        """Returns True if the interpreter is exiting: torch has set its flag, or the globals of this module are already
+        None. This is a method because a function of this module would be such a global."""
         return _utils is None or _utils.python_exit_status is True or _utils.python_exit_status is None
 
     def exit(self) -> None:
@@ -262,8 +263,8 @@ _live: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
 
 
 def interrupt_again() -> None:
-    """Raises again a Ctrl-C that a destructor caught, but a moment later, when the object is gone: Python drops errors
-    that are raised in a destructor or in the weak reference callbacks that follow it."""
+    """Raises again a Ctrl-C that a destructor caught, but only after a moment, when the object is gone. Python drops
+    errors that are raised in a destructor or in the weak reference callbacks that follow it."""
 
     def interrupt() -> None:
         time.sleep(INTERRUPT_AFTER)
@@ -276,7 +277,7 @@ def interrupt_again() -> None:
 def _end(groups: list[WorkerGroup], grace: float, kill_after: float) -> None:
     """Ends the workers of all groups within one deadline, as ``WorkerGroup.end`` does."""
     engines = [group.engine for group in groups]
-    # The lists are copied: a restart in another thread may fill one with the processes of the next group.
+    # The lists are copied, because the next group of an iterator, which another thread may start, uses the same list.
     group_processes = [(group, list(group.processes)) for group in groups]
     start = time.monotonic()
     try:
@@ -320,8 +321,8 @@ def _gone(engines: list[Engine], seconds: float) -> bool:
 
 def _end_all() -> None:
     """Ends all workers at exit: before torch's hook, which disables ``__del__``, and before multiprocessing's, which
-    joins daemonic processes without a time limit. Groups that a daemon thread is ending get the shorter deadline of the
-    exit, too."""
+    joins daemonic processes without a time limit. The shorter deadline of the exit also applies to groups that a
+    daemon thread is already ending."""
     own_groups = [group for group in list(_live) if group.engine.is_ours]
     for group in own_groups:
         # A daemon thread in `next` must not wake up to an error that it can only print.

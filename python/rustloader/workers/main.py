@@ -75,10 +75,10 @@ def serve(port: Port, dataset: Any, job: Job, worker_id: int) -> None:
 def _seeds_of(job: Job, worker_id: int, start: WorkerStart | None) -> tuple[int, list[int]]:
     """Returns the seed for torch and Python, and the seed for NumPy.
 
-    The first process in a slot gets the seeds of torch's worker. So does a process that replaces a dead one in the
-    first epoch and starts again with the worker's first batch, because no answer preceded it or because its iterable
-    dataset has no state to load. Any other replacement gets different seeds, because it makes different batches. With
-    ``seed_by``, all processes get torch's seeds, because each batch or sample has its own seed.
+    The first process in a slot gets the seeds of torch's worker. So does a replacement in the first epoch that starts
+    again with the worker's first batch: the worker has given no answer, or its iterable dataset has no state to load.
+    Any other replacement gets different seeds, because it makes different batches. With ``seed_by``, all processes get
+    torch's seeds, because each batch or sample has its own seed.
     """
     from_first = job.answers == 0 or (job.dataset_kind == _DatasetKind.Iterable and not (start and start.has_state))
     if job.generation == 0 or job.seeding is not None or (job.first_task == 0 and from_first):
@@ -102,7 +102,7 @@ class _Worker:
         self.broken: ExceptionWrapper | None = None
         self.init_failed = False
         self.exhausted = False
-        # True if batches may contain an `ArrayTensor` in place of a tensor.
+        # True if batches may contain an `ArrayTensor` instead of a tensor.
         self.converts = False
         # Sends snapshots of the dataset's state, if the loader can resume.
         self.publisher: Publisher | None = None
@@ -297,9 +297,9 @@ class _Worker:
             del index
 
     def explained(self, error: Exception) -> tuple[type[Exception], Exception, Any]:
-        """Returns the error of a fetch in the form of ``sys.exc_info``. If NumPy raised it because it was refused
-        memory for an array, returns instead a MemoryError that names the limit: NumPy's class cannot be constructed
-        from a message."""
+        """Returns the error of a fetch in the form of ``sys.exc_info``. If the allocation of an array was refused,
+        returns a MemoryError that names the limit instead of NumPy's error, whose class cannot be constructed from a
+        message."""
         refusal = self.port.take_refusal() if isinstance(error, MemoryError) else None
         # A plain MemoryError with a message comes from the dataset itself.
         if refusal is None or (type(error) is MemoryError and error.args):
@@ -355,8 +355,8 @@ class _Worker:
         self.fetch_again(itertools.repeat((0, index), batches))
 
     def fetch_again(self, batches: Iterable[tuple[int, Any]]) -> None:
-        """Fetches batches and drops them. A shutdown ends this between two samples. ``stall_timeout`` applies to each
-        batch separately."""
+        """Fetches batches and drops them. A shutdown ends the replay between two samples. ``stall_timeout`` applies to
+        each batch separately."""
 
         def fetch(batch: tuple[int, Any]) -> object:
             self.check_stop()

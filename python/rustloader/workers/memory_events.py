@@ -1,7 +1,7 @@
 """Detects that the kernel has killed processes because a memory cgroup was out of memory.
 
-Each cgroup counts how many of its processes the OOM killer has killed. In version 2 the counts are in memory.events,
-which includes the cgroups below it, and in memory.events.local, which does not; in version 1 they are in
+Each cgroup counts how many of its processes the OOM killer has killed. In cgroup version 2 the counts are in
+memory.events, which includes the cgroups below, and in memory.events.local, which does not. In version 1 they are in
 memory.oom_control.
 """
 

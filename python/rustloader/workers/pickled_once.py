@@ -1,8 +1,8 @@
-"""Pickles the common arguments of workers once, if no program can notice the difference from one pickle per worker.
+"""Pickles the workers' common arguments once instead of once per worker, if no program can tell the difference.
 
 torch pickles the dataset for each worker. A class's own ``__getstate__`` or reducer may count its calls or return a
-different value each time, and descriptors, locks, queues and tensors in shared memory belong to one worker's pickle. A
-dataset that contains any of these is pickled for each worker here, too.
+different value each time. Descriptors, locks, queues and tensors in shared memory belong to one worker's pickle. A
+dataset that contains any of these is still pickled for each worker.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def _is_plain_class(kind: type) -> bool:
     for name in _HOOKS + (_ITEMS if issubclass(kind, list | dict) else ()):
         for base in kind.__mro__:
             if name in vars(base):
-                # A method that the standard library adds to a class, such as a named tuple, has a module of that
-                # library in `__module__`.
+                # Methods that the standard library adds to a class, for example to a named tuple, have one of its
+                # modules in `__module__`.
                 module = getattr(vars(base)[name], "__module__", None) or base.__module__
                 if not _is_plain(module):
                     return False

@@ -1,4 +1,4 @@
-"""Calls that a process makes before its first import, if it starts by spawn or forkserver.
+"""Calls that a process started by spawn or forkserver makes before its first import.
 
 multiprocessing first sends preparation data, which is unpickled before the program's main module is imported. The name
 of the process is part of that data, and the pickle of the name contains the calls. They can use only functions that
@@ -45,7 +45,7 @@ class _Name(str):
 
 @contextlib.contextmanager
 def calling_first(process: Any, calls: Callable[[], Sequence[Call]]) -> Iterator[None]:
-    """Adds calls to a process that the body starts. The process makes them before its first import.
+    """Makes a process execute calls before its first import. The body must start the process.
 
     Args:
         process: The process, which has not started yet.

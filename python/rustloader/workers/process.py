@@ -92,8 +92,8 @@ def kill(process: Any) -> None:
 def note_end(process: Any, has_ended: bool) -> None:
     """Makes multiprocessing record the end of a worker, and forget the worker. ``has_ended`` is True if the process is
     known to have ended."""
-    # Under forkserver, join() waits for a descriptor, whose number may belong to another file by now; hence the time
-    # limit. A process that the program has closed raises ValueError.
+    # Under forkserver, join() waits for a descriptor whose number may belong to another file by now, so it needs a time
+    # limit. A process object that the program has closed raises ValueError.
     with contextlib.suppress(ValueError):
         if has_ended and process.exitcode is None:
             process.join(STATUS_AFTER)

@@ -192,8 +192,8 @@ def start(engine: Engine, blob: Blob, worker_ids: Sequence[int], job: Job) -> li
 
     Raises:
         StartError: A worker or its connection has ended.
-        RuntimeError: A worker runs other versions, cannot read the dataset, or is not ready within the context's time
-            limit.
+        RuntimeError: A worker runs different versions, cannot read the dataset, or is not ready within the start limit
+            of the context.
     """
     deadline = time.monotonic() + blob.context.start_seconds
     starting: list[_Starting] = []
@@ -276,12 +276,12 @@ def _check(waiting: list[_Starting], deadline: float) -> None:
                 reason = "it has connected, but has not read the dataset within the time limit of its start"
             else:
                 reason = f"it has not connected within the time limit of its start; {worker.started.waits_for()}"
-            reason += ". A slow start needs a larger RUSTLOADER_REMOTE_START_SECONDS"
+            reason += ". If the start is slow, raise RUSTLOADER_REMOTE_START_SECONDS"
             raise RuntimeError(_refusal(worker, reason))
 
 
 def serve(read: Callable[[], bytes], call: Call, seconds: float) -> None:
-    """Runs a worker in this process, until the main process ends it or is gone.
+    """Runs a worker in this process until the main process ends it or is gone.
 
     Args:
         read: Returns the pickle that ``Blob`` made. No reference to it is kept, because it may be as large as the

@@ -1,5 +1,5 @@
 """Resumes a worker: loads the saved states of the dataset and its iterator, then replays the batches that were made
-after the states were saved: fetches them again and drops them."""
+after the states were saved. To replay a batch is to fetch it again and drop it."""
 
 from __future__ import annotations
 

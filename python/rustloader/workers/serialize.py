@@ -1,7 +1,7 @@
 """Pickles values that are not plain trees of tensors, arrays and numbers.
 
 The dispatch table is ForkingPickler's, with the reducers that torch and programs have registered there. This module
-replaces only the reducers of plain CPU tensors, plain arrays and CPU storages. A batch's pickle has tokens in place of
+replaces only the reducers of plain CPU tensors, plain arrays and CPU storages. A batch's pickle has tokens instead of
 these objects. The objects travel out of band (protocol 5) through the codec, which knows what memory they share and
 which part of their storages they use. Other tensors keep torch's reducers, which reduce a tensor to its storage; the
 storage travels as a tensor of its bytes.
@@ -147,7 +147,7 @@ def _rebuild_view(content: torch.Tensor, *other_args: Any) -> torch.Tensor:
 
 
 def _reduce_subclass(tensor: torch.Tensor) -> Any:
-    """Returns torch's reduction of an instance of a subclass, with a view of the tensor's data in place of its entire
+    """Returns torch's reduction of an instance of a subclass, with a view of the tensor's data instead of its entire
     storage."""
     reduced = tensor.__reduce_ex__(_PROTOCOL)
     match reduced:
@@ -176,8 +176,8 @@ class _Table(dict[type, Callable[[Any], Any]]):
 class _OutOfBand:
     """The out-of-band objects of a pickle, in the order of their tokens.
 
-    A token is a writable buffer of one byte. ``pickle.loads`` receives the objects and puts them in place of the
-    tokens, in order.
+    A token is a writable buffer of one byte. ``pickle.loads`` receives the objects and replaces the tokens with them,
+    in order.
     """
 
     def __init__(self, views: bool) -> None:
@@ -243,7 +243,7 @@ class _OutOfBand:
 
 def _registered() -> _Reducers:
     """Returns the reducers that torch and programs have registered, without the one for arrays of ``rustloader.share``:
-    in a batch, these are pickled like any other array."""
+    in a batch, such arrays are pickled like any others."""
     return {kind: reducer for kind, reducer in _extra_reducers.items() if reducer is not reduce_shared_array}
 
 

@@ -33,8 +33,8 @@ class SnapshotPolicy:
     """The schedule of snapshots.
 
     Attributes:
-        every: Number of the loader's batches from one snapshot to the next; 0: only at the start and the end of an
-            epoch.
+        every: Number of the loader's batches from one snapshot to the next; 0 for snapshots only at the start and the
+            end of an epoch.
         first_ordinal: Ordinal of the batch that is the epoch's first task.
     """
 
@@ -120,7 +120,7 @@ class Snapshots:
         self._policy_every, self._turns = policy.every, max(num_workers, 1)
         self._is_iterable = kind == _DatasetKind.Iterable
         self._seeds = seeds
-        # 0: no more snapshots are due in this epoch.
+        # 0 if no more snapshots are due in this epoch.
         self._every = 0
         self._began = self._not_before = 0.0
         self._spent = 0.0
@@ -202,7 +202,7 @@ class Snapshots:
         return not self._compared or self._ordinal - self._compared_at >= FROZEN_AFTER * self._turns
 
     def _compare(self, states: bytes) -> None:
-        """Records whether the state stays the same while batches are made. If so, it does not contain the position."""
+        """Records whether the state stays the same while batches are made. If it does, it lacks the position."""
         if self._is_compared_now():
             self._is_frozen = self._compared == states
             self._compared, self._compared_at = states, self._ordinal
@@ -255,8 +255,8 @@ class Publisher:
             self._fail(error, self._answers)
 
     def after(self, task: int, fetcher: Any, dataset: Any) -> None:
-        """Counts an answer, and sends the snapshot after it if one is due. This must precede the answer itself: when
-        the main process has the answer, it has the snapshot, too."""
+        """Counts an answer, and sends the snapshot after it if one is due. This must precede the answer itself, so that
+        the main process has the snapshot when it receives the answer."""
         self._answers += 1
         if self._snapshots.is_due(task + self._offset):
             with self._snapshots.charged():

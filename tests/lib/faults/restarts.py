@@ -36,8 +36,8 @@ STALL = 0.7
 METHODS = ["fork"] * 25 + ["forkserver"]
 # What the log may say of a restart, a fork beside a thread, a stall and a bad sample, and of those left out.
 EXPLAINED = re.compile(
-    "was restarted as pid|restarts a dead worker by a fork|It was killed: stall_timeout is|"
-    "sample.* failed and was skipped|more messages about faults were left out"
+    "was restarted as pid|restarts a dead worker by forking|It was killed: stall_timeout is|"
+    "sample.* failed and was skipped|more messages about faults were omitted"
 )
 
 

@@ -309,7 +309,7 @@ def test_next_within_next_is_refused(device):
 def test_a_capture_is_refused_and_loses_nothing(device):
     iterator = iter(prefetch(tensors(2)))
     device.capturing = True
-    with pytest.raises(RuntimeError, match="while a graph is captured"):
+    with pytest.raises(RuntimeError, match="while a graph is being captured"):
         next(iterator)
     device.capturing = False
     assert len(list(iterator)) == 2

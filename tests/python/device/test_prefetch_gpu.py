@@ -104,7 +104,7 @@ def test_a_capture_is_refused_and_loses_nothing():
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         static.add_(1)
-        with pytest.raises(RuntimeError, match="while a graph is captured"):
+        with pytest.raises(RuntimeError, match="while a graph is being captured"):
             next(iterator)
     _, labels = next(iterator)
     assert labels.tolist() == list(range(8, 16))

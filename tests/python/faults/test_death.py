@@ -40,7 +40,7 @@ def test_p20_a_dead_worker_is_an_error_at_once_and_for_good(way, persistent):
         with within(10), pytest.raises(RuntimeError) as caught:
             next(iterator)
         texts.append(str(caught.value))
-        assert caught.value.__notes__ == ["Worker 1 was to fetch the batch of index 7."]
+        assert caught.value.__notes__ == ["Worker 1 was assigned the batch with index 7."]
     assert texts[0].startswith(text_of(way, pids[1]))
     assert texts == [texts[0]] * 3
     assert ("shared memory" in texts[0]) == (way == "SIGBUS")

@@ -289,7 +289,8 @@ def test_no_process_for_a_worker():
     assert (report["log"], report["engine"]) == ([], 6 + 12)
     error, more_files = report["value"]
     assert more_files <= 2, "the arena and its doorbell, which the pool keeps"
-    assert re.match(r"iter: BlockingIOError: \[Errno 11\] Resource temporarily unavailable: worker [123] of", error)
+    text = r"iter: BlockingIOError: \[Errno 11\] Resource temporarily unavailable: DataLoader worker [123] \("
+    assert re.match(text, error)
     assert "ulimit -u" in error
 
 

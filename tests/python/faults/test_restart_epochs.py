@@ -124,7 +124,7 @@ def test_a_sample_that_kills_each_worker_is_passed_over_under_on_error(tmp_path,
     faults = rustloader.stats(loader).faults
     assert (faults.restarts, faults.skipped, len(faults.deaths)) == (3, 1, 3)
     assert faults.failures[0].index == 7 and "3 workers have died at this sample" in faults.failures[0].error_text
-    assert faults.deaths[0].endswith("was killed by signal: Killed, at batch 3 of index [6, 7]")
+    assert faults.deaths[0].endswith("was killed by signal: Killed, at batch 3 (index [6, 7])")
 
 
 @pytest.mark.parametrize("fatal", [{(0, 5): 2, (1, 2): 1}, {"start": 1}])

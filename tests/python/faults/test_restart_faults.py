@@ -40,10 +40,10 @@ def test_beyond_the_limit_the_error_is_torchs_with_a_history(tmp_path):
     assert str(error) == f"DataLoader worker (pid {pids[1]}) is killed by signal: Killed. "
     assert (error.worker_id, error.pid, error.exitcode, error.index, error.restarts) == (1, pids[1], -9, [10, 11], 2)
     history = error.__notes__[1].splitlines()
-    assert error.__notes__[0] == "Worker 1 was to fetch the batch of index [10, 11]."
-    assert history[0] == "Other deaths of workers in this epoch, with max_restarts=2:"
-    assert history[1] == f"  worker 1 (pid {first_pids[1]}) was killed by signal: Killed, at batch 1 of index [2, 3]"
-    assert history[2].endswith("was killed by signal: Killed, at batch 3 of index [6, 7]")
+    assert error.__notes__[0] == "Worker 1 was assigned the batch with index [10, 11]."
+    assert history[0] == "Other worker deaths in this epoch (max_restarts=2):"
+    assert history[1] == f"  worker 1 (pid {first_pids[1]}) was killed by signal: Killed, at batch 1 (index [2, 3])"
+    assert history[2].endswith("was killed by signal: Killed, at batch 3 (index [6, 7])")
     assert len(history) == 3 and len(error.__notes__) == 2
     with pytest.raises(WorkerDiedError) as again:
         next(iterator)
@@ -77,7 +77,7 @@ def test_a_batch_that_kills_each_worker_ends_the_epoch(tmp_path):
     with within(30), pytest.raises(WorkerDiedError) as caught:
         next(iterator)
     assert len(os.listdir(tmp_path)) == 3 and caught.value.restarts == 2
-    assert caught.value.__notes__[-1] == "3 workers have died in its batch, which is not tried again."
+    assert caught.value.__notes__[-1] == "The batch is not retried: 3 workers died while fetching it."
 
 
 def test_deaths_in_a_replay_do_not_count_against_the_batch_after_it(tmp_path):
@@ -90,7 +90,7 @@ def test_deaths_in_a_replay_count_for_the_limit(tmp_path):
     with pytest.raises(WorkerDiedError) as caught:
         epochs(loader_of(DiesAgain([10, 10], tmp_path), max_restarts=4))
     assert caught.value.restarts == 4
-    assert not any("tried again" in note for note in caught.value.__notes__)
+    assert not any("not retried" in note for note in caught.value.__notes__)
 
 
 def test_a_start_that_the_program_ends_does_not_count_against_the_first_batch(tmp_path):
@@ -105,7 +105,7 @@ def test_without_the_option_a_death_is_final_at_once(tmp_path):
     next(iterator)
     with pytest.raises(WorkerDiedError) as caught:
         next(iterator)
-    assert caught.value.__notes__ == ["Worker 1 was to fetch the batch of index [2, 3]."]
+    assert caught.value.__notes__ == ["Worker 1 was assigned the batch with index [2, 3]."]
     assert caught.value.restarts == 0 and deaths.count() == 1
 
 
@@ -155,10 +155,10 @@ def test_each_restart_is_a_line_in_the_log(tmp_path, lines):
     list(iterator)
     first, second = lines("was restarted")
     assert first.startswith(
-        f"DataLoader worker 1 (pid {before[1]}) was killed by signal: Killed, at batch 1 of index [2, 3]. "
+        f"DataLoader worker 1 (pid {before[1]}) was killed by signal: Killed, at batch 1 (index [2, 3]). "
     )
-    assert first.endswith(": 1 of max_restarts=7 in this epoch") and second.endswith(
-        f"as pid {worker_pids(iterator)[1]}: 2 of max_restarts=7 in this epoch"
+    assert first.endswith(": 1 of max_restarts=7 used in this epoch") and second.endswith(
+        f"as pid {worker_pids(iterator)[1]}: 2 of max_restarts=7 used in this epoch"
     )
 
 

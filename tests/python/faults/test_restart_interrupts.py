@@ -114,7 +114,7 @@ def test_the_third_death_in_collate_fn_of_a_batch_is_final(tmp_path):
     with within(60), pytest.raises(WorkerDiedError) as caught:
         list(loader)
     assert len(os.listdir(tmp_path)) == 3
-    assert caught.value.__notes__[-1] == "3 workers have died in its batch, which is not tried again."
+    assert caught.value.__notes__[-1] == "The batch is not retried: 3 workers died while fetching it."
     assert rustloader.stats(loader).faults.failures == ()
 
 

@@ -166,7 +166,7 @@ def test_a_fork_beside_threads_is_warned_of_once(tmp_path, lines):
     finally:
         stop.set()
         thread.join()
-    (line,) = lines("by a fork")
+    (line,) = lines("by forking")
     assert 'multiprocessing_context="forkserver"' in line and "other thread" in line
 
 
@@ -174,7 +174,7 @@ def test_a_clean_start_is_not_warned_of(tmp_path, lines):
     with mock.patch.object(restarts, "hazard_of_fork", lambda: "runs 1 other thread"):
         deaths = Deaths(tmp_path, {3: 1})
         assert len(list(loader_of(Mortal(N, deaths), multiprocessing_context="forkserver"))) == N // 2
-    assert lines("was restarted") and not lines("by a fork")
+    assert lines("was restarted") and not lines("by forking")
 
 
 def test_a_loader_on_torchs_iterator_says_that_the_options_are_lost(lines):

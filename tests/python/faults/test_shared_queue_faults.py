@@ -51,7 +51,7 @@ def test_a_death_names_the_task_that_the_worker_held(workers):
     assert [next(iterator).item() for _ in range(7)] == list(range(7)), "what was complete comes first"
     error = dies(iterator)
     assert str(error) == KILLED.format(pids[error.worker_id])
-    assert error.__notes__ == [f"Worker {error.worker_id} was to fetch the batch of index 7."]
+    assert error.__notes__ == [f"Worker {error.worker_id} was assigned the batch with index 7."]
     assert wait_until(lambda: all(map(gone, pids)))
 
 

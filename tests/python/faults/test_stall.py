@@ -33,7 +33,7 @@ def told(monkeypatch, tmp_path):
 
     def warning(text, *args):
         lines.append(text % args)
-        if named := re.search(r"the batch of index (\d+)\.", lines[-1]):
+        if named := re.search(r"the batch has index (\d+)\.", lines[-1]):
             (tmp_path / f"told {named[1]}").touch()
 
     monkeypatch.setattr(rustloader.supervision.stalls.logger, "warning", warning)
@@ -42,7 +42,7 @@ def told(monkeypatch, tmp_path):
 
 def about(told, index):
     """The one warning about a batch. On a busy machine there may rightly be others too."""
-    [text] = [text for text in told if f"the batch of index {index}." in text]
+    [text] = [text for text in told if f"the batch has index {index}." in text]
     return text
 
 
@@ -122,7 +122,7 @@ def test_a_lock_held_across_a_fork_is_named(told, limits, monkeypatch, tmp_path)
         iterator._shutdown_workers()
     assert gone(pid)
     [text] = told
-    text_of_start = r"has not produced its first batch after [\d.]+ s, the batch of index \[0, 1\]\. "
+    text_of_start = r"has not produced its first batch after [\d.]+ s; the batch has index \[0, 1\]\. "
     assert re.match(head(pid) + text_of_start, text), text
     assert "A lock that another thread held at the fork" in text and "RUSTLOADER_STALL_START_SECONDS" in text
     assert re.search(r"Its stack:\n.*most recent call first.*test_stall\.py\", line \d+ in wait_for_lock\n", text, re.S)
@@ -135,7 +135,7 @@ def test_an_item_that_sleeps_is_named_once(told, limits, tmp_path, method):
     assert taken(DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context=method)) == [*range(6)]
     for index in (1, 4):
         text = about(told, index)
-        told_item = rf"has worked on one batch for [\d.]+ s \(state: fetch\), the batch of index {index}\. "
+        told_item = rf"has worked on one batch for [\d.]+ s \(state: fetch\); the batch has index {index}\. "
         assert re.match(head(r"\d+") + told_item, text), text
         assert "RUSTLOADER_STALL_ITEM_SECONDS" in text
         assert re.search(r"test_stall\.py\", line \d+ in __getitem__\n", text), text
@@ -200,7 +200,7 @@ def test_a_c_call_that_keeps_the_gil_is_named_and_not_disturbed(told, limits, tm
     loader = DataLoader(KeepsTheGil(tmp_path, reader), batch_size=None, num_workers=1)
 
     def release():
-        wait_until(lambda: any("the batch of index 1." in text for text in told), 240)
+        wait_until(lambda: any("the batch has index 1." in text for text in told), 240)
         os.write(writer, b"x")
 
     thread = threading.Thread(target=release)
@@ -210,7 +210,7 @@ def test_a_c_call_that_keeps_the_gil_is_named_and_not_disturbed(told, limits, tm
     os.close(reader)
     os.close(writer)
     text = about(told, 1)
-    assert re.search(r"the batch of index 1\..*test_stall\.py\", line \d+ in __getitem__\n", text, re.S), text
+    assert re.search(r"the batch has index 1\..*test_stall\.py\", line \d+ in __getitem__\n", text, re.S), text
 
 
 def test_zero_is_never(told, limits):
@@ -275,7 +275,7 @@ def test_a_stuck_worker_is_named_with_pinning_too(told, limits, tmp_path):
             *range(4)
         ]
     text = about(told, 1)
-    assert re.search(r"the batch of index 1\..*test_stall\.py\", line \d+ in __getitem__\n", text, re.S), text
+    assert re.search(r"the batch has index 1\..*test_stall\.py\", line \d+ in __getitem__\n", text, re.S), text
 
 
 class Own(Stuck):
@@ -398,7 +398,7 @@ def test_a_stopped_worker_is_named_without_a_stack(told, limits, monkeypatch, tm
     assert values(iterator) == [1, 2, 3]
     thread.join()
     text = about(told, 1)
-    assert re.match(head(pid) + r"has worked on one batch for .*, the batch of index 1\. .*", text)
+    assert re.match(head(pid) + r"has worked on one batch for .*; the batch has index 1\. .*", text)
     assert "Stack unavailable: it did not answer within 1 s: it is stopped" in text
 
 

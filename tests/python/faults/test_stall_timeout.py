@@ -112,12 +112,12 @@ def test_a_stuck_worker_is_killed_and_its_batch_raises(told, tmp_path, way):
     )
     assert str(error) == text
     assert (error.worker_id, error.pid, error.exitcode, error.index) == (1, pids[1], -signal.SIGKILL, 3)
-    assert error.__notes__ == ["Worker 1 was to fetch the batch of index 3."]
+    assert error.__notes__ == ["Worker 1 was assigned the batch with index 3."]
     assert str(stalled_error(iterator)) == text
     assert all(wait_until(functools.partial(gone, pid)) for pid in pids)
     [line] = told
-    what = rf"DataLoader worker 1 \(pid {pids[1]}\) has worked on one batch for [\d.]+ s \(state: fetch\), "
-    assert re.match(what + r"the batch of index 3\. It was killed: stall_timeout is 1 s\. ", line), line
+    what = rf"DataLoader worker 1 \(pid {pids[1]}\) has worked on one batch for [\d.]+ s \(state: fetch\); "
+    assert re.match(what + r"the batch has index 3\. It was killed: stall_timeout is 1 s\. ", line), line
 
 
 def test_the_log_has_the_stack(told, tmp_path):
@@ -480,7 +480,7 @@ def test_a_batch_that_is_always_too_slow_costs_three_workers_wherever_they_are(t
     loader = DataLoader(dataset, **options)
     error = stalled_error(iter(loader))
     assert (error.restarts, error.index, len(told)) == (2, [0, 1, 2, 3], 3)
-    assert error.__notes__[-1] == "3 workers have died in its batch, which is not tried again."
+    assert error.__notes__[-1] == "The batch is not retried: 3 workers died while fetching it."
     assert rustloader.stats(loader).faults.skipped == 0
 
 
@@ -518,7 +518,7 @@ def test_the_warning_goes_to_the_logger(caplog, tmp_path):
 def test_a_worker_that_cannot_be_killed_is_named_otherwise(told):
     stalls.warn(1, 7, False, 12.0, "fetch", [3], None, "why", (10.0, False))
     assert told == [
-        "DataLoader worker 1 (pid 7) has worked on one batch for 12 s (state: fetch), the batch of index [3]. "
+        "DataLoader worker 1 (pid 7) has worked on one batch for 12 s (state: fetch); the batch has index [3]. "
         "stall_timeout is 10 s, but this process kills only its own descendants. "
         "Stack unavailable: why."
     ]

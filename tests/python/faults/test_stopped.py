@@ -205,6 +205,6 @@ def test_a_worker_that_was_named_while_a_batch_waited_for_it_is_named_again_wher
     wakes.start()
     assert [x.item() for x in iterator] == [0, 1, 2]
     wakes.join()
-    idle, fetch = (text for text in told if "the batch of index 1." in text)
+    idle, fetch = (text for text in told if "the batch has index 1." in text)
     assert "state: idle" in idle and "state: fetch" in fetch
     assert re.search(r"test_stopped\.py\", line \d+ in __getitem__\n", fetch), fetch

@@ -46,7 +46,7 @@ def test_a_death_is_an_error_with_all_that_is_known(rustloader, how, exitcode, t
         assert type(error) is rustloader.WorkerDiedError
         assert str(error).startswith(f"DataLoader worker (pid {pid}) {text}")
         assert (error.worker_id, error.pid, error.exitcode, error.index, error.restarts) == (0, pid, exitcode, 1, 0)
-        assert error.__notes__ == ["Worker 0 was to fetch the batch of index 1."]
+        assert error.__notes__ == ["Worker 0 was assigned the batch with index 1."]
     assert first is not second
 
 
@@ -113,7 +113,7 @@ def test_the_death_of_an_idle_worker_has_no_index(rustloader):
     os.kill(pid, signal.SIGKILL)
     assert wait_until(lambda: gone(pid))
     error = raised_by(iter, loader, kind=rustloader.WorkerDiedError)
-    assert (error.index, error.pid, error.__notes__) == (None, pid, ["It was worker 0."])
+    assert (error.index, error.pid, error.__notes__) == (None, pid, ["Worker 0 had no outstanding batch."])
 
 
 def test_a_timeout_is_an_error_of_two_kinds(rustloader, tmp_path):

@@ -264,7 +264,7 @@ def test_a_death_names_the_worker_and_the_connection(tmp_path):
     notes = "\n".join(caught.value.__notes__)
     assert caught.value.worker_id == 1
     # What it had made may be lost with it, where a local worker's would count.
-    assert "Worker 1 was to fetch the batch of index" in notes
+    assert "Worker 1 was assigned the batch with index" in notes
     # The kernel resets a connection whose end had not read everything.
     reasons = ("its process ended with exit code 7", "was closed", "Connection reset by peer")
     assert "It ran on another machine: " in notes and any(reason in notes for reason in reasons), notes
@@ -427,7 +427,7 @@ def test_a_stuck_worker_is_killed(tmp_path, caplog, dispatch):
     with pytest.raises(rustloader.WorkerStalledError):
         epochs(Odd("sleep"), LoopbackContext(tmp_path), stall_timeout=1.0, dispatch=dispatch, in_order=False)
     # It has the next task, too.
-    assert ", the batch of index [12, 13, 14, 15]. " in caplog.text
+    assert "; the batch has index [12, 13, 14, 15]. " in caplog.text
     assert "Stack unavailable: it runs on another machine." in caplog.text
 
 
@@ -722,9 +722,9 @@ def test_the_handler_of_ray_is_not_the_programs():
         for module, expected in (("ray._private.worker", False), ("train", True), ("rayon", True)):
             handler.__module__ = module
             signal.signal(signal.SIGTERM, handler)
-            assert group._survives_sigterm() is expected
+            assert group._handles_sigterm() is expected
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        assert group._survives_sigterm() is False
+        assert group._handles_sigterm() is False
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -39,7 +39,7 @@ def log():
 
 
 def left_out(count, level="WARNING"):
-    return level, f"{count} more messages about faults were left out: the log gets 20 of them in 60 s"
+    return level, f"{count} more messages about faults were omitted: at most 20 are logged per 60 s"
 
 
 def test_the_limits():

@@ -131,7 +131,7 @@ def test_a_batch_that_three_workers_die_at_is_not_tried_again():
     decider = Restarts(100)
     waits = decisions(decider, *(death(generation=n, task=4) for n in range(3)))
     assert waits == [0.0, 0.1, None]
-    assert decider.notes(0)[-1] == "3 workers have died in its batch, which is not tried again."
+    assert decider.notes(0)[-1] == "The batch is not retried: 3 workers died while fetching it."
     assert not decider.poison
 
 
@@ -140,7 +140,7 @@ def test_a_task_that_was_not_begun_is_not_to_blame():
     waits = decisions(decider, *(death(generation=n, task=4) for n in range(5)), under_way=False)
     assert waits == [0.0, 0.1, 0.2, 0.4, 0.8]
     assert decisions(decider, *(death(1, n) for n in range(5))) == waits, "nor is there a task at all"
-    assert not any("tried again" in note for note in decider.notes(0))
+    assert not any("not retried" in note for note in decider.notes(0))
 
 
 def test_other_batches_do_not_add_up():
@@ -180,7 +180,7 @@ def test_three_deaths_at_different_samples_of_a_batch_are_final_and_blame_none(m
     told = [(0, 4), (1, 5), (2, 4)]
     waits = decisions(decider, *(death(generation=n, task=4, place=place) for n, place in told))
     assert waits == [0.0, 0.1, None] and not decider.poison
-    assert decider.notes(0)[-1] == "3 workers have died in its batch, which is not tried again."
+    assert decider.notes(0)[-1] == "The batch is not retried: 3 workers died while fetching it."
 
 
 def test_the_rest_of_a_batch_has_three_deaths_of_its_own_once_a_sample_is_passed_over():
@@ -200,12 +200,12 @@ def test_the_history_names_worker_pid_cause_and_batch():
     decider = Restarts(2)
     decider.on_death(death(1, task=4), "was killed by signal: Killed")
     decider.on_death(death(0, generation=3), "exited unexpectedly with exit code 3")
-    assert decider.line_of(1) == "worker 1 (pid 100) was killed by signal: Killed, at batch 4 of index [4]"
+    assert decider.line_of(1) == "worker 1 (pid 100) was killed by signal: Killed, at batch 4 (index [4])"
     assert decider.line_of(0) == "worker 0 (pid 103) exited unexpectedly with exit code 3"
     assert list(decider.history) == [decider.line_of(1), decider.line_of(0)]
     assert decider.notes(0) == [
-        "Other deaths of workers in this epoch, with max_restarts=2:\n"
-        "  worker 1 (pid 100) was killed by signal: Killed, at batch 4 of index [4]"
+        "Other worker deaths in this epoch (max_restarts=2):\n"
+        "  worker 1 (pid 100) was killed by signal: Killed, at batch 4 (index [4])"
     ]
 
 
@@ -260,7 +260,7 @@ def test_the_error_of_a_death_has_its_class_text_and_notes():
     error = deaths.error_of(killed(), None, 2, ["Others died."])()
     assert type(error) is rustloader.WorkerDiedError and error.restarts == 2
     assert str(error) == "DataLoader worker (pid 100) is killed by signal: Killed. "
-    assert error.__notes__ == ["Worker 1 was to fetch the batch of index [4].", "Others died."]
+    assert error.__notes__ == ["Worker 1 was assigned the batch with index [4].", "Others died."]
     error = deaths.error_of(killed(), None, out_of_memory=True)()
     assert str(error).endswith("is killed by signal: Killed. Its memory cgroup was out of memory.")
     error = deaths.error_of(killed(stalled=True), None, 1)()

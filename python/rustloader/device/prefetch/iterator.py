@@ -21,7 +21,7 @@ from rustloader.system.interrupts import is_interrupt
 
 
 class _Failed:
-    """An error in place of a batch.
+    """An error that takes the place of a batch.
 
     Attributes:
         is_batch: True if the loader delivered the batch, but its copy failed.
@@ -86,7 +86,7 @@ class DeviceIterator:
         log_unpinned: Called with the loader and the types of objects that are not pinned, if the first batch has any.
 
     Attributes:
-        note_copy: Called after a copy is queued, with the time in nanoseconds at which that began; None without
+        note_copy: Called after a copy is queued, with the time in nanoseconds at which the queuing began; None without
             tracing.
     """
 
@@ -171,8 +171,8 @@ class DeviceIterator:
         assert position is not None
         if lane.streams.is_capturing():
             raise RuntimeError(
-                "next() was called while a graph is captured: call it before, and copy the batch into the graph's "
-                "own input, as in static.copy_(batch)"
+                "next() was called while a graph is being captured: call it before, and copy the batch into the "
+                "graph's own input, as in static.copy_(batch)"
             )
         rescued = self._rescued
         if rescued is not None:
@@ -263,7 +263,7 @@ class DeviceIterator:
             return
         assert self._failure is not None
         if is_interrupt(self._failure, handled):
-            # The batch is still in `ahead`, and its copy will be tried again.
+            # The batch is still in `ahead`, and its copy will be retried.
             _raise(self, "_failure")
         if place:
             _note_frames(self._failure)

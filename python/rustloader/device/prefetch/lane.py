@@ -4,9 +4,9 @@ The memory of a copy belongs to the copy stream: torch's allocator gives freed m
 the program's stream may still read it. So each storage is *lent*: an alias keeps it alive.
 
 * A lent storage that the program has dropped, according to its use count, is *retired*: an event is recorded in the
-  streams that the batch was delivered to. The alias is freed after these events. If there are too many, the copy stream
-  waits for them, and the alias is freed at once. Either way, no copy reuses the memory before the program's work on it
-  is done.
+  streams that the batch was delivered to. The alias is freed after these events. If too many batches are retired, the
+  copy stream waits for the events, and the alias is freed at once. Either way, no copy reuses the memory before the
+  program's work on it is done.
 * A storage that the program keeps for longer than `depth` batches is left to torch's allocator with ``record_stream``.
   Only these storages cost the extra memory that ``record_stream`` is known for.
 """
@@ -75,7 +75,7 @@ class _Source:
         done: The event after the copy; None if the copy failed, until the event is recorded.
         host: The objects that the copy reads.
         copied: None if the batch was not delivered. Otherwise the event before the copy, the event after all work that
-            the program's stream had at the delivery, and the batch's size in bytes.
+            was queued in the program's stream at the delivery, and the batch's size in bytes.
     """
 
     __slots__ = ("copied", "done", "host")
@@ -210,7 +210,7 @@ class Lane:
         while self._sources and streams.is_done(self._event_of(self._sources[0])):
             self._count(self._sources.popleft())
         if len(self._sources) > 2 * self.depth + 1:
-            # The program is far ahead of the device, so it waits.
+            # The program is far ahead of the device, so it must wait.
             streams.synchronize(self._event_of(self._sources[0]))
             self._count(self._sources.popleft())
         self._retire()
@@ -223,7 +223,7 @@ class Lane:
 
     def _retire(self) -> None:
         """Retires the storages that the program has dropped since the last call, with events after their last use.
-        Leaves storages that the program has kept for long to torch's allocator."""
+        Leaves storages that the program has kept for a long time to torch's allocator."""
         streams, current = self.streams, self.streams.current()
         kept: list[_Loan] = []
         by_batch: dict[int, _Retired] = {}
@@ -252,7 +252,7 @@ class Lane:
             self.streams.wait(self.stream, event)
 
     def settle(self) -> None:
-        """Releases all memory when a loop ends, for any reason. Waits for the copies in progress."""
+        """Releases all memory when a loop ends, fails or is abandoned. Waits for the copies in progress."""
         streams = self.streams
         for loan in self._lent:
             is_dropped = loan.is_dropped()
@@ -301,7 +301,7 @@ class Lane:
     def drop(self, copied: list[Copied]) -> None:
         """Drops batches that were not delivered, and calls `settle` if the lane is not in use.
 
-        Safe from a destructor: it never waits for another thread.
+        Safe to call from a destructor: it never waits for another thread.
         """
         if not self.is_usable:
             return

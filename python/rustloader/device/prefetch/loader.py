@@ -30,8 +30,8 @@ def prefetch_to_device(
     """Copies the batches of a loader to a device while the program computes.
 
     The copies run on a separate stream, ``depth`` batches ahead. ``next`` makes the calling thread's current stream,
-    and not the thread itself, wait for the batch. The memory of a batch is reused after the device has finished the
-    work that the program had queued when it dropped the batch. Up to ``2 * depth + 1`` batches are on the device, in
+    and not the thread itself, wait for the batch. The memory of a batch is reused only after the device has finished
+    the work that was queued when the program dropped the batch. Up to ``2 * depth + 1`` batches are on the device, in
     addition to those that the program keeps. Copies overlap with computation if the batches are pinned
     (``pin_memory=True``).
 

@@ -90,8 +90,8 @@ class Streams:
         return tensor.to(self.device, non_blocking=self.non_blocking)
 
     def traced(self, call: Callable[[], Any], on_device: list[torch.Tensor], on_host: list[torch.Tensor]) -> Any:
-        """Returns the result of a call. Adds to the lists the tensors that it made on the device and those that it read
-        on the host, even if it fails."""
+        """Returns the result of a call. Adds the tensors that it made on the device and those that it read on the host
+        to the lists, even if it fails."""
         with _Trace(self.device, on_device, on_host):
             return call()
 

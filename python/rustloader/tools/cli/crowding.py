@@ -21,7 +21,7 @@ def ranks() -> list[tuple[int, Set[int]]]:
     A rank is a process whose launcher has set a rank variable in its environment. Children that inherit the variable
     from a rank do not count. Processes of other users cannot be read, and are left out.
     """
-    numbers = {pid: number for pid in procfs.pids() if (number := local_ranks.number_of(pid)) is not None}
+    numbers = {pid: number for pid in procfs.pids() if (number := local_ranks.rank_variable_of(pid)) is not None}
     children = defaultdict(list)
     first = []
     for pid, number in numbers.items():

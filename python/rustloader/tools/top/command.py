@@ -81,7 +81,7 @@ def _process_row(pid: int, count: int) -> dict[str, Any]:
     The other values describe the process's busiest loader since it was created. The share of time in `next` shows which
     of several ranks waits for its loader.
     """
-    rank = local_ranks.number_of(pid)
+    rank = local_ranks.rank_variable_of(pid)
     identity = {"pid": pid, "local_rank": None if rank is None else rank[1], "loaders": count}
     figures: dict[str, Any] = {"name": "", "batches": 0, "next_share": 0.0, "verdict": "unknown"}
     with contextlib.suppress(processes.NothingToSee):  # the process may have ended since
