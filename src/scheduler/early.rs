@@ -17,9 +17,9 @@ pub(super) struct Early {
     pub ready: u32,
     /// The epoch's slots in delivery order. Without in-order delivery, only slots with results.
     pub queue: VecDeque<u32>,
-    /// True once the sampler has ended in this epoch.
+    /// True once the sampler has ended in the early epoch.
     pub ended: bool,
-    /// True if tasks of the current epoch have been lost since this epoch began.
+    /// True if tasks of the current epoch have been lost since the early epoch began.
     pub loses_current: bool,
 }
 

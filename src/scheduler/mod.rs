@@ -204,7 +204,7 @@ impl<T, R> Scheduler<T, R> {
         self.staged.is_some()
     }
 
-    /// Processes an event at the monotonic time `now`. If it fails, the state is unchanged.
+    /// Processes an event at the monotonic time `now`. After an error, the state is unchanged.
     ///
     /// Fails with [`Error::Corrupt`] for an event that cannot have happened, such as a result for a task that is not
     /// the worker's oldest one (with a shared queue: not an unanswered one). Fails with [`Error::Usage`] for an unknown

@@ -26,8 +26,8 @@ impl<T, R> Scheduler<T, R> {
     }
 
     /// Binds `held`, the tasks that a worker held when it died, to that worker. Ignores tasks of an earlier epoch.
-    /// Fails with [`Error::Corrupt`] if a task is not among the unanswered ones. `held` is empty without a
-    /// shared queue.
+    /// Fails with [`Error::Corrupt`] if a task is not among the unanswered ones. Without a shared queue, `held` must be
+    /// empty.
     pub(super) fn bind_held(&mut self, worker: WorkerId, held: Vec<TaskId>) -> Result<()> {
         let held: Vec<_> = held.into_iter().filter(|task| *task >= self.first_task).collect();
         if let Some(task) = held.iter().find(|task| self.tag_of(**task).is_none()) {
