@@ -120,6 +120,7 @@ impl<T: Tensors> Aliases<'_, T> {
         let bytes: usize = lattices.iter().zip(&views).map(|(lattice, view)| bytes_alone(lattice, view)).sum();
         let low = component[0].start;
         let len = component.iter().map(|extent| extent.end).max().unwrap_or(low) - low;
+        // A large common storage is worth its gaps only if the tensors really share elements.
         if len > bytes.saturating_mul(STORAGE_WASTE) && !any_shared(&lattices, OVERLAP_STEPS) {
             for (extent, view) in component.iter().zip(&views) {
                 if leaves[extent.leaf].overlaps_itself {

@@ -68,7 +68,7 @@ pub fn encode<S: Sink>(bridge: &Bridge, batch: &Bound<'_, PyAny>, out: &mut Vec<
         let done = copy.run(&mut out, sink, |plan, first, target| {
             let (from, to) = (first as usize, target as usize);
             // SAFETY: the plan describes the view that begins at `from`, which the copy's owner keeps alive; `to`
-            // points to as many fresh bytes as the plan writes.
+            // points to `plan.bytes` fresh bytes.
             let copy = || unsafe { plan.copy(from as *const u8, to as *mut u8) };
             if plan.bytes >= DETACH_FROM { batch.py().detach(copy) } else { copy() }
         });

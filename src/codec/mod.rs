@@ -1,7 +1,7 @@
 //! The codec, which encodes a batch (a plain tree of Python values, tensors and arrays) as bytes and memory leaves, and
 //! decodes it again.
 //!
-//! [`crate::tree`] defines the bytes. A batch that is not a plain tree (it has subclasses, cycles, ...) is pickled, and
+//! [`crate::tree`] defines the bytes. A batch that is not a plain tree (with subclasses, cycles, ...) is pickled, and
 //! the codec encodes the pickle with its out-of-band tensors and arrays. An object that occurs twice in a batch is
 //! decoded to one object, and tensors that share memory share it after decoding, too.
 //!

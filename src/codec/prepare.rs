@@ -28,7 +28,7 @@ pub enum Ready {
     Raised(PyErr),
     /// torch's `ExceptionWrapper` of the error that pinning raised.
     Error(DetachedObject),
-    /// A result that is not ready, because a signal handler interrupted the unpickling.
+    /// A result that is still pickled, because a signal handler interrupted the unpickling.
     Pickled(Pickled),
 }
 

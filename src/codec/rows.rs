@@ -20,13 +20,13 @@ use crate::interop::tensor::Bridge;
 use crate::store::{Builder, Row, Store, damaged, hash};
 use crate::tree::text;
 
-/// The first byte of a pickle.
+/// The first byte of a row that contains a pickle, which follows.
 pub(super) const PICKLE: u8 = 0xf0;
-/// The first byte of a tree with leaves. It is followed by the tree's length, the number of leaves and the length of
-/// each leaf, all u64, and then by the tree and the leaves.
+/// The first byte of a row that contains a tree with leaves. It is followed by the tree's length, the number of leaves
+/// and the length of each leaf, all u64, and then by the tree and the leaves.
 pub(super) const LEAVES: u8 = 0xf1;
-/// The first byte of a dict that has a shape. It is followed by the shape's number, a u32, and by the tuple of the
-/// values, a tree with or without leaves.
+/// The first byte of a row that contains a dict with a shape. It is followed by the shape's number, a u32, and by the
+/// tuple of the values, a tree with or without leaves.
 const SHAPED: u8 = 0xf2;
 
 /// A mapped image of rows.

@@ -1,4 +1,4 @@
-//! Tests of both passes of encoding, on tensors without Python. The payloads are also read without Python.
+//! Tests of both passes of encoding, with stand-ins for tensors. The payloads are read back without Python.
 
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -20,7 +20,7 @@ use crate::tree::{Atom, Build, Group, Kind, Leaf, Place, Storage, Writer, walk};
 /// Size in bytes of the memory that all tensors are views of.
 const MEMORY: usize = 64 << 10;
 
-/// A tensor; `id` is its identity.
+/// A stand-in for a tensor; `id` is its identity.
 #[derive(Clone, Debug)]
 struct Tensor {
     id: usize,

@@ -18,7 +18,7 @@ pub fn brief(bytes: &[u8], len: u64) -> Option<String> {
         }
         tag => return reader.item(tag),
     };
-    // Each item takes at least one byte.
+    // Each item takes at least one byte, so a larger count is damage.
     if count > len {
         return None;
     }

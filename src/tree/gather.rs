@@ -50,7 +50,7 @@ impl Gather {
     }
 
     /// # Safety
-    /// As for [`Self::copy`]: `at` is an element, and the loops from `level` on stay inside the view.
+    /// As for [`Self::copy`]: `at` points to an element, and the loops from `level` on stay inside the view.
     unsafe fn level(&self, level: usize, at: *const u8, target: &mut *mut u8) {
         let rest = &self.dims[level..usize::from(self.loops)];
         match *rest {

@@ -230,8 +230,8 @@ impl TransferPlan {
     /// Copies the planned bytes to `target`.
     ///
     /// # Safety
-    /// `first` is the first element of a readable view with the shape and strides of the plan, and `target` points to
-    /// `self.bytes` writable bytes that do not overlap it.
+    /// `first` points to the first element of a readable view with the shape and strides of the plan. `target` points
+    /// to `self.bytes` writable bytes that do not overlap the view.
     pub unsafe fn copy(&self, first: *const u8, target: *mut u8) {
         match &self.gather {
             // SAFETY: a view that is copied in one piece is dense: its memory is the `bytes` bytes from its first
