@@ -1,5 +1,5 @@
 //! Alias resolution, the second pass of encoding: repeated objects become references to a mark, and tensors that share
-//! memory get a common storage. Most batches do not need it.
+//! memory get a common storage. Most batches do not need this pass.
 
 use std::collections::HashMap;
 
@@ -34,7 +34,7 @@ enum Change {
     Shared { leaf: usize, storage: usize, low: usize },
 }
 
-/// Memory that several tensors share, and that is copied only once.
+/// Memory that several tensors share. It is copied only once.
 struct SharedMemory<O> {
     low: usize,
     len: usize,
@@ -52,8 +52,8 @@ struct Aliases<'a, T: Tensors> {
     storages: Vec<SharedMemory<T::Object>>,
 }
 
-/// Rewrites the payload, which begins at `from` in `out`. Returns the copies that are still needed, with updated
-/// placeholders, and those of the common storages. Returns an error if the tensors share memory in a way that the
+/// Rewrites the payload, which begins at `from` in `out`. Returns those of `copies` that are still needed, with updated
+/// placeholders, and the copies of the common storages. Returns an error if the tensors share memory in a way that the
 /// payload cannot describe.
 pub fn resolve<T: Tensors>(
     tensors: &T,
@@ -82,10 +82,10 @@ pub fn resolve<T: Tensors>(
 }
 
 impl<T: Tensors> Aliases<'_, T> {
-    /// Turns repeated leaves into references. Returns the extent of each distinct tensor, sorted by address.
+    /// Turns repeated leaves into references. Returns the extents of the distinct tensors, sorted by address.
     fn repeated_leaves(&mut self, extents: &[Extent]) -> Vec<Extent> {
         let mut first: HashMap<usize, usize> = HashMap::new();
-        // In the order of the payload, so that references point backwards.
+        // In the order of the payload, so that references point backward.
         let mut ordered: Vec<&Extent> = extents.iter().collect();
         ordered.sort_unstable_by_key(|extent| extent.leaf);
         let mut unique = Vec::new();
@@ -103,7 +103,7 @@ impl<T: Tensors> Aliases<'_, T> {
         unique
     }
 
-    /// Decides how tensors with overlapping extents are sent.
+    /// Decides whether tensors with overlapping extents are sent separately or in a common storage.
     fn component(&mut self, component: &[Extent]) -> Plain {
         if let [Extent { leaf, .. }] = component
             && !self.leaves[*leaf].overlaps_itself
@@ -120,6 +120,7 @@ impl<T: Tensors> Aliases<'_, T> {
         let bytes: usize = lattices.iter().zip(&views).map(|(lattice, view)| bytes_alone(lattice, view)).sum();
         let low = component[0].start;
         let len = component.iter().map(|extent| extent.end).max().unwrap_or(low) - low;
+        // A large common storage is worth its gaps only if the tensors really share elements.
         if len > bytes.saturating_mul(STORAGE_WASTE) && !any_shared(&lattices, OVERLAP_STEPS) {
             for (extent, view) in component.iter().zip(&views) {
                 if leaves[extent.leaf].overlaps_itself {
@@ -148,7 +149,7 @@ impl<T: Tensors> Aliases<'_, T> {
         Ok(())
     }
 
-    /// Writes the new payload: the storages, then the old payload with the changes. Returns the copies that it needs.
+    /// Writes the new payload: the storages, then the old payload with the changes. Returns the copies to perform.
     fn write(
         mut self,
         old: &[u8],
@@ -209,8 +210,8 @@ impl<T: Tensors> Aliases<'_, T> {
 
     fn write_shared(&self, writer: &mut Writer<'_>, leaf: usize, storage: usize, low: usize) {
         let view = self.tensors.view(&self.leaves[leaf].object);
-        // `share` has just read the view, so there is one. Without it nothing would be written here, and the reader
-        // would refuse the payload.
+        // `share` has just read the view, so there is one. If there were none, nothing would be written here, and the
+        // reader would refuse the payload.
         if let Some(TensorView { dtype, shape, strides, ptr, .. }) = view {
             writer.shared(dtype, &shape, &strides, storage, ptr as usize - low);
         }

@@ -1,4 +1,4 @@
-//! Decoding of bytes and leaves into a batch.
+//! Decoding of a payload and its leaves into a batch.
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::ffi;
@@ -21,8 +21,8 @@ pub fn decode<S: Source>(py: Python<'_>, bridge: &Bridge, payload: &[u8], source
     Decoder::new(py, Some(bridge), source).build(payload)
 }
 
-/// Decodes as [`decode`] does, but builds the tensors in pinned memory. The memory of large tensors is filled only when
-/// the returned copies run.
+/// Decodes as [`decode`] does, but builds the tensors in pinned memory. The large tensors are filled only when the
+/// returned copies run.
 pub fn decode_pinned<'py, S: Source>(
     bridge: &Bridge,
     payload: &[u8],
@@ -48,7 +48,7 @@ impl Source for NoLeaves {
     type Memory = Heap;
 
     fn leaf(&mut self, index: u32) -> Result<Heap, Error> {
-        Err(Error::corrupt(format!("an index batch asks for leaf {index}")))
+        Err(Error::corrupt(format!("an index batch refers to leaf {index}")))
     }
 }
 
@@ -74,7 +74,7 @@ impl<S: Source> Build for Decoder<'_, '_, S> {
             Atom::Leaf(leaf) => self.leaf(leaf)?.into_bound(py),
             Atom::Back(index) => match self.kept.get(index) {
                 Some(Some(object)) => object.clone(),
-                _ => return Err(Error::corrupt(format!("object {index} of a batch is not complete")).into()),
+                _ => return Err(Error::corrupt(format!("object {index} of a batch is missing or incomplete")).into()),
             },
             Atom::Int(value) => int(py, value)?,
             Atom::Str(value) => PyString::new(py, value).into_any(),
@@ -106,9 +106,9 @@ impl<S: Source> Build for Decoder<'_, '_, S> {
             while let (Some(key), Some(value)) = (values.next(), values.next()) {
                 dict.set_item(key, value)?;
             }
-            // If a key occurred twice, the replaced value would be released before the copies fill its memory.
+            // If a key occurred twice, a tensor that was replaced would be freed before the copies fill its memory.
             if dict.len() != count {
-                return Err(Error::corrupt("a dict that has a key twice").into());
+                return Err(Error::corrupt("a dict has the same key twice").into());
             }
             dict.into_any()
         } else {
@@ -138,7 +138,7 @@ impl<S: Source> Build for Decoder<'_, '_, S> {
                 bridge.storage(py, lease, offset, storage.len)?
             }
             Place::Shared { .. } | Place::Empty { .. } => {
-                return Err(Error::corrupt("a storage inside another storage").into());
+                return Err(Error::corrupt("a storage is inside another storage").into());
             }
         };
         self.storages.push(object);
@@ -161,7 +161,7 @@ fn sequence<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let size = len as ffi::Py_ssize_t;
     // SAFETY: new references, or null with an exception set. Slots are null until they are set, which both types
-    // tolerate on drop; the object is returned only after all are set.
+    // tolerate when they are freed; the object is returned only after all slots are set.
     let object = unsafe {
         let object = if group == Group::List { ffi::PyList_New(size) } else { ffi::PyTuple_New(size) };
         Bound::from_owned_ptr_or_err(py, object)?
@@ -169,7 +169,7 @@ fn sequence<'py>(
     let mut set = 0;
     for value in values {
         let (at, value) = (set as ffi::Py_ssize_t, value?.into_ptr());
-        // SAFETY: a new list or tuple; the call takes over the reference, and refuses an index that is out of range.
+        // SAFETY: a new list or tuple; the call steals the reference, and refuses an index that is out of range.
         let failed = unsafe {
             if group == Group::List {
                 ffi::PyList_SetItem(object.as_ptr(), at, value)
@@ -191,7 +191,7 @@ impl<'a, 'py, S: Source> Decoder<'a, 'py, S> {
     }
 
     fn bridge(&self) -> PyResult<&'a Bridge> {
-        let message = "an index batch holds a tensor or an array";
+        let message = "an index batch contains a tensor or an array";
         Ok(self.bridge.ok_or_else(|| Error::corrupt(message))?)
     }
 
@@ -255,7 +255,7 @@ impl<'a, 'py, S: Source> Decoder<'a, 'py, S> {
             }
             Place::Shared { storage, offset } => {
                 let place = self.storages.get(storage).zip(usize::try_from(offset).ok());
-                let missing = || Error::corrupt(format!("a tensor at byte {offset} of storage {storage}"));
+                let missing = || Error::corrupt(format!("byte {offset} of storage {storage} is missing"));
                 let (storage, offset) = place.ok_or_else(missing)?;
                 bridge.tensor_shared(py, storage, offset, form)
             }

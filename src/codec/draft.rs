@@ -75,13 +75,13 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
         Self { out: Writer::new(out), seen: Seen::new(), open: Vec::new(), copies: Vec::new() }
     }
 
-    /// Returns the seen objects, and the pending copies.
+    /// Returns the seen objects and the pending copies.
     pub fn finish(self) -> (Seen<O>, Vec<PendingCopy<O>>) {
         (self.seen, self.copies)
     }
 
-    /// Records an object. Returns true if the caller must write it. If it is repeated, writes a gap in its place and
-    /// returns false. Returns an error if it contains itself.
+    /// Records an object. Returns true if the caller must write it. If it is repeated, writes a gap instead and returns
+    /// false. Returns an error if the object contains itself.
     #[inline]
     pub fn record(&mut self, value: &O) -> Plain<bool> {
         let (address, at) = (value.address(), self.out.len());
@@ -94,8 +94,8 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
         Ok(false)
     }
 
-    /// Records a container that is nested `depth` levels deep, and returns what [`Self::record`] returns; an error if
-    /// it is nested too deep. A container that is new is open until [`Self::leave`].
+    /// Records a container that is nested `depth` levels deep, and returns what [`Self::record`] returns. Returns an
+    /// error if it is nested too deeply. A new container is open until [`Self::leave`].
     #[inline]
     pub fn enter(&mut self, value: &O, depth: usize) -> Plain<bool> {
         if depth >= MAX_DEPTH {
@@ -123,8 +123,8 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
         Ok(())
     }
 
-    /// Writes a tensor or an array. For `is_sole` see [`Hold::Sole`]. `storage_offset` is called only if there are no
-    /// elements: it returns a tensor's offset in its storage, in elements, or `None` if that is 0.
+    /// Writes a tensor or an array. For `is_sole`, see [`Hold::Sole`]. `storage_offset` is called only if there are no
+    /// elements. It returns a tensor's offset in its storage, in elements, or `None` if the offset is 0.
     ///
     /// # Safety
     /// The view describes memory that `value` keeps alive.
@@ -143,7 +143,7 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
             return self.self_overlapping(value, view);
         };
         if plan.span == 0 {
-            // A view without memory has no extent to compare, so only the object's identity shows that it is repeated.
+            // A view without elements has no extent to compare, so only the object's identity shows a repetition.
             if !self.record(value)? {
                 return Ok(());
             }
@@ -175,7 +175,7 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
     }
 
     /// Writes a gap for a tensor whose elements share memory with each other; alias resolution fills the gap. Returns
-    /// an error for an array, and for a view with a number out of range.
+    /// an error for an array, and for a view whose size is out of range.
     fn self_overlapping(&mut self, value: &O, view: &LeafView) -> Plain {
         let &LeafView { kind, dtype, ref shape, byte_strides: mut strides, first } = view;
         let item = dtype.itemsize() as i64;

@@ -53,11 +53,11 @@ struct Encoder<'a, 'py> {
     is_key: bool,
 }
 
-/// Appends `batch` to `out`, with its large leaves in `sink`. Returns false if the batch is not a plain tree and must
-/// be pickled. In that case, and after an error, `out` is unchanged.
+/// Appends the encoding of `batch` to `out`, and passes its large leaves to `sink`. Returns false if the batch is not a
+/// plain tree and must be pickled. In that case, and after an error, `out` is unchanged.
 pub fn encode<S: Sink>(bridge: &Bridge, batch: &Bound<'_, PyAny>, out: &mut Vec<u8>, sink: &mut S) -> PyResult<bool> {
     let before = out.len();
-    // Held from before the first address is recorded until after the last copy.
+    // Other threads must not move a storage between the recording of its address and the copy.
     let _reading = reading(batch.py());
     let Ok(copies) = write_plain(Some(bridge), batch, out, sink.takes_arrays()) else {
         out.truncate(before);
@@ -68,7 +68,7 @@ pub fn encode<S: Sink>(bridge: &Bridge, batch: &Bound<'_, PyAny>, out: &mut Vec<
         let done = copy.run(&mut out, sink, |plan, first, target| {
             let (from, to) = (first as usize, target as usize);
             // SAFETY: the plan describes the view that begins at `from`, which the copy's owner keeps alive; `to`
-            // points to as many fresh bytes as the plan writes.
+            // points to `plan.bytes` fresh bytes.
             let copy = || unsafe { plan.copy(from as *const u8, to as *mut u8) };
             if plan.bytes >= DETACH_FROM { batch.py().detach(copy) } else { copy() }
         });
@@ -90,9 +90,9 @@ pub fn encode_indices(index: &Bound<'_, PyAny>, out: &mut Vec<u8>) -> bool {
     is_plain
 }
 
-/// Writes a plain tree and returns the pending copies. Pass `is_sole` as true if the only reference to the value is the
-/// one in the list that holds it; if it is false, all arrays are copied. After an error, `out` holds a part of the
-/// tree, which the caller removes.
+/// Writes a plain tree and returns the pending copies. If `is_sole` is true, the sink may adopt arrays to which only
+/// the batch refers; otherwise all arrays are copied. After an error, the caller must remove the part of the tree in
+/// `out`.
 fn write_plain<'py>(
     bridge: Option<&Bridge>,
     value: &Bound<'py, PyAny>,
@@ -109,7 +109,7 @@ fn write_plain<'py>(
     }
 }
 
-/// Returns the value of an exact int; an error if it needs more than 64 bits.
+/// Returns the value of an exact int, or an error if it needs more than 64 bits.
 #[inline]
 fn as_i64(value: &Bound<'_, PyAny>) -> Plain<i64> {
     let mut overflow = 0;
@@ -125,8 +125,8 @@ fn storage_offset(value: &Bound<'_, PyAny>) -> Plain<Option<u64>> {
     Ok((offset > 0).then_some(offset))
 }
 
-/// Returns true if an object has exactly two references: `value`, and the reference in its container or in the list
-/// that holds the batch.
+/// Returns true if an object has exactly two references: `value`, and the one in its container (for the batch: in the
+/// list that holds it).
 #[inline]
 fn is_sole(value: &Bound<'_, PyAny>) -> bool {
     // SAFETY: a live object; the GIL is held.
@@ -141,7 +141,7 @@ fn is_int(value: &Bound<'_, PyAny>) -> bool {
 impl<'py> Encoder<'_, 'py> {
     fn value(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> Plain {
         let kind = value.get_type_ptr();
-        // Types must match exactly, so the addresses of the type objects are compared.
+        // Subclasses are not plain, so the addresses of the type objects are compared.
         if self.bridge.is_some_and(|bridge| bridge.is_tensor(value)) {
             // A tensor's `__hash__` is a Python function, in which a signal handler may raise. Decoding a plain batch
             // must not run any Python code.
@@ -204,7 +204,7 @@ impl<'py> Encoder<'_, 'py> {
         get: impl Fn(usize) -> PyResult<Bound<'py, PyAny>>,
         depth: usize,
     ) -> Plain {
-        // Python has only one empty tuple, so two of them in a batch are not a repetition.
+        // Python has only one empty tuple, so it may occur twice in a batch without being a repeated object.
         let has_identity = group == Group::List || len > 0;
         if has_identity && !self.draft.enter(value, depth)? {
             return Ok(());
@@ -310,7 +310,7 @@ impl<'py> Encoder<'_, 'py> {
         unsafe { self.draft.leaf(value, &view, is_sole, || Ok(None)) }
     }
 
-    /// Encodes an `ArrayTensor`, which wraps `array`. If another leaf shares its memory, alias resolution returns an
+    /// Encodes an `ArrayTensor`, which wraps `array`. If another leaf shares the memory, alias resolution returns an
     /// error, and the batch is pickled.
     fn array_tensor(&mut self, value: &Bound<'py, PyAny>, array: Bound<'py, PyAny>) -> Plain {
         let bridge = self.bridge.ok_or(NotPlain)?;

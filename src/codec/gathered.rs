@@ -1,4 +1,4 @@
-//! Collation of cached samples. The result is that of default_collate, but no object is created per sample.
+//! Collation of cached samples. The result equals that of default_collate, but no object is created per sample.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
@@ -15,15 +15,15 @@ use crate::tree::dtype::Dtype;
 use crate::tree::layout::{Dims, is_contiguous};
 use crate::tree::{Atom, Build, Group, Kind, Leaf, Place, Storage, walk};
 
-/// A function that allocates the tensor that a plan describes. It returns the address of the tensor's memory, which has
-/// room for the whole plan, and the tensor.
+/// A function that allocates the tensor that a plan describes. It returns the address of the tensor's memory, and the
+/// tensor. The memory has room for the whole plan.
 type Allocate<'a> = dyn FnMut(&StackPlan) -> PyResult<(*mut u8, Py<PyAny>)> + 'a;
 
 /// One part of a sample.
 #[derive(Clone, Copy)]
 enum Part {
-    /// A contiguous tensor: the address of its bytes, and their number. They are in the cache's mapping, or in a tree
-    /// that outlives this value.
+    /// A contiguous tensor: the address and the number of its bytes. They are in the cache's mapping, or in a tree that
+    /// outlives this value.
     Tensor(*const u8, usize),
     Int(i64),
     Float(f64),
@@ -46,27 +46,27 @@ struct Sample {
     keys: Vec<String>,
     group: Option<Group>,
     leaves: Parts,
-    /// True if the sample has anything else in it.
+    /// True if the sample does not have this form.
     is_other: bool,
 }
 
 impl Sample {
-    /// Reads a record. Fills `tree`, which has the bytes of small tensors and must outlive the sample. Returns `None`
-    /// if the sample does not have the form that [`Sample`] describes.
+    /// Reads a record into `tree`, which then contains the bytes of small tensors and must outlive the sample. Returns
+    /// `None` if the sample does not have the form that [`Sample`] describes.
     fn of(record: Record, tree: &mut Vec<u8>) -> Result<Option<Self>, Error> {
         let mut sample = Self::default();
         match record.copy(0, 1).first() {
             None | Some(&PICKLE) => return Ok(None),
             Some(&LEAVES) => {
-                let damaged = || Error::corrupt("a record's leaves");
+                let damaged = || Error::corrupt("a record has invalid leaves");
                 (*tree, sample.leaves) = split(record).ok_or_else(damaged)?;
             }
             Some(_) => *tree = record.copy(0, record.len),
         }
         walk(tree, &mut sample)?;
-        let pairs = sample.group == Some(Group::Dict);
+        let is_dict = sample.group == Some(Group::Dict);
         let is_whole = sample.parts.len() == sample.columns.len()
-            && if pairs { sample.keys.len() == sample.parts.len() } else { sample.keys.is_empty() };
+            && if is_dict { sample.keys.len() == sample.parts.len() } else { sample.keys.is_empty() };
         let is_one = sample.group.is_some() || sample.parts.len() == 1;
         Ok((!sample.is_other && is_whole && is_one && !sample.parts.is_empty()).then_some(sample))
     }
@@ -101,7 +101,7 @@ impl Build for Sample {
             }
             Atom::Int(value) => (Column::Int, Part::Int(value)),
             Atom::Float(value) => (Column::Float, Part::Float(value)),
-            // A key of a dict. A string elsewhere is counted as a key too; `of` then finds that the number of keys is
+            // A key of a dict. A string elsewhere is also taken for a key; `of` then finds that the number of keys is
             // wrong.
             Atom::Str(text) if self.keys.len() == self.parts.len() => {
                 self.keys.push(text.to_owned());
@@ -133,9 +133,11 @@ impl Build for Sample {
     }
 }
 
-/// Collates some rows as torch's default_collate does. Returns `None` if torch must collate them: a mode or another
-/// default device of torch is active, a row is missing or damaged, the samples do not have the same form, or that form
-/// is neither a tensor nor a flat list, tuple or dict (with strings as keys) of contiguous tensors, ints and floats.
+/// Collates some rows as torch's default_collate does. Returns `None` if torch must collate them:
+/// - a mode of torch is active, or torch's default device is not the CPU;
+/// - a row is missing or damaged;
+/// - the samples do not have the same form, or that form is neither a contiguous tensor nor a flat list, tuple or dict
+///   (with strings as keys) of contiguous tensors, ints and floats.
 pub fn gather(py: Python<'_>, cache: &Cache, rows: &[u64], allocate: &mut Allocate<'_>) -> PyResult<Option<Py<PyAny>>> {
     let bridge = Bridge::get(py)?;
     if bridge.has_modes(py)? || !bridge.default_is_cpu(py)? {
@@ -148,7 +150,7 @@ pub fn gather(py: Python<'_>, cache: &Cache, rows: &[u64], allocate: &mut Alloca
             return Ok(None);
         }
         let Lookup::Whole(record) = cache.lookup(*row) else { return Ok(None) };
-        // The code that reads single samples also detects a damaged record, and makes the sample again.
+        // The code that then reads single samples also detects a damaged record, and makes the sample again.
         let Ok(Some(sample)) = Sample::of(record, tree) else { return Ok(None) };
         samples.push(sample);
     }

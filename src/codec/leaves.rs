@@ -23,8 +23,8 @@ impl<'a> Outgoing<'a> {
     }
 
     /// Returns true if arrays of the worker were adopted: the caller must then drop the batch, and call
-    /// [`Outgoing::settle`]. In that case the message itself now holds all other adopted blocks, because the batch's
-    /// objects may be their only holders.
+    /// [`Outgoing::settle`]. In that case, also transfers all other adopted blocks to the message, because dropping the
+    /// batch may release them.
     pub fn begin_settling(&mut self) -> bool {
         if !self.leaves.iter().any(|(_, keep)| matches!(keep, Keep::Unknown { .. })) {
             return false;
@@ -64,7 +64,7 @@ impl<'a> Outgoing<'a> {
         self.leaves.iter().map(|(leaf, _)| leaf.len).sum()
     }
 
-    /// Publishes the message; an error releases the leaves.
+    /// Publishes the message. If that fails, the leaves are released.
     pub fn send(mut self, task: u64, kind: ResultKind, payload: &[u8], timings: Timings) -> Result<()> {
         self.port.send(task, kind, &self.leaves, payload, timings)?;
         self.leaves.clear();
@@ -74,10 +74,10 @@ impl<'a> Outgoing<'a> {
 
 impl Sink for Outgoing<'_> {
     fn reserve(&mut self, len: usize) -> Result<(u32, *mut u8)> {
-        // Sleeps while it holds the GIL. The draft has recorded addresses of tensors and arrays, and which of them only
-        // the batch refers to. If the GIL were released, another thread could resize a storage, which frees its memory,
-        // or get a reference through `gc`. Large copies, which release the GIL, run the same risk, but for a shorter
-        // time.
+        // Sleep without releasing the GIL. The draft has recorded the addresses of tensors and arrays, and which of
+        // them belong to the batch alone. If the GIL were released, another thread could resize a storage, which frees
+        // its memory, or get a reference through `gc`. Large copies release the GIL and run the same risk, but for a
+        // shorter time.
         self.port.await_return(len as u64, std::thread::sleep)?;
         let (block, memory) = retry_while_reserved(|| self.port.allocate(len as u64), std::thread::sleep)?;
         self.leaves.push((Leaf { block, len: len as u64 }, Keep::No));

@@ -1,11 +1,12 @@
 //! The codec, which encodes a batch (a plain tree of Python values, tensors and arrays) as bytes and memory leaves, and
 //! decodes it again.
 //!
-//! [`crate::tree`] defines the bytes. Any other batch (one with subclasses, cycles, ...) is pickled in its entirety.
-//! Decoding preserves the identities of containers, tensors and arrays (an object that occurs twice is decoded to one
-//! object), and the memory that tensors share. The first pass of encoding (`draft`, `seen`) writes as if no object were
-//! repeated; the second pass (`aliases`) resolves the repetitions. Both passes compile without the feature `python`, so
-//! that they can be tested without it.
+//! [`crate::tree`] defines the bytes. A batch that is not a plain tree (with subclasses, cycles, ...) is pickled, and
+//! the codec encodes the pickle with its out-of-band tensors and arrays. An object that occurs twice in a batch is
+//! decoded to one object, and tensors that share memory share it after decoding, too.
+//!
+//! The first pass of encoding (`draft`, `seen`) writes as if no object were repeated; the second pass (`aliases`)
+//! resolves the repetitions. Both passes compile without the feature `python`, so that they can be tested without it.
 
 pub mod aliases;
 pub mod draft;
@@ -59,14 +60,14 @@ pub fn shrink(buffer: &mut Vec<u8>) {
     }
 }
 
-/// The side that may still change the bytes of a leaf after the leaf is sent.
+/// Whether the worker may still change the bytes of a leaf after the leaf is sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hold {
-    /// Neither side: only the batch refers to the array, and dropping the batch does not write to the array.
+    /// No: only the batch refers to the array, and dropping the batch does not write to the array.
     Sole,
-    /// The worker, as in torch: a tensor that the worker keeps shares memory with the delivered tensor.
+    /// Yes, as in torch: a tensor that the worker keeps shares memory with the delivered tensor.
     Shared,
-    /// The worker; but the delivered array must not change, so it must be a copy.
+    /// Yes, but the delivered array must not change, so it must be a copy.
     Private,
 }
 
@@ -103,6 +104,6 @@ pub fn within<M: Memory>(memory: &M, leaf: u32, offset: u64, len: usize, align: 
         offset.checked_add(len).is_some_and(|end| end <= memory.len())
             && (memory.ptr() as usize).wrapping_add(*offset).is_multiple_of(align)
     });
-    let beyond = || format!("a view of {len} bytes reaches beyond leaf {leaf} of {} bytes", memory.len());
-    offset.ok_or_else(|| Error::corrupt(beyond()))
+    let text = || format!("a view of {len} bytes is misaligned or exceeds leaf {leaf} of {} bytes", memory.len());
+    offset.ok_or_else(|| Error::corrupt(text()))
 }

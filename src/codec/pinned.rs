@@ -18,7 +18,7 @@ pub struct Pinned<'py, M> {
     allocate: Bound<'py, PyAny>,
     /// True if tuples become lists, as in older versions of torch.
     tuples_become_lists: bool,
-    /// The common memory of all small tensors, and the number of bytes in use there; `None` until it is needed.
+    /// The slab, the common memory of all small tensors, and the number of its bytes in use; `None` before the first.
     slab: Option<(PinnedMemory, usize)>,
     /// Size of the slab in bytes.
     slab_len: usize,
@@ -40,7 +40,7 @@ impl<'py, M: Memory> Pinned<'py, M> {
         Ok(slab_len.map(|slab_len| Self { allocate, tuples_become_lists, slab: None, slab_len, copies }))
     }
 
-    /// Returns the type of the container that is delivered for a `group`.
+    /// Returns the type of container that is delivered for `group`.
     pub fn group(&self, group: Group) -> Group {
         if group == Group::Tuple && self.tuples_become_lists { Group::List } else { group }
     }
@@ -53,7 +53,7 @@ impl<'py, M: Memory> Pinned<'py, M> {
         Ok(PinnedMemory { storage, ptr: ptr as *mut u8 })
     }
 
-    /// Copies a small tensor into the slab. Returns the slab's storage, and the tensor's offset there in bytes.
+    /// Copies a small tensor into the slab. Returns the slab's storage and the tensor's offset in it, in bytes.
     pub fn small(&mut self, bytes: &[u8]) -> PyResult<(&SharedStorage, usize)> {
         if self.slab.is_none() {
             self.slab = Some((self.memory(self.slab_len)?, 0));
@@ -62,7 +62,7 @@ impl<'py, M: Memory> Pinned<'py, M> {
         let at = *used;
         *used += bytes.len().next_multiple_of(ALIGN);
         if *used > self.slab_len {
-            return Err(Error::corrupt("a batch whose small tensors have grown").into());
+            return Err(Error::corrupt("the small tensors of a batch have grown since the first scan").into());
         }
         // SAFETY: the target is inside the `slab_len` bytes of the slab, and nothing else uses it yet.
         unsafe { memory.ptr.add(at).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };

@@ -1,4 +1,4 @@
-//! The part of pinned decoding that needs no Python: scans of payloads, and the copies.
+//! The part of pinned decoding that needs no Python: the scan of a payload, and the copies.
 
 use crate::config::STREAM_FROM;
 use crate::copy::copy;
@@ -9,7 +9,7 @@ use crate::tree::{Atom, Build, Group, Kind, Place, Storage, walk};
 /// Alignment, in bytes, of small tensors in their common storage, as in torch's allocators.
 pub const ALIGN: usize = 64;
 
-/// A copy of some bytes of a lease, made before the batch is delivered.
+/// A pending copy from a leased block, which is performed before the batch is delivered.
 #[derive(Debug)]
 struct LeasedCopy<M> {
     from: M,
@@ -34,7 +34,7 @@ impl<M: Memory> Copies<M> {
     /// Adds the copy of `len` bytes at `offset` of a lease.
     ///
     /// # Safety
-    /// The lease has these bytes. `to` points to room for them, which must stay valid, and unused by anything else,
+    /// The lease has these bytes. `to` points to `len` writable bytes, which stay valid and which nothing else uses
     /// until [`Self::run`] has returned.
     pub unsafe fn push(&mut self, from: M, offset: usize, len: usize, to: *mut u8) {
         self.0.push(LeasedCopy { from, offset, len, to });
@@ -43,15 +43,17 @@ impl<M: Memory> Copies<M> {
     /// Performs the copies and releases the leases. Call it without the GIL, while the batch lives.
     pub fn run(self) {
         for LeasedCopy { from, offset, len, to } in self.0 {
-            // SAFETY: the caller of `push` vouched for both ranges.
+            // SAFETY: the caller of `push` guarantees both ranges.
             unsafe { copy(from.ptr().add(offset), to, len, len >= STREAM_FROM) };
         }
     }
 }
 
 /// Returns the number of bytes that the small tensors of a payload need in pinned memory. Returns `None` if torch's
-/// function must pin the batch: an object is repeated, which torch's function copies each time, tensors share memory,
-/// or pinning would change a dict's key, which torch's function leaves unchanged.
+/// function must pin the batch:
+/// - an object is repeated: torch's function copies it each time;
+/// - tensors share memory;
+/// - pinning would change a key of a dict: torch's function leaves keys unchanged.
 pub fn small_bytes(payload: &[u8], tuples_become_lists: bool) -> Result<Option<usize>, Error> {
     let mut scan = Scan { tuples_become_lists, ..Scan::default() };
     walk(payload, &mut scan)?;
@@ -63,7 +65,7 @@ pub fn small_bytes(payload: &[u8], tuples_become_lists: bool) -> Result<Option<u
 struct Scan {
     tuples_become_lists: bool,
     slab_len: usize,
-    /// True if an object occurs twice, tensors share memory, or pinning would change a key of a dict.
+    /// True if torch's function must pin the batch, see [`small_bytes`].
     needs_torch: bool,
     /// For each value on the stack, true if pinning changes it.
     changes: Vec<bool>,
@@ -120,7 +122,7 @@ mod tests {
     fn tensor(writer: &mut Writer<'_>, bytes: &[u8]) {
         let shape = [bytes.len() as i64];
         let plan = TransferPlan::new(&shape, &[1], 1, Style::Tensor).unwrap();
-        // SAFETY: the view is of these bytes.
+        // SAFETY: the view covers exactly these bytes.
         unsafe { writer.inline(Kind::Tensor, Dtype::UINT8, &shape, &plan, bytes.as_ptr()) };
     }
 
@@ -144,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn the_function_of_torch_gets_marks_and_keys_that_pinning_changes() {
+    fn torchs_function_pins_marked_objects_and_keys_that_pinning_changes() {
         let keyed = |writer: &mut Writer<'_>| {
             writer.open(Group::Dict, 1);
             writer.open_ints(Group::Tuple, 1);

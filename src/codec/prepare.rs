@@ -1,5 +1,5 @@
-//! Preparation of batches before `next` delivers them. The pin thread builds them in memory from torch's pinned
-//! allocator.
+//! Preparation of batches on arrival, before `next` delivers them. The pin thread builds them in memory from torch's
+//! allocator of pinned memory.
 
 use std::sync::Arc;
 
@@ -28,7 +28,7 @@ pub enum Ready {
     Raised(PyErr),
     /// torch's `ExceptionWrapper` of the error that pinning raised.
     Error(DetachedObject),
-    /// A result that is not ready, because a signal handler interrupted the unpickling.
+    /// A result that is still pickled, because a signal handler interrupted the unpickling.
     Pickled(Pickled),
 }
 
@@ -36,11 +36,11 @@ pub enum Ready {
 pub struct PinCallbacks {
     /// Called once, on the pin thread.
     pub begin: DetachedObject,
-    /// Returns the allocator and whether tuples become lists; None if torch's function was replaced.
+    /// Returns the allocator and whether tuples become lists; None if torch's function has been replaced.
     pub plain: DetachedObject,
     /// torch's function that pins a batch.
     pub pin: DetachedObject,
-    /// Wraps an exception.
+    /// Wraps an exception in torch's `ExceptionWrapper`.
     pub failure: DetachedObject,
     /// Unpickles a batch.
     pub loads: DetachedObject,
@@ -64,7 +64,7 @@ impl PinnedDecoder {
     }
 
     /// Builds the batch of a message. The tensors of a plain batch are in pinned memory, and the returned copies fill
-    /// the large ones. torch's function pins any other batch, for which there are no copies.
+    /// the large ones. torch's function pins any other batch, and no copies are returned.
     fn build<'py>(
         &self,
         py: Python<'py>,

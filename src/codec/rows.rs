@@ -1,8 +1,8 @@
 //! Conversion of Python values to the rows of a shared object, and back.
 //!
-//! A row of bytes is the tree of a plain value, or a byte with which no tree begins, followed by a pickle, a tree with
-//! its leaves, or the values of a dict. The keys of such dicts are in the image's metadata, as the tree of a list of
-//! tuples.
+//! A row of bytes is the tree of a plain value, or begins with a byte that cannot begin a tree. That byte is followed
+//! by a pickle, by a tree and its leaves, or by the values of a dict. The keys of such dicts are in the image's
+//! metadata, encoded as a list of tuples.
 
 use std::ops::Deref;
 
@@ -20,19 +20,19 @@ use crate::interop::tensor::Bridge;
 use crate::store::{Builder, Row, Store, damaged, hash};
 use crate::tree::text;
 
-/// The first byte of a pickle.
+/// The first byte of a row that contains a pickle, which follows.
 pub(super) const PICKLE: u8 = 0xf0;
-/// The first byte of a tree with leaves. It is followed by the tree's length, the number of leaves and the length of
-/// each leaf, all u64, and then by the tree and the leaves.
+/// The first byte of a row that contains a tree with leaves. It is followed by the tree's length, the number of leaves
+/// and the length of each leaf, all u64, and then by the tree and the leaves.
 pub(super) const LEAVES: u8 = 0xf1;
-/// The first byte of a dict that has a shape. It is followed by the shape's number, a u32, and by the tuple of the
-/// values, a tree with or without leaves.
+/// The first byte of a row that contains a dict with a shape. It is followed by the shape's number, a u32, and by the
+/// tuple of the values, a tree with or without leaves.
 const SHAPED: u8 = 0xf2;
 
 /// A mapped image of rows.
 pub struct Rows {
     store: Store,
-    /// The keys of dicts, indexed by the numbers of their shapes; decoded when they are first needed.
+    /// The keys of each shape, indexed by the shape's number; decoded when they are first needed.
     shapes: PyOnceLock<Vec<Py<PyTuple>>>,
 }
 
@@ -64,8 +64,8 @@ impl Rows {
     }
 }
 
-/// Memory that is reused from value to value. If each value had a large allocation of its own, the allocator would
-/// return the pages to the system after each value, and the dataset would have to fault them in again.
+/// Memory that is reused from value to value. If each value got a new large allocation, the allocator would return the
+/// pages to the system after each value, and they would have to be faulted in again.
 #[derive(Default)]
 pub struct Scratch {
     tree: Vec<u8>,
@@ -74,18 +74,18 @@ pub struct Scratch {
 
 /// The leaves of a value, each of 16 KiB or more, in ordinary memory until the row is written.
 struct Leaves {
-    /// Each leaf with the number of its bytes in use.
+    /// The leaves, each with the number of its bytes in use.
     filled: Vec<(Heap, usize)>,
     spare: Vec<Heap>,
 }
 
 impl Leaves {
     fn slices(&self) -> impl Iterator<Item = &[u8]> {
-        // SAFETY: the encoder has filled these bytes.
+        // SAFETY: the encoder has filled the `len` bytes of each leaf.
         self.filled.iter().map(|(leaf, len)| unsafe { std::slice::from_raw_parts(leaf.ptr(), *len) })
     }
 
-    /// Returns up to [`BUFFER_KEPT`] bytes of the memory for reuse, and frees the remainder.
+    /// Returns up to [`BUFFER_KEPT`] bytes of the memory for reuse, and frees the rest.
     fn into_spare(self) -> Vec<Heap> {
         let mut budget = BUFFER_KEPT;
         let all = self.filled.into_iter().map(|(leaf, _)| leaf).chain(self.spare);
@@ -177,7 +177,7 @@ impl Source for Parts<'_> {
 
     fn leaf(&mut self, index: u32) -> Result<Heap> {
         let leaf = self.0.get_mut(index as usize).and_then(Option::take);
-        let leaf = leaf.ok_or_else(|| damaged(&format!("leaf {index} of a row")))?;
+        let leaf = leaf.ok_or_else(|| damaged(&format!("leaf {index} of a row is missing")))?;
         let heap = Heap::new(leaf.len())?;
         // SAFETY: the new memory has room for these bytes.
         unsafe { heap.ptr().copy_from_nonoverlapping(leaf.as_ptr(), leaf.len()) };
@@ -185,8 +185,8 @@ impl Source for Parts<'_> {
     }
 }
 
-/// Returns the tree and the leaves of a row that begins with [`LEAVES`], from the bytes after that byte; `None` if they
-/// are damaged.
+/// Returns the tree and the leaves of a row that begins with [`LEAVES`]; `None` if it is damaged. `bytes` are the row's
+/// bytes after that first byte.
 fn split(bytes: &[u8]) -> Option<(&[u8], Parts<'_>)> {
     let (head, rest) = bytes.split_first_chunk::<16>()?;
     let number = |bytes: &[u8]| usize::try_from(u64::from_le_bytes(*bytes.first_chunk()?)).ok();
@@ -202,7 +202,7 @@ fn split(bytes: &[u8]) -> Option<(&[u8], Parts<'_>)> {
     Some((tree, Parts(leaves)))
 }
 
-/// Returns the value of a row, as a new object.
+/// Returns the value of a row as a new object.
 #[inline]
 pub fn value<'py>(py: Python<'py>, rows: &Rows, row: u64) -> PyResult<Bound<'py, PyAny>> {
     let bytes = match rows.row(row)? {
@@ -224,7 +224,7 @@ pub fn value<'py>(py: Python<'py>, rows: &Rows, row: u64) -> PyResult<Bound<'py,
 fn decode_plain<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Bound<'py, PyAny>> {
     let value = match bytes.split_first() {
         Some((&LEAVES, rest)) => {
-            let (tree, mut leaves) = split(rest).ok_or_else(|| damaged("a row's leaves"))?;
+            let (tree, mut leaves) = split(rest).ok_or_else(|| damaged("a row has invalid leaves"))?;
             decode(py, Bridge::get(py)?, tree, &mut leaves)?
         }
         _ => decode(py, Bridge::get(py)?, bytes, &mut Parts(Vec::new()))?,
@@ -232,7 +232,7 @@ fn decode_plain<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Bound<'py, PyAny
     Ok(value.into_bound(py))
 }
 
-/// Returns the dict of a row that begins with [`SHAPED`]. `rest` has the bytes after that byte.
+/// Returns the dict of a row that begins with [`SHAPED`]. `rest` are the row's bytes after that first byte.
 fn decode_shaped<'py>(py: Python<'py>, rows: &Rows, rest: &[u8]) -> PyResult<Bound<'py, PyAny>> {
     let wrong = || damaged("a dict's values");
     let (number, rest) = rest.split_first_chunk::<4>().ok_or_else(wrong)?;
@@ -255,8 +255,7 @@ pub(super) fn loads(py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {
     Ok(LOADS.get_or_try_init(py, || py.import("pickle")?.getattr("loads").map(Bound::unbind))?.bind(py))
 }
 
-/// Returns true if the value of a row is equal to the str `wanted`; `None` if only a comparison with the decoded value
-/// can tell.
+/// Returns whether the value of a row equals the str `wanted`; `None` if the value must be decoded and compared.
 #[inline]
 pub fn is_text(store: &Store, row: u64, wanted: &str) -> Option<bool> {
     match store.row(row) {
@@ -272,7 +271,7 @@ pub fn is_text(store: &Store, row: u64, wanted: &str) -> Option<bool> {
 }
 
 /// Appends bytes to `out` that identify a key in every process: equal keys have equal bytes. Returns false if the key
-/// has no such bytes; `out` may then end with a part of it.
+/// has no such bytes, in which case `out` may end with a part of them.
 ///
 /// Strings, bytes, None, numbers and (nested) tuples of these have such bytes. The hashes of other objects may differ
 /// between processes.
@@ -347,13 +346,13 @@ fn hashes_like(value: &Bound<'_, PyAny>, base: &Bound<'_, PyType>) -> PyResult<b
     Ok(true)
 }
 
-/// Returns the hash of a key; `None` if the key has no hash that is the same in every process. Overwrites `buffer`.
+/// Returns the hash of a key; `None` if its hash may differ between processes. Overwrites `buffer`.
 pub fn key_hash(value: &Bound<'_, PyAny>, buffer: &mut Vec<u8>) -> PyResult<Option<u64>> {
     buffer.clear();
     Ok(key(value, buffer, 0)?.then(|| hash(buffer)))
 }
 
-/// Returns the row of a key in a store whose rows alternate between keys and values; `None` if the key is not there.
+/// Returns the row of a key in a store whose rows alternate between keys and values; `None` if there is no such key.
 pub fn find_key(store: &Rows, wanted: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
     let py = wanted.py();
     let mut buffer = Vec::new();
@@ -377,7 +376,7 @@ pub fn find_key(store: &Rows, wanted: &Bound<'_, PyAny>) -> PyResult<Option<u64>
     }
     let rows: Box<dyn Iterator<Item = u64>> = match hash {
         Some(_) => Box::new(store.unhashed()),
-        // Without a hash the table cannot be searched, so every key is compared.
+        // Without a hash, the hash table is of no use, so every key is compared.
         None => Box::new((0..store.rows()).step_by(2)),
     };
     for row in rows {

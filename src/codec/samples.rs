@@ -1,5 +1,5 @@
-//! Conversion of samples to the records of a cache, and back. A record has the format of a row of [`super::rows`], and
-//! is read from memory that other processes also map.
+//! Conversion of samples to the records of a cache, and back. A record has the format of a row of [`super::rows`], but
+//! its bytes are in memory that other processes also map, so they are copied before they are checked.
 
 use std::ptr;
 
@@ -32,7 +32,7 @@ pub fn put(
     })
 }
 
-/// Returns the sample of a record, as a new object.
+/// Returns the sample of a record as a new object.
 pub fn value<'py>(py: Python<'py>, record: Record) -> PyResult<Bound<'py, PyAny>> {
     let bridge = Bridge::get(py)?;
     match record.copy(0, 1).first() {
@@ -45,7 +45,7 @@ pub fn value<'py>(py: Python<'py>, record: Record) -> PyResult<Bound<'py, PyAny>
             loads(py)?.call1((PyBytes::new_with(py, record.len - 1, fill)?,))
         }
         Some(&LEAVES) => {
-            let (tree, mut leaves) = split(record).ok_or_else(|| Error::corrupt("a record's leaves"))?;
+            let (tree, mut leaves) = split(record).ok_or_else(|| Error::corrupt("a record has invalid leaves"))?;
             Ok(decode(py, bridge, &tree, &mut leaves)?.into_bound(py))
         }
         _ => Ok(decode(py, bridge, &record.copy(0, record.len), &mut Parts::default())?.into_bound(py)),
@@ -61,7 +61,7 @@ impl Source for Parts {
 
     fn leaf(&mut self, index: u32) -> Result<Heap> {
         let leaf = self.0.get_mut(index as usize).and_then(Option::take);
-        let leaf = leaf.ok_or_else(|| Error::corrupt(format!("leaf {index} of a record")))?;
+        let leaf = leaf.ok_or_else(|| Error::corrupt(format!("leaf {index} of a record is missing")))?;
         let heap = Heap::new(leaf.len)?;
         // SAFETY: both have `leaf.len` bytes, and the new memory does not overlap the record.
         unsafe { heap.ptr().copy_from_nonoverlapping(leaf.ptr, leaf.len) };

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use crate::tree::Kind;
 
-/// Number of objects that are found by a linear search; further objects are hashed.
+/// Maximum number of objects that are found by linear search. Further objects are hashed.
 const LINEAR_MAX: usize = 16;
 
 /// An object of a batch, or a reference to it.
@@ -28,7 +28,7 @@ pub struct SeenLeaf<O> {
     pub end: usize,
 }
 
-/// A leaf's memory: the addresses of its first byte and just after its last byte.
+/// The address range of a leaf's memory; `end` is exclusive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Extent {
     pub start: usize,
@@ -50,7 +50,7 @@ pub struct Seen<O> {
     pub repeats: Vec<(usize, usize)>,
     /// The leaves with memory, in the order of the payload.
     pub leaves: Vec<SeenLeaf<O>>,
-    /// True if each leaf begins after the end of the previous one.
+    /// True if no leaf begins before the end of the previous one.
     ascending: bool,
     /// True if a leaf overlaps itself.
     pub has_self_overlaps: bool,
@@ -74,8 +74,8 @@ impl<O> Seen<O> {
     #[inline]
     pub fn object(&mut self, address: usize, at: usize) -> Option<usize> {
         let linear = &mut self.linear[..self.count];
-        if let Some(extents_found) = linear.iter().find(|object| object.0 == address) {
-            return Some(extents_found.1);
+        if let Some(known) = linear.iter().find(|object| object.0 == address) {
+            return Some(known.1);
         }
         if self.count < LINEAR_MAX {
             self.linear[self.count] = (address, at);
@@ -83,7 +83,7 @@ impl<O> Seen<O> {
             return None;
         }
         match self.hashed.entry(address) {
-            std::collections::hash_map::Entry::Occupied(extents_found) => Some(*extents_found.get()),
+            std::collections::hash_map::Entry::Occupied(known) => Some(*known.get()),
             std::collections::hash_map::Entry::Vacant(free) => {
                 free.insert(at);
                 None

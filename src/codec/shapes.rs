@@ -1,5 +1,5 @@
-//! Shapes. A shape is a sequence of keys that many dicts have in common. The row of a dict has the number of the dict's
-//! shape and the dict's values; the image stores the keys of each shape only once.
+//! Shapes of dicts. A shape is a sequence of keys that many dicts have in common. The row of a dict contains its values
+//! and the number of its shape; the image stores the keys of each shape only once.
 
 use std::collections::HashMap;
 
@@ -8,8 +8,8 @@ use pyo3::types::{PyDict, PyString, PyTuple};
 
 use crate::tree::{Group, Writer};
 
-/// Maximum number of shapes in an image. If there are more, the dicts probably have arbitrary keys, and further ones
-/// get no shape.
+/// Maximum number of shapes in an image. If it is reached, the dicts probably have arbitrary keys, and those with other
+/// keys get no shape.
 const SHAPES_MAX: usize = 256;
 /// Maximum number of keys of a dict that has a shape.
 const KEYS_MAX: usize = 256;
@@ -17,15 +17,15 @@ const KEYS_MAX: usize = 256;
 /// The shapes of an image that is being written.
 #[derive(Default)]
 pub struct Shapes {
-    /// The number of each shape, by the tree of the tuple of its keys.
+    /// The number of each shape, indexed by the encoded tuple of its keys.
     numbers: HashMap<Vec<u8>, u32>,
-    /// These trees, one after the other in the order of the numbers.
+    /// The encoded tuples, concatenated in the order of their numbers.
     trees: Vec<u8>,
     buffer: Vec<u8>,
 }
 
 impl Shapes {
-    /// Returns the number of a dict's shape, which is recorded if it is new, and the dict's values. Returns `None` for
+    /// Returns the number of a dict's shape, and the dict's values. Records the shape if it is new. Returns `None` for
     /// any other object, and for a dict that gets no shape.
     pub fn split<'py>(&mut self, value: &Bound<'py, PyAny>) -> PyResult<Option<(u32, Bound<'py, PyTuple>)>> {
         let Ok(dict) = value.cast_exact::<PyDict>() else { return Ok(None) };
@@ -55,7 +55,7 @@ impl Shapes {
         Ok(Some((number, PyTuple::new(value.py(), values)?)))
     }
 
-    /// Returns the tree of a list with the keys of each shape; no bytes if there are no shapes.
+    /// Returns the encoded list of the tuples; no bytes if there are no shapes.
     pub fn finish(self) -> Vec<u8> {
         let mut out = Vec::new();
         if !self.numbers.is_empty() {

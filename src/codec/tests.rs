@@ -1,4 +1,4 @@
-//! Tests of both passes on made-up tensors. The payloads are read back without Python.
+//! Tests of both passes of encoding, with stand-ins for tensors. The payloads are read back without Python.
 
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -20,7 +20,7 @@ use crate::tree::{Atom, Build, Group, Kind, Leaf, Place, Storage, Writer, walk};
 /// Size in bytes of the memory that all tensors are views of.
 const MEMORY: usize = 64 << 10;
 
-/// A tensor; `id` is its identity.
+/// A stand-in for a tensor; `id` is its identity.
 #[derive(Clone, Debug)]
 struct Tensor {
     id: usize,
@@ -114,7 +114,7 @@ fn encode(batch: &[Tensor]) -> Plain<(Vec<u8>, HeapLeaves)> {
     }
     let (mut leaves, mut out) = (HeapLeaves::default(), Writer::new(&mut payload));
     for copy in copies {
-        // SAFETY: as above; the sink has reserved as much as the plan says.
+        // SAFETY: as above; the sink has reserved the bytes that the plan writes.
         copy.run(&mut out, &mut leaves, |plan, from, to| unsafe { plan.copy(from, to) }).unwrap();
     }
     assert_eq!(payload[..from], [1, 2, 3]);
@@ -178,7 +178,7 @@ impl Build for Rebuilt {
         let tensor = match atom {
             Atom::Leaf(leaf) => Rc::new(self.tensor(leaf)),
             Atom::Back(mark) => Rc::clone(&self.kept[&mark]),
-            other => panic!("no tensor: {other:?}"),
+            other => panic!("not a tensor: {other:?}"),
         };
         self.stack.push(tensor);
         Ok(())
@@ -211,10 +211,10 @@ fn decode(payload: &[u8], leaves: HeapLeaves) -> Rebuilt {
     reader
 }
 
-/// The view's first word, its element type, its sizes and strides, and true for an array.
+/// A view: its first word in the memory, its element type, its sizes and strides, and true for an array.
 type View = (usize, Dtype, Vec<(i64, i64)>, bool);
 
-/// Returns a strategy for batches of views of the memory. A batch may have a view more than once.
+/// Returns a strategy for batches of views of one memory. A batch may contain a view more than once.
 fn batches() -> impl Strategy<Value = Vec<Tensor>> {
     let small = proptest::collection::vec((1i64..6, 0i64..12), 0..4);
     let large =
@@ -250,15 +250,15 @@ proptest! {
     fn tensors_come_back_with_their_values_and_shared_memory(batch in batches()) {
         let Ok((payload, leaves)) = encode(&batch) else {
             // Pickle handles arrays whose elements share memory.
-            let windows = |it: &Tensor| it.kind == Kind::Array && has_duplicates(it);
-            let odd = batch.iter().any(|it| !it.offset.is_multiple_of(it.dtype.itemsize()));
-            prop_assert!(odd || batch.iter().any(windows));
+            let is_pickled = |it: &Tensor| it.kind == Kind::Array && has_duplicates(it);
+            let misaligned = batch.iter().any(|it| !it.offset.is_multiple_of(it.dtype.itemsize()));
+            prop_assert!(misaligned || batch.iter().any(is_pickled));
             return Ok(());
         };
         let bytes = source(&batch[0]);
         let decoded = decode(&payload, leaves);
         prop_assert_eq!(decoded.stack.len(), batch.len());
-        let (mut there, mut back) = (HashMap::new(), HashMap::new());
+        let (mut decoded_of, mut original_of) = (HashMap::new(), HashMap::new());
         for (tensor, copy) in batch.iter().zip(&decoded.stack) {
             prop_assert_eq!(&tensor.shape, &copy.shape);
             let places = tensor.bytes();
@@ -266,8 +266,8 @@ proptest! {
             for (&place, &at) in places.iter().zip(&copy.bytes) {
                 prop_assert_eq!(bytes[place], decoded.memories[at.0][at.1]);
                 if tensor.kind == Kind::Tensor {
-                    prop_assert_eq!(*there.entry(place).or_insert(at), at, "shared memory was separated");
-                    prop_assert_eq!(*back.entry(at).or_insert(place), place, "separate memory is shared");
+                    prop_assert_eq!(*decoded_of.entry(place).or_insert(at), at, "shared memory was separated");
+                    prop_assert_eq!(*original_of.entry(at).or_insert(place), place, "separate memory is shared");
                 }
             }
         }
@@ -293,23 +293,23 @@ fn tensor(id: usize, offset: usize, shape: &[i64], strides: &[i64]) -> Tensor {
 }
 
 #[test]
-fn columns_of_a_large_matrix_are_copied_apart() {
+fn columns_of_a_large_matrix_are_copied_separately() {
     let base = tensor(0, 0, &[80, 1], &[80, 1]);
     let columns: Vec<Tensor> = (0..2).map(|at| Tensor { id: at, offset: at * 8, ..base.clone() }).collect();
     let (payload, leaves) = encode(&columns).unwrap_or_else(|NotPlain| panic!("columns are plain"));
-    // In a common storage they would take the whole matrix.
+    // A common storage would contain the whole matrix.
     assert!(leaves.0.is_empty() && payload.len() < 2 * 80 * 8 + 100, "{} bytes", payload.len());
 }
 
 #[test]
-fn an_object_inside_itself_or_too_deep_is_not_plain() {
+fn an_object_inside_itself_or_nested_too_deeply_is_not_plain() {
     let mut payload = Vec::new();
     let mut draft = Draft::new(&mut payload);
     let list = tensor(5, 0, &[], &[]);
     assert_eq!(draft.enter(&list, 0), Ok(true));
     assert_eq!(draft.enter(&list, 1), Err(NotPlain));
     draft.leave();
-    assert_eq!(draft.enter(&list, 1), Ok(false), "next to itself");
+    assert_eq!(draft.enter(&list, 1), Ok(false), "a repetition, not a cycle");
     assert_eq!(draft.enter(&tensor(6, 0, &[], &[]), MAX_DEPTH), Err(NotPlain));
 }
 

@@ -1,9 +1,9 @@
-//! A set of worker IDs that finds its next member in three word operations.
+//! A set of worker IDs with a cyclic search in constant time.
 
 /// Base-2 logarithm of the number of bits in a word.
 const SHIFT: usize = 6;
 
-/// Exclusive upper bound of the numbers that three levels of words can hold.
+/// Exclusive upper bound of the members that three levels of words can hold.
 pub(super) const CAPACITY: usize = 1 << (3 * SHIFT);
 const _: () = assert!(CAPACITY >= crate::config::WORKERS_MAX as usize);
 
@@ -96,7 +96,7 @@ mod tests {
             for _ in 0..2_000 {
                 seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
                 let member = (seed >> 33) as usize % bound;
-                // Alternate between sparse and dense phases, so that whole words become empty and must be skipped.
+                // Keep the set sparse, so that whole words are empty and the search must skip them.
                 if seed >> 63 == 0 || model.len() > 40 {
                     bitmap.remove(member);
                     model.remove(&member);

@@ -21,8 +21,8 @@ impl<T, R> Scheduler<T, R> {
             })
     }
 
-    /// Returns true if `next` asks for one more index batch to fill the window. A worker can take it, so the draw is
-    /// not wasted.
+    /// Returns true if one more index batch fits into the window and a worker can take it, so that the sampler is not
+    /// asked for a batch that no worker takes.
     #[inline]
     pub(super) fn has_room(&self) -> bool {
         if self.early.is_some() {
@@ -54,7 +54,7 @@ impl<T, R> Scheduler<T, R> {
                     self.reorder.pop();
                     self.reorder.release(front);
                 }
-                TaskState::Free => unreachable!("the queue holds slots in use"),
+                TaskState::Free => unreachable!("the queue contains no free slots"),
             }
         }
         None
@@ -68,7 +68,7 @@ impl<T, R> Scheduler<T, R> {
         match self.reorder.release(slot) {
             (Some(tag), Some(result)) if failed => self.answer(Decision::Raise { task, worker, tag, result }),
             (Some(tag), Some(result)) => self.answer(Decision::Deliver { task, worker, tag, result }),
-            _ => unreachable!("a slot that is ready holds its tag and its result"),
+            _ => unreachable!("a slot to deliver has a tag and a result"),
         }
     }
 
@@ -90,10 +90,10 @@ impl<T, R> Scheduler<T, R> {
         Decision::Wait(self.deadline())
     }
 
-    /// Returns `step`, a decision that ends a wait of `next`, and stops the timeout.
+    /// Stops the timeout and returns `decision`, which must not be [`Decision::Wait`].
     #[inline]
-    pub(super) fn answer(&mut self, step: Decision<T, R>) -> Decision<T, R> {
+    pub(super) fn answer(&mut self, decision: Decision<T, R>) -> Decision<T, R> {
         self.clock.stop();
-        step
+        decision
     }
 }

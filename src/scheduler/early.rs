@@ -1,4 +1,4 @@
-//! The early epoch: the next epoch, whose tasks are sent while results of the current one wait for delivery.
+//! The early epoch: the next epoch, whose tasks are sent before the current one has ended.
 
 use super::reorder::TaskState;
 use super::{DeliveryOrder, Scheduler};
@@ -15,24 +15,23 @@ pub(super) struct Early {
     pub outstanding: u32,
     /// Number of the epoch's results that wait for delivery.
     pub ready: u32,
-    /// The epoch's slots in delivery order: all of them if results are delivered in order, otherwise those with
-    /// results.
+    /// The epoch's slots in delivery order. Without in-order delivery, only slots with results.
     pub queue: VecDeque<u32>,
-    /// True once the sampler has ended in this epoch.
+    /// True once the sampler has ended in the early epoch.
     pub ended: bool,
-    /// True if tasks of the current epoch have been lost by a death since this epoch began.
+    /// True if tasks of the current epoch have been lost since the early epoch began.
     pub loses_current: bool,
 }
 
 impl<T, R> Scheduler<T, R> {
-    /// Returns true if a task of the next epoch can be submitted now, because the sampler has ended in the current
-    /// epoch and there is room. At most `max_tasks` tasks are submitted early.
+    /// Returns true if a task of the next epoch can be submitted now: the sampler has ended in the current epoch, and
+    /// there is room. At most `max_tasks` tasks are submitted early.
     pub fn may_be_early(&self) -> bool {
-        let has_begun = match &self.early {
+        let is_due = match &self.early {
             Some(early) => !early.ended && self.next_task.0 - early.first.0 < u64::from(self.max_tasks),
             None => self.ended && self.persistent && !self.replaces && self.refills == 0,
         };
-        has_begun && self.accepts()
+        is_due && self.accepts()
     }
 
     /// Returns true if the next epoch has begun early.
@@ -41,10 +40,10 @@ impl<T, R> Scheduler<T, R> {
     }
 
     /// Begins the next epoch early: later submissions belong to it. Returns its first task. Fails with [`Error::Usage`]
-    /// if it has already begun, or unless [`Scheduler::may_be_early`] returns true.
+    /// if it has already begun, or if [`Scheduler::may_be_early`] returns false.
     pub fn begin_early(&mut self) -> Result<TaskId> {
         if self.early.is_some() || !self.may_be_early() {
-            return Err(Error::usage("an epoch begins early once, after the end of the sampler"));
+            return Err(Error::usage("an epoch can begin early only once, and only after the sampler has ended"));
         }
         let first = self.next_task;
         self.early =
@@ -52,8 +51,8 @@ impl<T, R> Scheduler<T, R> {
         Ok(first)
     }
 
-    /// Returns true if the early epoch can become the current one, because all results of the current epoch have been
-    /// delivered and none of its tasks has been lost by a death.
+    /// Returns true if the early epoch can become the current one: all results of the current epoch have been
+    /// delivered, and none of its tasks has been lost.
     pub fn may_take_up(&self) -> bool {
         self.early.is_some()
             && self.reorder.front().is_none()
@@ -64,8 +63,7 @@ impl<T, R> Scheduler<T, R> {
             && (self.first_dead.is_none() || self.loses_only_early())
     }
 
-    /// Makes the early epoch the current one. Fails with [`Error::Usage`] unless [`Scheduler::may_take_up`] returns
-    /// true.
+    /// Makes the early epoch the current one. Fails with [`Error::Usage`] if [`Scheduler::may_take_up`] returns false.
     pub fn take_up(&mut self) -> Result<()> {
         let early = if self.may_take_up() { self.early.take() } else { None };
         let early = early.ok_or_else(|| Error::usage("no early epoch can become the current one"))?;
@@ -87,27 +85,26 @@ impl<T, R> Scheduler<T, R> {
         Ok(())
     }
 
-    /// Returns the number of tasks of the current epoch, without the early one, that a living worker will answer.
+    /// Returns `outstanding` without the tasks of the early epoch.
     #[inline]
     pub(super) fn outstanding_now(&self) -> u32 {
         self.outstanding - self.early.as_ref().map_or(0, |early| early.outstanding)
     }
 
-    /// Returns true if deaths have lost tasks, but only of the early epoch, so that the current epoch is not affected.
+    /// Returns true if tasks have been lost, but only tasks of the early epoch, so that the current epoch can end.
     pub(super) fn loses_only_early(&self) -> bool {
         let Some(early) = &self.early else { return false };
         !early.loses_current && self.first_lost.is_some_and(|death| death.lost >= Some(early.first))
     }
 
-    /// Returns the end of the current epoch's task numbers, which is exclusive.
+    /// Returns the first task number after those of the current epoch.
     pub(super) fn end_of_tasks(&self) -> TaskId {
         self.early.as_ref().map_or(self.next_task, |early| early.first)
     }
 
-    /// Counts a submitted task if there is an early epoch, to which the task then belongs. Returns false if there is
-    /// none.
+    /// Counts a submitted task in the early epoch, to which it then belongs. Returns false if there is no early epoch.
     #[inline]
-    pub(super) fn submitted_early(&mut self, slot: u32) -> bool {
+    pub(super) fn count_early_submission(&mut self, slot: u32) -> bool {
         let Some(early) = &mut self.early else { return false };
         early.outstanding += 1;
         if self.delivery == DeliveryOrder::InOrder {
@@ -116,9 +113,9 @@ impl<T, R> Scheduler<T, R> {
         true
     }
 
-    /// Counts a result if its task belongs to the early epoch. Returns false if it belongs to the current epoch.
+    /// Counts a result in the early epoch. Returns false if its task belongs to the current epoch.
     #[inline]
-    pub(super) fn answered_early(&mut self, task: TaskId, slot: u32) -> bool {
+    pub(super) fn count_early_result(&mut self, task: TaskId, slot: u32) -> bool {
         let Some(early) = self.early.as_mut().filter(|early| task >= early.first) else { return false };
         early.outstanding -= 1;
         early.ready += 1;
@@ -128,8 +125,8 @@ impl<T, R> Scheduler<T, R> {
         true
     }
 
-    /// Counts a task as lost, in the epoch to which it belongs.
-    pub(super) fn lost_task(&mut self, task: TaskId) {
+    /// Counts a lost task in the epoch to which it belongs.
+    pub(super) fn count_lost(&mut self, task: TaskId) {
         self.outstanding -= 1;
         match &mut self.early {
             Some(early) if task >= early.first => early.outstanding -= 1,
@@ -138,7 +135,7 @@ impl<T, R> Scheduler<T, R> {
         }
     }
 
-    /// Abandons the early epoch: discards its results that have arrived. Its other tasks become stale.
+    /// Abandons the early epoch: discards the results that have arrived. The other tasks become stale.
     pub(super) fn discard_early(&mut self) {
         for slot in self.early.take().map(|early| early.queue).into_iter().flatten() {
             if matches!(self.reorder.slot(slot).state, TaskState::Ready | TaskState::Failed) {

@@ -36,8 +36,8 @@ use window::Bytes;
 use workers::{Life, Workers};
 
 /// The scheduler. `T` is the type of the caller's tag on a task (the index batch as a Python object), and `R` that of a
-/// result. Each tag is returned exactly once: by a refused `submit`, with a batch, or in an [`Action::Discard`]. So the
-/// scheduler itself never drops a tag, which could run the user's code.
+/// result. Each tag is returned exactly once: by a refused `submit`, with a result, or in an [`Action::Discard`]. The
+/// scheduler itself never drops a tag, because dropping one could run the user's code.
 #[derive(Debug)]
 pub struct Scheduler<T, R> {
     workers: Workers,
@@ -51,33 +51,33 @@ pub struct Scheduler<T, R> {
     next_task: TaskId,
     /// The first task of this epoch.
     first_task: TaskId,
-    /// Number of tasks of this epoch and of the early one that a living worker, or a vacant one's next process, will
-    /// answer.
+    /// Number of tasks, of this epoch and of the early one, that a living worker or the next process of a vacant worker
+    /// will answer.
     outstanding: u32,
-    /// Number of tasks of this epoch and of the early one whose results wait for delivery.
+    /// Number of tasks, of this epoch and of the early one, whose results wait for delivery.
     ready: u32,
     /// The next epoch, if it has begun before the end of this one.
     early: Option<Early>,
-    /// Limit of `outstanding`.
+    /// Maximum of `outstanding`.
     max_tasks: u32,
-    /// Limit of `outstanding + ready`.
+    /// Maximum of `outstanding + ready`.
     window: u32,
     /// The byte limit of the window, if it has one.
     bytes: Option<Bytes>,
-    /// Limit of the number of tasks, in a shared queue, from the oldest unanswered one to the newest; see
+    /// With a shared queue, the maximum number of tasks from the oldest unanswered one to the newest; see
     /// [`Settings::queue_span`].
     span: usize,
     /// True if `next` fills a window. Otherwise it asks for one index batch per delivery, as torch does.
     fills: bool,
     /// True once the sampler has ended in this epoch.
     ended: bool,
-    /// The slot whose result is delivered next, after the index batches that `next` asks for first.
+    /// The slot whose result is delivered as soon as `next` has asked for index batches.
     staged: Option<u32>,
-    /// Number of index batches to submit for tasks at which a worker's dataset ended; 0 with a window.
+    /// Number of index batches still to be submitted for exhausted workers, one for each; 0 with a window.
     refills: u32,
     /// Number of workers with unanswered resume messages.
     resuming: u32,
-    /// The worker that was the first to die for good.
+    /// The first worker whose death was final.
     first_dead: Option<WorkerId>,
     /// The lost task with the lowest number, and its worker.
     first_lost: Option<Death>,
@@ -101,8 +101,9 @@ impl<T, R> Scheduler<T, R> {
         let fits = workers <= WORKERS_MAX as usize && max_tasks <= limit && (1..=limit).contains(&batches);
         if max_tasks == 0 || !fits {
             return Err(Error::usage(format!(
-                "a scheduler takes 1 to {WORKERS_MAX} workers with 1 to {TASKS_MAX} tasks and a window of as many, not \
-                 {workers} workers with a prefetch_factor of {prefetch_factor} and a window of {batches}"
+                "a scheduler needs 1 to {WORKERS_MAX} workers, 1 to {TASKS_MAX} tasks, and a window of 1 to \
+                 {TASKS_MAX} batches, but got {workers} workers with a prefetch_factor of {prefetch_factor}, and a \
+                 window of {batches} batches"
             )));
         }
         Ok(Self {
@@ -139,8 +140,9 @@ impl<T, R> Scheduler<T, R> {
     /// Dispatches a task with the tag `tag`. The caller sends the task to the returned [`Placement`]. Call it at the
     /// start of an epoch while [`Scheduler::primes`] returns true, and once per [`Decision::Submit`].
     ///
-    /// Returns the tag, without any change, if no worker can take a task: all are exhausted or at their share, a limit
-    /// is reached, resume messages are unanswered, a worker has died, or the iterator has been shut down.
+    /// Changes nothing and returns the tag as the error if no task can be submitted: all workers are exhausted or at
+    /// their share, a limit is reached, resume messages are unanswered, a worker is dead, or the iterator has been shut
+    /// down.
     #[inline]
     pub fn submit(&mut self, tag: T) -> std::result::Result<(TaskId, Placement), T> {
         if !self.accepts() {
@@ -176,14 +178,14 @@ impl<T, R> Scheduler<T, R> {
         };
         self.next_task = TaskId(task.0 + 1);
         self.outstanding += 1;
-        if !self.submitted_early(slot) && self.delivery == DeliveryOrder::InOrder {
+        if !self.count_early_submission(slot) && self.delivery == DeliveryOrder::InOrder {
             self.reorder.enqueue(slot);
         }
         Ok((task, placement))
     }
 
     /// Returns true if one more index batch is to be submitted at the start of an epoch, after the sampler has been
-    /// asked for `asked` index batches. Without a window, as in torch, it is asked `max_tasks` times.
+    /// asked for `asked` index batches. Without a window, the sampler is asked `max_tasks` times, as in torch.
     pub fn primes(&self, asked: usize) -> bool {
         asked < self.max_tasks() && (!self.fills || self.has_room())
     }
@@ -196,17 +198,17 @@ impl<T, R> Scheduler<T, R> {
         Ok(())
     }
 
-    /// Returns true if a result is staged, that is, if it will be delivered after the last [`Decision::Submit`].
+    /// Returns true if a result is staged, so that `next` delivers it after the last [`Decision::Submit`].
     #[inline]
     pub fn is_staged(&self) -> bool {
         self.staged.is_some()
     }
 
-    /// Processes an event at the monotonic time `now`. If it fails, the state is unchanged.
+    /// Processes an event at the monotonic time `now`. After an error, the state is unchanged.
     ///
-    /// Errors: [`Error::Corrupt`] for a result that the worker cannot have sent, because the task is not the worker's
-    /// oldest one or, with a shared queue, not an unanswered one. [`Error::Usage`] for an unknown worker, a worker that
-    /// is not vacant, or an invalid reset.
+    /// Fails with [`Error::Corrupt`] for an event that cannot have happened, such as a result for a task that is not
+    /// the worker's oldest one (with a shared queue: not an unanswered one). Fails with [`Error::Usage`] for an unknown
+    /// worker, for the replacement of a worker that is not vacant, and for an invalid reset.
     #[inline]
     pub fn on_event(&mut self, now: Duration, event: Event<R>) -> Result<()> {
         match event {
@@ -253,7 +255,7 @@ impl<T, R> Scheduler<T, R> {
     /// torch advances the sampler before it returns a batch. So `Deliver` and `Raise` come after the `Submit` that
     /// replaces their task or, with a window, after all `Submit`s that fill it. If the sampler raises an error at a
     /// `Submit`, the next call delivers the batch. Pass false as `may_ask` while an error of the sampler waits to be
-    /// raised; the decision is then never to fill a window.
+    /// raised: `next` then does not fill the window.
     // Not an iterator: most decisions are not batches.
     #[allow(clippy::should_implement_trait)]
     #[inline]
@@ -301,7 +303,7 @@ impl<T, R> Scheduler<T, R> {
         match self.reorder.front().map(|front| self.reorder.slot(front).state) {
             Some(TaskState::Outstanding) => self.wait(),
             Some(TaskState::Lost) => self.raise_death(),
-            Some(_) => unreachable!("a result at the front has been staged"),
+            Some(_) => unreachable!("`take_ready` has staged a result at the front"),
             None if self.first_dead.is_some() && !self.loses_only_early() => self.raise_death(),
             None if self.outstanding_now() > 0 => self.wait(),
             None => self.answer(Decision::End),
@@ -320,7 +322,7 @@ impl<T, R> Scheduler<T, R> {
     }
 
     /// Returns a worker's oldest unanswered task, with its tag. While workers resume, this may be a task of the
-    /// abandoned epoch. With a shared queue, only tasks that a dead process of the worker held are known here.
+    /// abandoned epoch. With a shared queue, only tasks that a dead process of the worker held are considered.
     pub fn oldest_task_of(&self, worker: WorkerId) -> Option<(TaskId, &T)> {
         let front = self.workers.get(worker.index())?.front;
         let slot = (front != NIL).then(|| self.reorder.slot(front))?;
@@ -333,8 +335,8 @@ impl<T, R> Scheduler<T, R> {
         self.reorder.slot(slot).tag.as_ref()
     }
 
-    /// Returns true if the worker has an unanswered task or resume message, and is not vacant. Tasks that living
-    /// workers have taken from a shared queue are unknown here.
+    /// Returns true if the worker has an unanswered task or resume message, and is not vacant. Ignores tasks that a
+    /// living worker has taken from a shared queue, because the scheduler does not know them.
     pub fn is_waited_for(&self, worker: WorkerId) -> bool {
         self.workers.get(worker.index()).is_some_and(|entry| !entry.vacant && (entry.front != NIL || entry.resumes > 0))
     }
@@ -345,7 +347,7 @@ impl<T, R> Scheduler<T, R> {
         (slot.worker != NIL).then_some(WorkerId(slot.worker))
     }
 
-    /// Returns true if results of this epoch have arrived. If `next` waits, they wait for an older unanswered task.
+    /// Returns true if results of this epoch are ready. If this is so while `next` waits, an older task is unanswered.
     pub fn is_blocked(&self) -> bool {
         self.ready > self.early.as_ref().map_or(0, |early| early.ready)
     }
@@ -356,12 +358,13 @@ impl<T, R> Scheduler<T, R> {
         self.clock.deadline.into_iter().chain(self.next_due()).min()
     }
 
-    /// Returns the number of tasks of this epoch that a living worker, or a vacant one's next process, will answer.
+    /// Returns the number of tasks of this epoch that a living worker or the next process of a vacant worker will
+    /// answer.
     pub fn outstanding(&self) -> usize {
         self.outstanding_now() as usize
     }
 
-    /// Returns the limit of outstanding tasks. Without a window, an epoch starts with this number of submissions.
+    /// Returns the maximum number of outstanding tasks. Without a window, an epoch starts with that many submissions.
     pub fn max_tasks(&self) -> usize {
         self.max_tasks as usize
     }
@@ -377,7 +380,7 @@ impl<T, R> Scheduler<T, R> {
     }
 
     /// Returns the number of the worker's undelivered tasks in this epoch (torch's `_workers_num_tasks`). With a
-    /// window, returns the number of its unanswered tasks; with a shared queue, 0.
+    /// window, counts only its unanswered tasks. With a shared queue, returns 0.
     pub fn load_of(&self, worker: WorkerId) -> usize {
         self.workers.get(worker.index()).map_or(0, |worker| worker.load as usize)
     }
@@ -391,7 +394,7 @@ impl<T, R> Scheduler<T, R> {
         tasks
     }
 
-    /// Returns true if the worker's process has ended unexpectedly and is not replaced.
+    /// Returns true if the worker's process has ended unexpectedly and will not be replaced.
     pub fn is_dead(&self, worker: WorkerId) -> bool {
         self.workers.get(worker.index()).is_some_and(|worker| worker.life == Life::Dead)
     }

@@ -13,7 +13,7 @@ impl<T, R> Scheduler<T, R> {
             return Ok(());
         }
         if task >= self.first_task || self.tag_of(task).is_none() {
-            return Err(Error::corrupt(format!("the shared queue gives back task {}, which is not stale", task.0)));
+            return Err(Error::corrupt(format!("the shared queue gave back task {}, which is not stale", task.0)));
         }
         self.withdraw(task);
         Ok(())
@@ -25,8 +25,9 @@ impl<T, R> Scheduler<T, R> {
         }
     }
 
-    /// Binds to a worker the tasks of this epoch that it held when it died. Fails with [`Error::Corrupt`] if one of
-    /// them is not unanswered. Without a shared queue, `held` is empty.
+    /// Binds `held`, the tasks that a worker held when it died, to that worker. Ignores tasks of an earlier epoch.
+    /// Fails with [`Error::Corrupt`] if a task is not among the unanswered ones. Without a shared queue, `held` must be
+    /// empty.
     pub(super) fn bind_held(&mut self, worker: WorkerId, held: Vec<TaskId>) -> Result<()> {
         let held: Vec<_> = held.into_iter().filter(|task| *task >= self.first_task).collect();
         if let Some(task) = held.iter().find(|task| self.tag_of(**task).is_none()) {
@@ -45,19 +46,19 @@ impl<T, R> Scheduler<T, R> {
         for task in self.unanswered() {
             if let Some(slot) = self.shared.as_mut().and_then(|shared| shared.remove(task)) {
                 self.reorder.slot_mut(slot).state = TaskState::Lost;
-                self.lost_task(task);
+                self.count_lost(task);
             }
         }
     }
 
-    /// Returns the unanswered tasks of this epoch in a shared queue. Returns none without a shared queue.
+    /// Returns the unanswered tasks of this epoch if there is a shared queue; otherwise none.
     pub(super) fn unanswered(&self) -> Vec<TaskId> {
         let tasks = self.shared.iter().flat_map(|shared| shared.tasks()).map(|(task, _)| task);
         tasks.filter(|task| *task >= self.first_task).collect()
     }
 
     /// Discards the stale tasks that remain in the table after all workers have resumed. Each was taken from the queue
-    /// by a worker that will no longer answer it.
+    /// by a worker that will not answer it any more.
     pub(super) fn drop_stale(&mut self) {
         while let Some((task, _)) = self.shared.as_ref().and_then(|shared| shared.tasks().next()) {
             self.withdraw(task);

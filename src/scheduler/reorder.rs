@@ -42,8 +42,8 @@ pub(super) struct Task<T, R> {
 /// The slots, and the queue that `next` takes from.
 ///
 /// If results are delivered in order, the queue is the reorder buffer: a task enters it when it is dispatched, so the
-/// front is the next task to deliver. Otherwise a task enters it when its result arrives, so tasks that are delivered
-/// while another one is stuck leave nothing in the queue.
+/// front is the next task to deliver. Otherwise a task enters it when its result arrives, so a stuck task never blocks
+/// the queue.
 #[derive(Debug)]
 pub(super) struct Reorder<T, R> {
     slots: Vec<Task<T, R>>,
@@ -54,7 +54,7 @@ pub(super) struct Reorder<T, R> {
 }
 
 impl<T, R> Reorder<T, R> {
-    /// Creates an empty buffer that allocates memory for `expected` tasks, but at most 4,096, in advance.
+    /// Creates an empty buffer with memory for `expected` tasks, at most 4,096.
     pub fn new(expected: usize) -> Self {
         let expected = expected.min(4096);
         Self { slots: Vec::with_capacity(expected), free: NIL, queue: VecDeque::with_capacity(expected) }
@@ -113,22 +113,22 @@ impl<T, R> Reorder<T, R> {
         self.queue.pop_front()
     }
 
-    /// Returns all undelivered tasks except dropped ones, in no particular order, with their workers if known.
+    /// Returns all undelivered tasks except dropped ones, in no particular order, with their workers where known.
     pub fn waiting(&self) -> impl Iterator<Item = (TaskId, Option<WorkerId>)> {
-        let held = |slot: &&Task<T, R>| {
+        let is_undelivered = |slot: &&Task<T, R>| {
             matches!(slot.state, TaskState::Outstanding | TaskState::Ready | TaskState::Failed | TaskState::Lost)
         };
         let worker = |slot: &Task<T, R>| (slot.worker != NIL).then_some(WorkerId(slot.worker));
-        self.slots.iter().filter(held).map(move |slot| (slot.task, worker(slot)))
+        self.slots.iter().filter(is_undelivered).map(move |slot| (slot.task, worker(slot)))
     }
 
-    /// Removes all tasks, and passes each of them, except dropped ones, to `give` with its tag and result.
-    pub fn clear(&mut self, mut give: impl FnMut(TaskId, Option<T>, Option<R>)) {
+    /// Removes all tasks, and passes each of them, except dropped ones, to `discard` with its tag and result.
+    pub fn clear(&mut self, mut discard: impl FnMut(TaskId, Option<T>, Option<R>)) {
         self.queue.clear();
         self.free = NIL;
         for slot in self.slots.drain(..) {
             if slot.state != TaskState::Free && slot.state != TaskState::Dropped {
-                give(slot.task, slot.tag, slot.result);
+                discard(slot.task, slot.tag, slot.result);
             }
         }
     }

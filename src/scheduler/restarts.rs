@@ -16,11 +16,11 @@ struct Vacancy {
     due: Option<Duration>,
 }
 
-/// The vacant workers, and those to whose new process not all tasks of its predecessor have been sent.
+/// The vacant workers, and the replaced ones that still have unsent tasks.
 #[derive(Debug, Default)]
 pub(super) struct Restarts {
     vacancies: Vec<Vacancy>,
-    /// Living workers with unsent tasks, in the order of their replacement.
+    /// Replaced workers with unsent tasks, in the order of their replacement.
     behind: VecDeque<WorkerId>,
 }
 
@@ -118,7 +118,7 @@ impl<T, R> Scheduler<T, R> {
         Some(Death { worker, lost: self.oldest_task_of(worker).map(|(task, _)| task) })
     }
 
-    /// Returns the time at which the next postponed vacancy whose worker the epoch needs becomes due.
+    /// Returns the earliest time at which a postponed vacancy becomes due, of those whose workers the epoch needs.
     pub(super) fn next_due(&self) -> Option<Duration> {
         let needed = self.restarts.vacancies.iter().filter(|vacancy| self.needs(vacancy.worker));
         needed.filter_map(|vacancy| vacancy.due).min()
@@ -131,18 +131,18 @@ impl<T, R> Scheduler<T, R> {
             return true;
         }
         let bound = (front != NIL).then(|| self.reorder.slot(front).task);
-        // Any worker, including the vacant one, can take the tasks that wait in the shared queue.
+        // Any worker can take the tasks that wait in the shared queue, so every vacant worker is needed for them.
         let shared = self.shared.as_ref().and_then(|shared| shared.tasks().next());
         let oldest = bound.into_iter().chain(shared.map(|(task, _)| task)).min();
         if self.first_dead.is_none() {
             return oldest.is_some() || life == Life::Active && !self.ended;
         }
-        // After a final death, only the tasks before the first lost one are still delivered.
+        // After a final death, `next` delivers only the tasks before the first lost one.
         let precedes = |task| self.first_lost.is_none_or(|death| Some(task) < death.lost);
         self.delivery == DeliveryOrder::InOrder && oldest.is_some_and(precedes)
     }
 
-    /// Returns true if a worker's new process still has unsent tasks.
+    /// Returns true if any replaced worker still has unsent tasks.
     #[inline]
     pub(super) fn is_behind(&self) -> bool {
         !self.restarts.behind.is_empty()

@@ -38,7 +38,7 @@ impl<T, R> Scheduler<T, R> {
         }
         self.outstanding -= 1;
         self.ready += 1;
-        let is_early = self.answered_early(task, slot);
+        let is_early = self.count_early_result(task, slot);
         if self.fills && self.shared.is_none() && !is_early {
             self.workers.unload(worker.0);
         }
@@ -72,7 +72,7 @@ impl<T, R> Scheduler<T, R> {
         let entry = self.workers.at(worker.0);
         entry.unsent = NIL;
         let mut dropped = std::mem::replace(&mut entry.front, NIL);
-        // Amortised O(1): each iteration is paid for by a submission.
+        // Amortized O(1): each iteration is paid for by a submission.
         while dropped != NIL {
             let next = self.reorder.slot(dropped).next;
             self.drop_task(dropped, stale);
@@ -91,7 +91,7 @@ impl<T, R> Scheduler<T, R> {
         Ok(())
     }
 
-    /// Handles a worker's answer to a resume message, the worker's last answer in the abandoned epoch.
+    /// Handles a worker's answer to a resume message. It is the worker's last answer in the abandoned epoch.
     pub(super) fn on_resumed(&mut self, now: Duration, worker: WorkerId) -> Result<()> {
         if self.shut_down {
             return Ok(());
@@ -100,10 +100,10 @@ impl<T, R> Scheduler<T, R> {
         let has_tasks = entry.front != NIL && self.shared.is_none();
         if entry.resumes == 0 || has_tasks || entry.vacant || entry.life == Life::Dead {
             return Err(Error::corrupt(format!(
-                "worker {} says that it has resumed, with {} resume messages unanswered and {} before them",
+                "worker {} cannot have resumed: it has {} unanswered resume messages and {} earlier unanswered tasks",
                 worker.0,
                 entry.resumes,
-                if has_tasks { "tasks" } else { "no task" },
+                if has_tasks { "some" } else { "no" },
             )));
         }
         self.discard_fifo(worker);
@@ -160,7 +160,7 @@ impl<T, R> Scheduler<T, R> {
             slot.state = TaskState::Lost;
             lost = slot.next;
             let task = slot.task;
-            self.lost_task(task);
+            self.count_lost(task);
         }
     }
 
@@ -174,7 +174,7 @@ impl<T, R> Scheduler<T, R> {
     /// and sends resume messages. Fails with [`Error::Usage`] unless all workers are persistent and alive or vacant.
     pub(super) fn on_epoch_reset(&mut self) -> Result<()> {
         if !self.persistent || self.shut_down || self.first_dead.is_some() {
-            return Err(Error::usage("an epoch is reset only for persistent workers that are alive"));
+            return Err(Error::usage("only persistent workers that are alive can begin another epoch"));
         }
         let count = self.workers.len() as u32;
         if let Some(slot) = self.staged.take() {
@@ -188,7 +188,7 @@ impl<T, R> Scheduler<T, R> {
                 // queue.
                 TaskState::Outstanding => {}
                 TaskState::Lost | TaskState::Free => {
-                    unreachable!("no worker has died, and the queue holds slots in use")
+                    unreachable!("no worker is dead, and the queue contains no free slots")
                 }
             }
         }
@@ -248,7 +248,7 @@ impl<T, R> Scheduler<T, R> {
         entry.ok_or_else(|| Error::usage(format!("there is no worker {}", worker.0)))
     }
 
-    /// Removes a task that the worker has answered from the unanswered ones, and returns its slot. Fails with
+    /// Removes `task`, which the worker has answered, from the unanswered tasks, and returns its slot. Fails with
     /// [`Error::Corrupt`] if the worker cannot have answered it.
     #[inline]
     fn take_answered(&mut self, worker: WorkerId, task: TaskId) -> Result<u32> {
@@ -264,8 +264,8 @@ impl<T, R> Scheduler<T, R> {
         slot.ok_or_else(|| self.impossible(worker, task))
     }
 
-    /// Removes the front of the worker's FIFO and returns its slot. Fails with [`Error::Corrupt`] if it is not `task`,
-    /// or was not sent.
+    /// Removes the front of the worker's FIFO and returns its slot. Fails with [`Error::Corrupt`] if the front is not
+    /// `task`, or has not been sent.
     #[inline]
     fn take_oldest(&mut self, worker: WorkerId, task: TaskId) -> Result<u32> {
         let Worker { front, unsent, life, .. } = *self.entry(worker)?;
@@ -286,8 +286,8 @@ impl<T, R> Scheduler<T, R> {
         Error::corrupt(format!("worker {} reports on task {}, but {held}", worker.0, task.0))
     }
 
-    /// Drops a task that its exhausted worker will not answer. If its slot is in the reorder buffer, `next` skips it
-    /// there.
+    /// Drops a task that its exhausted worker will not answer. A slot in the reorder buffer stays there until `next`
+    /// skips it.
     fn drop_task(&mut self, slot: u32, stale: bool) {
         let entry = self.reorder.slot_mut(slot);
         let task = entry.task;
@@ -302,7 +302,7 @@ impl<T, R> Scheduler<T, R> {
         }
     }
 
-    /// Releases a slot, and discards its tag and, if it has one, its result.
+    /// Releases a slot, and discards its tag and its result, if it has one.
     pub(super) fn discard(&mut self, slot: u32) {
         let task = self.reorder.slot(slot).task;
         let (tag, result) = self.reorder.release(slot);

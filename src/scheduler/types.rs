@@ -36,13 +36,13 @@ pub enum DeliveryOrder {
     AsCompleted,
 }
 
-/// The limits of outstanding and ready tasks together. They determine how far submissions may run ahead of deliveries.
+/// Limits on outstanding and ready tasks together, which determine how far submissions may run ahead of deliveries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Window {
     /// Maximum number of tasks, at least 1.
     pub batches: usize,
-    /// Maximum number of bytes, if limited: the sum of the ready results, with each outstanding task counted as the
-    /// largest result so far. A single task may exceed this limit.
+    /// Maximum number of bytes, if limited. The size of each ready result counts, and for each outstanding task the
+    /// size of the largest result so far. A single task may exceed this limit.
     pub bytes: Option<u64>,
 }
 
@@ -52,8 +52,8 @@ impl Window {
         Self { batches: batches.min(TASKS_MAX as usize), bytes: None }
     }
 
-    /// Creates a window of `bytes` bytes for `max_tasks` outstanding tasks. The number of tasks is limited as well,
-    /// which matters for small results.
+    /// Creates a window of `bytes` bytes for `max_tasks` outstanding tasks. The number of tasks is limited, too, which
+    /// matters for small results.
     pub fn of_bytes(bytes: u64, max_tasks: usize) -> Self {
         Self { batches: Self::of_batches(max_tasks.max(QUEUE_SPAN)).batches, bytes: Some(bytes) }
     }
@@ -64,11 +64,11 @@ impl Window {
 pub struct Settings {
     /// The number of workers, from 1 to [`WORKERS_MAX`](crate::config::WORKERS_MAX).
     pub workers: usize,
-    /// The limit of outstanding tasks divided by the number of workers, at least 1. All workers together have at most
-    /// `workers * prefetch_factor` outstanding tasks.
+    /// The number of outstanding tasks per worker, at least 1. It limits only the total: all workers together have at
+    /// most `workers * prefetch_factor` outstanding tasks.
     pub prefetch_factor: usize,
-    /// The window, which `next` fills. With `None`, `next` submits one index batch per delivery, as torch does, or,
-    /// with a shared queue, fills a window of `workers * prefetch_factor` tasks.
+    /// The window, which `next` fills. With `None`, `next` asks for one index batch per delivery, as torch does. With
+    /// `None` and a shared queue, it fills a window of `workers * prefetch_factor` tasks.
     pub window: Option<Window>,
     /// The policy that selects the worker of a task.
     pub dispatch: Dispatch,
@@ -76,15 +76,15 @@ pub struct Settings {
     pub delivery: DeliveryOrder,
     /// True if the workers survive [`Event::EpochReset`].
     pub persistent: bool,
-    /// The longest time that `next` waits without the arrival of a result; `None` for no limit.
+    /// The longest time that `next` waits for the next result to arrive; `None` for no limit.
     pub timeout: Option<Duration>,
     /// True if a worker whose process has died may be replaced. A death then makes a worker vacant.
     pub restarts: bool,
 }
 
 impl Settings {
-    /// Returns torch's settings for `in_order`, without persistent workers, a timeout or restarts. Only this function
-    /// interprets torch's `in_order`.
+    /// Returns torch's settings for `in_order`, without persistent workers, timeout or restarts. Only this function
+    /// interprets `in_order`.
     pub const fn torch(workers: usize, prefetch_factor: usize, in_order: bool) -> Self {
         let (dispatch, delivery) = match in_order {
             true => (Dispatch::RoundRobin, DeliveryOrder::InOrder),
@@ -102,18 +102,18 @@ impl Settings {
         }
     }
 
-    /// Returns the limit of outstanding tasks.
+    /// Returns the maximum number of outstanding tasks.
     pub fn max_tasks(&self) -> usize {
         self.workers.saturating_mul(self.prefetch_factor)
     }
 
-    /// Returns true if `next` fills a window. Otherwise it submits one index batch per delivery.
+    /// Returns true if `next` fills a window. Otherwise it asks for one index batch per delivery.
     pub fn fills(&self) -> bool {
         self.window.is_some() || self.dispatch == Dispatch::SharedQueue
     }
 
-    /// Returns the limit of the number of tasks, in a shared queue, from the oldest unanswered one to the newest. It
-    /// bounds the scheduler's table of unanswered tasks, not the slots of the queue, which hold only waiting tasks.
+    /// Returns the maximum number of tasks of a shared queue from the oldest unanswered one to the newest. This bounds
+    /// the scheduler's table of unanswered tasks, not the slots of the queue, which hold only waiting tasks.
     pub fn queue_span(&self) -> usize {
         let window = self.window.map_or(0, |window| window.batches.min(QUEUE_SPAN_MAX));
         QUEUE_SPAN.max(window).max(self.max_tasks().min(TASKS_MAX as usize))
@@ -182,7 +182,7 @@ pub enum Event<R> {
     EpochReset,
     /// The iterator ends.
     Shutdown,
-    /// `next` begins to wait. Starts the timeout. Reported once until another decision, not once per slice.
+    /// `next` begins to wait. Starts the timeout. Reported only at the first of several [`Decision::Wait`]s in a row.
     WaitBegan,
     /// `next` stops waiting without an answer, because a signal handler raised an exception. Stops the timeout.
     WaitEnded,
@@ -206,7 +206,7 @@ pub enum Action<T, R> {
         task: TaskId,
         /// The caller's tag; `None` if a shutdown has already returned it.
         tag: Option<T>,
-        /// The result; `None` if the task has none, because it was skipped, withdrawn, lost or still outstanding.
+        /// The result; `None` if there is none, because the task was dropped, withdrawn, lost or still outstanding.
         result: Option<R>,
     },
 }
@@ -251,8 +251,8 @@ pub enum Decision<T, R> {
     TimedOut,
     /// The epoch is over.
     End,
-    /// Wait for an event, but at most until this time, if any. It is the end of the timeout, which runs after
-    /// [`Event::WaitBegan`], or the time to which a replacement is postponed.
+    /// Wait for an event, but at most until this time, if there is one: the end of the timeout, which
+    /// [`Event::WaitBegan`] starts, or the time to which a replacement is postponed.
     Wait(Option<Duration>),
     /// The scheduler has been shut down.
     Shutdown,
@@ -263,7 +263,7 @@ pub enum Decision<T, R> {
 pub struct Death {
     /// The worker.
     pub worker: WorkerId,
-    /// The first task that was lost with the worker, if any. A task that was still waiting in the shared queue does not
+    /// The first task that was lost with the worker, if any. Tasks that were still waiting in the shared queue do not
     /// count.
     pub lost: Option<TaskId>,
 }

@@ -15,7 +15,7 @@ pub(super) struct Unanswered {
 }
 
 impl Unanswered {
-    /// Adds a task, whose number must follow that of the newest one.
+    /// Adds a task. Its number must follow that of the newest task, if any.
     #[inline]
     pub fn push(&mut self, task: TaskId, slot: u32) {
         if self.slots.is_empty() {
@@ -37,7 +37,7 @@ impl Unanswered {
         self.index(task).map(|index| self.slots[index])
     }
 
-    /// Removes an unanswered task and returns its slot. Amortised O(1): each step over an answered task is paid for by
+    /// Removes an unanswered task and returns its slot. Amortized O(1): each step over an answered task is paid for by
     /// that task's answer.
     #[inline]
     pub fn remove(&mut self, task: TaskId) -> Option<u32> {

@@ -12,7 +12,7 @@ pub(super) enum Life {
     Exhausted,
     /// The worker's iterable dataset has ended, and the worker, which is not persistent, has been asked to exit.
     Retired,
-    /// The worker's process has ended unexpectedly, and is not replaced.
+    /// The worker's process has ended unexpectedly and will not be replaced.
     Dead,
 }
 
@@ -27,7 +27,8 @@ pub(super) struct Worker {
     /// Slot of the first outstanding task that has not been sent to the worker's current process. `NIL` unless an
     /// earlier process of the worker has died.
     pub unsent: u32,
-    /// Number of undelivered tasks of this epoch (torch's `_workers_num_tasks`); with a window, of unanswered ones.
+    /// Number of undelivered tasks of this epoch (torch's `_workers_num_tasks`); with a window, number of unanswered
+    /// ones.
     pub load: u32,
     /// Number of unanswered resume messages, of which only the oldest has been sent. While it is above 0, all results
     /// from the worker are stale.
@@ -46,13 +47,13 @@ pub(super) struct Workers {
     /// The active workers whose load is below `cap`.
     open: Bitmap,
     /// Workers whose load has reached `cap` since `cap` last grew. Only these are checked when it grows again. Each was
-    /// added by a submission, so the checks cost amortised O(1) per submission.
+    /// added by a submission, so the checks cost amortized O(1) per submission.
     full: Vec<u32>,
     /// The first candidate for the next `pick`.
     cursor: u32,
     /// Number of active workers.
     active: u32,
-    /// Limit of one worker's load: the fair share. It only grows within an epoch.
+    /// Maximum load of one worker: the fair share. It only grows within an epoch.
     cap: u32,
     max_tasks: u32,
     dispatch: Dispatch,
@@ -103,7 +104,7 @@ impl Workers {
         self.cursor = index;
     }
 
-    /// Begins an epoch in which `tasks` tasks have already been dispatched to the workers in turn. If a worker has died
+    /// Begins an epoch of which `tasks` tasks have already been dispatched to the workers in turn. If a worker is dead
     /// (`all_live` is false), only sets the loads.
     pub fn take_up(&mut self, tasks: u64, all_live: bool) {
         if all_live {
@@ -138,7 +139,7 @@ impl Workers {
     /// task.
     ///
     /// Behaves like torch's walk over `itertools.cycle`, which moves past each worker that it checks. If torch finds no
-    /// worker, the walk goes once round the cycle, so the cursor does not move.
+    /// worker, it has gone around the cycle once, so the cursor does not move.
     #[inline]
     pub fn pick(&mut self) -> Option<u32> {
         let index = self.open.next_cyclic(self.cursor as usize)?;
@@ -199,7 +200,7 @@ impl Workers {
         }
     }
 
-    /// Returns the limit of a worker's load: `max_tasks / active workers`, as in torch, for `FairShare`; otherwise
+    /// Returns the maximum load of a worker: for `FairShare` `max_tasks / active workers`, as in torch, and otherwise
     /// `u32::MAX`, which is no limit.
     fn fair_share(&self) -> u32 {
         match self.dispatch {

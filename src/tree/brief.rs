@@ -1,10 +1,10 @@
-//! A short description of an index batch, made from the first bytes of its encoding.
+//! Short descriptions of index batches from the first bytes of their encodings.
 
 use super::tag;
 use crate::config::{INDICES_SHOWN, KEY_BYTES_SHOWN};
 
-/// Describes an int, a string, or a list or tuple of these, such as `[3, 14, ... 64 in all]`. Returns `None` for any
-/// other value, and if the bytes are damaged. `bytes` is the beginning of an encoding that has `len` bytes.
+/// Describes an int, a string, or a list or tuple of these, for example as `[3, 14, ... 64 in all]`. Returns `None` for
+/// any other value, and if the bytes are damaged. `bytes` are the first bytes of an encoding of `len` bytes.
 pub fn brief(bytes: &[u8], len: u64) -> Option<String> {
     let (whole, mut reader) = (len <= bytes.len() as u64, Prefix { bytes });
     let (open, close, count, ints) = match reader.byte()? {
@@ -18,7 +18,7 @@ pub fn brief(bytes: &[u8], len: u64) -> Option<String> {
         }
         tag => return reader.item(tag),
     };
-    // Each item takes at least one byte.
+    // Each item takes at least one byte, so a larger count is damage.
     if count > len {
         return None;
     }
@@ -86,7 +86,7 @@ impl Prefix<'_> {
         }
     }
 
-    /// Reads a string, of which the bytes may contain only the beginning.
+    /// Reads a string whose bytes may be truncated.
     fn text(&mut self) -> Option<String> {
         let len = usize::try_from(self.varint()?).ok()?;
         let available = self.bytes.len().min(len);
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn anything_else_has_no_text() {
+    fn anything_else_has_no_description() {
         assert_eq!(text(&[]), None);
         assert_eq!(text(&[tag::NONE]), None);
         assert_eq!(text(&[tag::LIST, 2, tag::NONE, tag::NONE]), None);

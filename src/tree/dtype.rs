@@ -1,4 +1,4 @@
-//! The element types, with their codes on the wire and in DLPack, and their names in torch and NumPy.
+//! The element types: their codes on the wire and in DLPack, and their names in torch and NumPy.
 
 /// An element type; the number is its code on the wire.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -6,7 +6,7 @@ pub struct Dtype(u8);
 
 /// The properties of one element type.
 struct Row {
-    /// Name in `torch`; empty where torch or DLPack has no such type.
+    /// Name in `torch`; empty if torch or DLPack has no such type.
     torch: &'static str,
     /// DLPack's code, bits and lanes; the code is 255 if DLPack or torch has no such type.
     dl: (u8, u8, u16),
@@ -109,7 +109,7 @@ impl Dtype {
         ROWS.iter().position(|row| row.dl == (code, bits, lanes)).map(|at| Self(at as u8))
     }
 
-    /// Returns the name in `torch`; `None` where torch or DLPack has no such type.
+    /// Returns the name in `torch`; `None` if torch or DLPack has no such type.
     pub fn torch_name(self) -> Option<&'static str> {
         let name = self.row().torch;
         (!name.is_empty()).then_some(name)
@@ -140,7 +140,7 @@ mod tests {
     use super::Dtype;
 
     #[test]
-    fn codes_and_dlpack_types_are_decoded_as_encoded() {
+    fn codes_and_dlpack_types_round_trip() {
         for dtype in Dtype::all() {
             assert_eq!(Dtype::from_code(dtype.code()), Some(dtype));
             if let Some((code, bits, lanes)) = dtype.dl() {

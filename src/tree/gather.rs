@@ -21,7 +21,7 @@ impl Gather {
             let (size, stride) = (shape[dim] as usize, byte_strides[dim] as isize);
             let loops = usize::from(gather.loops);
             match gather.dims[..loops].last_mut() {
-                // The outer dimension continues where the inner one ends: one loop instead of two.
+                // The outer dimension continues where this one ends, so one loop visits both.
                 Some(outer) if stride.checked_mul(size as isize) == Some(outer.1) => {
                     *outer = (outer.0 * size, stride);
                 }
@@ -40,21 +40,21 @@ impl Gather {
         gather
     }
 
-    /// Copies every element of the view that starts at `first` to `target`, and moves `target` past the copy.
+    /// Copies every element of the view with the first element `first` to `target`, and moves `target` past the copy.
     ///
     /// # Safety
     /// As for [`TransferPlan::copy`](super::layout::TransferPlan::copy).
     pub unsafe fn copy(&self, first: *const u8, target: &mut *mut u8) {
-        // SAFETY: the caller's promise is what the outermost level requires.
+        // SAFETY: the caller guarantees what the outermost level requires.
         unsafe { self.level(0, first, target) }
     }
 
     /// # Safety
-    /// As for [`Self::copy`]: `at` is an element, and the loops from `level` on stay inside the view.
+    /// As for [`Self::copy`]: `at` points to an element, and the loops from `level` on stay inside the view.
     unsafe fn level(&self, level: usize, at: *const u8, target: &mut *mut u8) {
         let rest = &self.dims[level..usize::from(self.loops)];
         match *rest {
-            // SAFETY: `run` bytes at `at` belong to the view, and the target has room for them (the caller's promise).
+            // SAFETY: the caller guarantees that the `run` bytes at `at` are in the view and that the target has room.
             [] => unsafe { step(self.run, at, target) },
             [(size, stride)] => {
                 for i in 0..size as isize {
@@ -76,7 +76,7 @@ impl Gather {
 /// `run` bytes are readable at `at` and writable at `*target`.
 #[inline]
 unsafe fn step(run: usize, at: *const u8, target: &mut *mut u8) {
-    // SAFETY: the caller's promise. The constant lengths let the compiler emit plain moves.
+    // SAFETY: the caller guarantees both ranges. The constant lengths let the compiler emit plain moves.
     unsafe {
         match run {
             4 => target.copy_from_nonoverlapping(at, 4),

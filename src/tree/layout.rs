@@ -111,8 +111,8 @@ pub fn is_contiguous(shape: &[i64], strides: &[i64]) -> bool {
 /// The rules for the layout of a delivered view.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Style {
-    /// torch's rules: dense and expanded layouts keep their strides; in all other layouts the holes are closed, without
-    /// changing the order of the dimensions.
+    /// torch's rules: dense and expanded layouts keep their strides; all other layouts lose their holes, but keep the
+    /// order of their dimensions.
     Tensor,
     /// NumPy's rules: layouts that are dense in C or Fortran order keep their strides; all others arrive in C order, as
     /// they do when pickled.
@@ -230,12 +230,12 @@ impl TransferPlan {
     /// Copies the planned bytes to `target`.
     ///
     /// # Safety
-    /// `first` is the first element of a readable view with the shape and strides of the plan, and `target` points to
-    /// `self.bytes` writable bytes that do not overlap it.
+    /// `first` points to the first element of a readable view with the shape and strides of the plan. `target` points
+    /// to `self.bytes` writable bytes that do not overlap the view.
     pub unsafe fn copy(&self, first: *const u8, target: *mut u8) {
         match &self.gather {
             // SAFETY: a view that is copied in one piece is dense: its memory is the `bytes` bytes from its first
-            // element on, which are readable (the caller's promise).
+            // element on, which the caller guarantees to be readable.
             None => unsafe { copy(first, target, self.bytes, self.bytes >= STREAM_FROM) },
             Some(gather) => {
                 let mut target = target;
@@ -246,7 +246,7 @@ impl TransferPlan {
     }
 }
 
-/// Returns the strides with those of dimensions of size 1 set to 0.
+/// Returns `strides` with 0 for each dimension of size 1.
 fn zero_unmoved(mut strides: Dims, shape: &[i64]) -> Dims {
     (strides.as_mut_slice().iter_mut().zip(shape)).filter(|(_, size)| **size == 1).for_each(|(s, _)| *s = 0);
     strides
@@ -263,8 +263,8 @@ fn offset_range(shape: &[i64], byte_strides: &[i64]) -> Option<(i64, i64)> {
     Some((low, high))
 }
 
-/// Returns strides, in elements, that leave no holes and keep the order of the dimensions, and the number of elements
-/// that these strides span.
+/// Returns the strides, in elements, of a layout without holes that keeps the order of the dimensions. Also returns the
+/// number of elements that it spans.
 fn compact(shape: &[i64], byte_strides: &[i64], order: &[usize]) -> Option<(Dims, i64)> {
     let mut strides = Dims::zeros(shape.len())?;
     let mut step = 1i64;
@@ -272,7 +272,7 @@ fn compact(shape: &[i64], byte_strides: &[i64], order: &[usize]) -> Option<(Dims
         strides.as_mut_slice()[dim] = step;
         step = step.checked_mul(shape[dim])?;
     }
-    // A dimension of size 1 gets the stride that follows from the dimension to its right, as in a contiguous tensor.
+    // As in a contiguous tensor, the stride of a dimension of size 1 is the next dimension's stride times its size.
     for dim in (0..shape.len()).rev() {
         if shape[dim] == 1 && byte_strides[dim] != 0 {
             let right = strides.get(dim + 1).map_or(1, |&stride| stride.max(1).saturating_mul(shape[dim + 1]));

@@ -42,7 +42,7 @@ pub enum Group {
     List,
     /// A tuple.
     Tuple,
-    /// A dict: its items are pairs of a key and a value.
+    /// A dict, whose items are pairs of a key and a value.
     Dict,
 }
 

@@ -61,8 +61,8 @@ struct Dimension {
 ///
 /// The distance between the addresses of two elements is the distance between the views' starts plus a sum of
 /// coefficients times strides, with one term per dimension of either view. The search looks for a distance that is
-/// smaller than an element, and tries the widest stride first. If the strides are nested, as they usually are, hardly
-/// more than one coefficient per dimension can lead to such a distance.
+/// smaller than an element, and tries the widest stride first. If the strides are nested, as they usually are, only a
+/// few coefficients per dimension can lead to such a distance.
 fn shares(first: &Lattice<'_>, second: &Lattice<'_>, budget: &mut u32) -> bool {
     let mut dimensions: Vec<Dimension> = Vec::new();
     for (view, sign) in [(first, 1), (second, -1)] {

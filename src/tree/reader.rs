@@ -34,11 +34,11 @@ pub enum Atom<'a> {
         /// Offset of the first byte in the leaf.
         offset: u64,
     },
-    /// A list or tuple of ints, 8 bytes each.
+    /// A list or tuple of ints of 8 bytes each.
     Ints(Group, &'a [[u8; 8]]),
     /// A tensor or an array.
     Leaf(&'a Leaf<'a>),
-    /// The object that [`Build::keep`] kept under this number. The builder must check that there is one.
+    /// The object that [`Build::keep`] kept under this number. The builder must check that the object exists.
     Back(usize),
 }
 
@@ -46,13 +46,13 @@ pub enum Atom<'a> {
 /// against the payload's length.
 #[derive(Debug)]
 pub struct Leaf<'a> {
-    /// The type of the object that it becomes.
+    /// The type of the decoded object.
     pub kind: Kind,
     /// The element type.
     pub dtype: Dtype,
     /// The sizes.
     pub shape: Dims,
-    /// The strides, in elements, none of them negative.
+    /// The strides, in elements. None of them is negative.
     pub strides: Dims,
     /// Number of bytes from the first element to the last, inclusive.
     pub extent: usize,
@@ -65,14 +65,14 @@ pub struct Leaf<'a> {
 pub enum Place<'a> {
     /// In the payload: exactly the bytes of the leaf's extent.
     Inline(&'a [u8]),
-    /// In a memory leaf. The builder must check that the memory leaf has all of the extent.
+    /// In a memory leaf. The builder must check that the memory leaf contains the whole extent.
     Outside {
         /// The index of the memory leaf.
         leaf: u32,
         /// Offset of the first element, in bytes.
         offset: u64,
     },
-    /// In a storage. The builder must check that the storage has all of the leaf's extent.
+    /// In a storage. The builder must check that the storage contains the leaf's whole extent.
     Shared {
         /// The index of the storage, from 0 in the order of the calls of [`Build::storage`].
         storage: usize,
@@ -98,7 +98,7 @@ pub struct Storage<'a> {
 /// The builder of [`walk`]. It has a stack of values: an atom pushes a value, and the end of a container replaces the
 /// container's items with one value.
 pub trait Build {
-    /// The builder's error; for a damaged payload it is made from [`Error::Corrupt`].
+    /// The builder's error. For a damaged payload, it is converted from [`Error::Corrupt`].
     type Error: From<Error>;
 
     /// Pushes a value.
@@ -111,7 +111,7 @@ pub trait Build {
     /// bytes.
     fn keep(&mut self, index: usize) -> std::result::Result<(), Self::Error>;
 
-    /// Takes the next storage, which precedes all values in it.
+    /// Takes the next storage, which precedes all tensors in it.
     fn storage(&mut self, storage: &Storage<'_>) -> std::result::Result<(), Self::Error>;
 }
 
@@ -139,11 +139,11 @@ struct Open {
     /// The mark before it.
     mark: Option<Mark>,
     count: usize,
-    /// Number of values that are still to come.
+    /// Number of values that have not been read yet.
     missing: usize,
 }
 
-/// Levels of nesting kept in a small array: enough for most batches.
+/// Number of nesting levels that are kept in the small array; most batches need no more.
 const NEAR: usize = 4;
 
 /// The containers around the current value. The array for deeper levels is initialized only when it is needed.
@@ -155,7 +155,7 @@ struct Stack {
 }
 
 impl Stack {
-    /// Opens a container. `None` if [`MAX_DEPTH`] is exceeded.
+    /// Opens a container. Returns `None` if it would exceed [`MAX_DEPTH`].
     #[inline]
     fn push(&mut self, container: Open) -> Option<()> {
         let slot = match self.depth.checked_sub(NEAR) {
@@ -178,8 +178,8 @@ impl Stack {
     }
 }
 
-/// Passes the parts of a payload, which must be one value, to `build`. Never panics, whatever the bytes are; allocates
-/// memory only for an error.
+/// Passes the parts of a payload, which must be a single value, to `build`. Never panics, whatever the bytes are.
+/// Allocates memory only for an error.
 pub fn walk<B: Build>(payload: &[u8], build: &mut B) -> std::result::Result<(), B::Error> {
     let mut reader = Reader { bytes: payload, at: 0 };
     let mut open = Stack::default();
@@ -192,7 +192,7 @@ pub fn walk<B: Build>(payload: &[u8], build: &mut B) -> std::result::Result<(), 
             Token::Open(group, count) => {
                 let values = if group == Group::Dict { count * 2 } else { count };
                 let container = Open { group, mark: mark.take(), count, missing: values };
-                open.push(container).ok_or_else(|| reader.corrupt("containers nested too deep"))?;
+                open.push(container).ok_or_else(|| reader.corrupt("containers are nested too deeply"))?;
                 continue;
             }
             Token::Mark if mark.is_none() => {
@@ -204,7 +204,7 @@ pub fn walk<B: Build>(payload: &[u8], build: &mut B) -> std::result::Result<(), 
                 build.storage(&storage)?;
                 continue;
             }
-            Token::Mark | Token::Storage(_) => return Err(reader.corrupt("a mark without a value").into()),
+            Token::Mark | Token::Storage(_) => return Err(reader.corrupt("a mark is not followed by a value").into()),
         }
         if let Some(mark) = mark.take() {
             build.keep(mark.get() as usize - 1)?;
@@ -224,7 +224,7 @@ pub fn walk<B: Build>(payload: &[u8], build: &mut B) -> std::result::Result<(), 
             break;
         }
     }
-    if reader.at == payload.len() { Ok(()) } else { Err(reader.corrupt("bytes after the batch").into()) }
+    if reader.at == payload.len() { Ok(()) } else { Err(reader.corrupt("there are bytes after the batch").into()) }
 }
 
 /// Returns the string of a payload that is a single string; `None` for any other payload.
@@ -300,7 +300,7 @@ impl<'a> Reader<'a> {
         let room = (self.bytes.len() - self.at) / each;
         match usize::try_from(count) {
             Ok(count) if count <= room => Ok(count),
-            _ => Err(self.corrupt("a count is larger than the payload")),
+            _ => Err(self.corrupt("a count exceeds the payload")),
         }
     }
 

@@ -54,7 +54,7 @@ impl Build for Counted {
 
     fn close(&mut self, group: Group, count: usize) -> Result<(), Error> {
         let values = if group == Group::Dict { count * 2 } else { count };
-        self.stack = self.stack.checked_sub(values).expect("a container closes over values that were built") + 1;
+        self.stack = self.stack.checked_sub(values).expect("the items of a container are built before it closes") + 1;
         Ok(())
     }
 }
@@ -215,7 +215,7 @@ proptest! {
     }
 
     #[test]
-    fn copies_hold_the_elements(
+    fn copies_contain_the_elements(
         dims in proptest::collection::vec((0i64..5, -7i64..30), 0..5),
         array in any::<bool>(),
     ) {

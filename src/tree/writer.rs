@@ -1,4 +1,4 @@
-//! The writing side.
+//! The writing side: appends the parts of a tree to a payload.
 
 use super::dtype::Dtype;
 use super::layout::{Dims, TransferPlan};
@@ -41,7 +41,7 @@ impl<'a> Writer<'a> {
         self.out.is_empty()
     }
 
-    /// Removes the bytes written since [`Self::len`] was `len`.
+    /// Truncates the output to `len` bytes, as [`Self::len`] counts them.
     pub fn truncate(&mut self, len: usize) {
         self.out.truncate(len);
     }
@@ -104,7 +104,7 @@ impl<'a> Writer<'a> {
         self.slot()
     }
 
-    /// Begins a container. The caller then writes its `count` items (for a dict, key and value of `count` pairs).
+    /// Begins a container. The caller then writes its `count` items (for a dict, `count` pairs of a key and a value).
     pub fn open(&mut self, group: Group, count: usize) {
         self.out.push(match group {
             Group::List => tag::LIST,
@@ -153,7 +153,7 @@ impl<'a> Writer<'a> {
         self.out.reserve(plan.bytes);
         let at = self.out.len();
         if plan.bytes > 0 {
-            // SAFETY: `bytes` bytes were reserved after `at`; the caller vouches for the source.
+            // SAFETY: `bytes` bytes were reserved after `at`; the caller guarantees the source.
             unsafe { plan.copy(first, self.out.as_mut_ptr().add(at)) };
         }
         // SAFETY: exactly these bytes were reserved and written.
@@ -216,12 +216,12 @@ impl<'a> Writer<'a> {
         self.varint(offset);
     }
 
-    /// Writes bytes from another writer, placeholders included.
+    /// Writes bytes that another writer wrote, including placeholders.
     pub fn raw(&mut self, bytes: &[u8]) {
         self.out.extend_from_slice(bytes);
     }
 
-    /// Fills a placeholder with the index of a memory leaf, and the offset of the bytes in it.
+    /// Fills a placeholder with the index of a memory leaf and the offset of the bytes in that leaf.
     pub fn fill(&mut self, slot: Placeholder, leaf: u32, offset: u64) {
         self.out[slot.0..slot.0 + 4].copy_from_slice(&leaf.to_le_bytes());
         self.out[slot.0 + 4..slot.0 + 12].copy_from_slice(&offset.to_le_bytes());

@@ -16,7 +16,7 @@ fn delivered(machine: &mut Machine, task: u64, worker: u32) {
 }
 
 #[test]
-fn early_tasks_go_round_the_workers_and_are_delivered_in_their_own_epoch() {
+fn early_tasks_go_around_the_workers_and_are_delivered_in_their_own_epoch() {
     let mut machine = ended(Settings::torch(2, 2, true));
     assert!(!machine.may_be_early() && machine.begin_early().is_err(), "there is no room");
     delivered(&mut machine, 0, 0);
@@ -38,7 +38,7 @@ fn early_tasks_go_round_the_workers_and_are_delivered_in_their_own_epoch() {
     assert!(!machine.may_take_up() && machine.take_up().is_err());
     delivered(&mut machine, 3, 1);
     assert_eq!(machine.submit(7), to(7, 1));
-    assert!(!machine.may_be_early(), "its start submits no more than these");
+    assert!(!machine.may_be_early(), "an epoch starts with 4 tasks");
     assert_eq!(machine.next(true), batch(3, 1));
     assert_eq!(machine.next(true), Decision::End);
     machine.take_up().unwrap();
@@ -103,7 +103,7 @@ fn a_reset_withdraws_both_epochs() {
 }
 
 #[test]
-fn a_death_with_early_tasks_alone_is_raised_in_their_epoch() {
+fn a_death_with_only_early_tasks_is_raised_in_their_epoch() {
     let mut machine = ended(Settings::torch(2, 1, true));
     delivered(&mut machine, 0, 0);
     machine.begin_early().unwrap();
@@ -119,7 +119,7 @@ fn a_death_with_early_tasks_alone_is_raised_in_their_epoch() {
 }
 
 #[test]
-fn a_death_with_a_task_of_the_present_epoch_is_raised_there() {
+fn a_death_with_a_task_of_the_current_epoch_is_raised_there() {
     let mut machine = ended(Settings::torch(2, 1, true));
     delivered(&mut machine, 0, 0);
     machine.begin_early().unwrap();
@@ -137,7 +137,7 @@ fn a_window_is_filled_with_as_many_early_tasks_as_an_epoch_starts_with() {
         let mut machine = ended(Settings { window, dispatch, ..Settings::torch(2, 1, true) });
         done(&mut machine, 0, 0);
         done(&mut machine, 1, 1);
-        // The caller tries to begin the early epoch when the sampler ends. After that, the scheduler asks for its
+        // The caller tries to begin the early epoch when the sampler ends. After that, the scheduler asks for early
         // tasks.
         machine.begin_early().unwrap();
         for task in 2..4 {

@@ -96,7 +96,7 @@ fn no_epoch_begins_with_a_worker_that_does_not_exist() {
 }
 
 #[test]
-fn batches_come_in_order_and_each_one_makes_room_for_an_index_first() {
+fn batches_come_in_order_each_after_a_new_submission() {
     let mut machine = primed(2, 1, true);
     done(&mut machine, 1, 1);
     assert_eq!(machine.next(true), WAIT);
@@ -224,7 +224,7 @@ fn out_of_order_complete_batches_are_delivered_before_the_death() {
     died(&mut machine, 1);
     assert_eq!((machine.next(true), machine.next(true)), (batch(2, 2), dead(1, Some(1))));
     done(&mut machine, 0, 0);
-    assert_eq!(machine.next(true), dead(1, Some(1)), "nothing comes after an error that is final");
+    assert_eq!(machine.next(true), dead(1, Some(1)), "a final error hides later results");
     machine.on_event(Duration::ZERO, Event::Shutdown).unwrap();
     let result = Some("data");
     assert_eq!(machine.poll(), Some(Action::Discard { task: TaskId(0), tag: Some(0), result }));
@@ -280,11 +280,11 @@ fn an_epoch_that_replaces_one_which_has_not_begun_reaches_every_worker() {
 }
 
 #[test]
-fn an_epoch_that_is_abandoned_asks_for_no_index_in_the_next_one() {
+fn an_abandoned_epoch_asks_for_no_index_batch_in_the_next_one() {
     let mut machine = persistent(2);
     exhausted(&mut machine, 0, 0);
     exhausted(&mut machine, 1, 1);
-    // An interrupt ends `next` here, before it could ask for the indices.
+    // An interrupt ends `next` here, before it asks for index batches.
     at(&mut machine, 0, Event::EpochReset);
     (0..2).for_each(|worker| at(&mut machine, 0, Event::Resumed(WorkerId(worker))));
     prime(&mut machine);

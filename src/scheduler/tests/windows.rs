@@ -184,7 +184,7 @@ fn the_default_window_of_a_shared_queue_is_the_limit_of_outstanding_tasks() {
 }
 
 #[test]
-fn a_shared_queue_runs_ahead_of_a_stuck_task_as_far_as_it_has_slots() {
+fn a_shared_queue_runs_ahead_of_a_stuck_task_up_to_its_span() {
     let mut machine = windowed(QUEUE, false, None);
     for task in 1..1024 {
         done(&mut machine, 1, task);
@@ -232,7 +232,7 @@ fn with_the_last_worker_all_tasks_of_the_shared_queue_are_lost() {
     }
     assert_eq!(machine.next(true), dead(1, None));
     let held = Event::WorkerDied { worker: WorkerId(0), held: vec![TaskId(9)] };
-    assert!(machine.on_event(Duration::ZERO, held).is_ok(), "it has died already");
+    assert!(machine.on_event(Duration::ZERO, held).is_ok(), "it is already dead");
     let mut machine = windowed(QUEUE, true, None);
     let held = Event::WorkerDied { worker: WorkerId(0), held: vec![TaskId(9)] };
     assert!(matches!(machine.on_event(Duration::ZERO, held), Err(Error::Corrupt { .. })));
