@@ -385,9 +385,9 @@ def test_a_loader_that_hangs_is_given_up(engine, folder, monkeypatch):
         with pytest.raises(Unusable) as raised:
             process.ask("run", 1, passes.Limits(None, 60.0), False)
     lines = str(raised.value).splitlines()
-    assert lines[0] == f"with {engine}'s iterator, no batch came within 2 s"
+    assert lines[0] == f"with {engine}'s iterator, no batch arrived within 2 s"
     assert any(re.match(r"  worker 1 \(pid \d+\) is at .*loaders.py:\d+ in fail", line) for line in lines), lines
-    assert lines[-1] == "  if it is slow and not stuck, pass a larger --timeout"
+    assert lines[-1] == "  if it is slow rather than stuck, pass a larger --timeout"
     assert not list(members(group))
 
 

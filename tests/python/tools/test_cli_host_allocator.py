@@ -116,7 +116,7 @@ def test_batches_that_bench_has_seen(monkeypatch, capsys, tmp_path):
     assert small["found"] == "36.75 MiB as one tensor takes 64 MiB (74% more)" and small["state"] == "note"
     assert small["advice"] == (
         "a batch size up to 1.74 times as large takes no more memory; "
-        "PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:18 leaves this size as it is"
+        "PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:18 leaves this size unrounded"
     )
     assert (large["found"], large["state"]) == ("60 MiB as one tensor takes 64 MiB (7% more)", "ok")
     # What it advises is true, and is advised only where it is safe.

@@ -108,7 +108,9 @@ def test_wrong_arguments_of_a_program(arguments, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["x", *arguments])
     with pytest.raises(SystemExit) as ended:
         Program("Text.", ["a", "b"]).parse()
-    assert ended.value.code == 2 and ("no such row: c; there are a, b" in capsys.readouterr().err) == ("c" in arguments)
+    assert ended.value.code == 2 and ("no such row: c; the rows are a, b" in capsys.readouterr().err) == (
+        "c" in arguments
+    )
 
 
 def test_each_document_has_two_marks_for_each_table():
