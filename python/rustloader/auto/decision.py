@@ -138,7 +138,7 @@ class _Trial(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class History:
-    """What the next decision needs to know about earlier ones.
+    """The state that one decision passes to the next.
 
     Attributes:
         direction: Direction of the last change: 1, -1, or 0 if there was none.

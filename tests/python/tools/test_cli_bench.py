@@ -147,7 +147,7 @@ def test_a_loader_is_measured_on_both_engines(folder, capsys):
     assert rows[""] == ["torch", "rustloader", "ratio"]
     for name in ("batches/s", "MB/s", "CPU per batch", "first batch", "memory"):
         assert name in rows, out
-    assert "Too few to tell: 2 epochs of each engine, and at least 3 are needed.\n" in out
+    assert "Too few to tell: 2 epochs of each engine, but at least 3 are needed.\n" in out
     assert "Verdict on rustloader's iterator: " in out and "--step" not in out
     assert max(map(len, lines[1:])) <= 100
     assert "the user's own words" not in out
@@ -430,7 +430,7 @@ def test_a_loader_that_the_engine_does_not_serve_is_no_comparison(folder):
     )
     with probes.Probe(BenchSide("loaders:own", "rustloader"), 300.0) as process:
         assert process.ask("about")["num_workers"] == 1
-        with pytest.raises(Unusable, match="nothing to compare: the Rust engine delivered nothing"):
+        with pytest.raises(Unusable, match="nothing to compare: the Rust engine delivered no batches"):
             process.ask("run", 0, passes.Limits(None, 5.0), True)
 
 
