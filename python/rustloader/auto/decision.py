@@ -250,7 +250,7 @@ def _target(epoch: Epoch, limit: Limit) -> tuple[int, str]:
     if now < (1 - _NEED_MARGIN) * least and epoch.waited > _WAIT_SHARE * epoch.loop:
         bounds = {wanted: "", int(limit.maximum): f"; {limit.reason}"}
         target = min(target, _MAX_STEP_UP * now)
-        more = bounds.get(target, f"; an increase is at most by a factor of {_MAX_STEP_UP}")
+        more = bounds.get(target, f"; limited to {_MAX_STEP_UP} times the current number")
     elif now - 1 >= _SURPLUS * least:
         more = "" if target == wanted else f"; {limit.reason}"
     else:

@@ -41,7 +41,7 @@ class Tuner:
     """The number of workers of a loader, and the measurements on which the next decision is based.
 
     Attributes:
-        count: Number of workers in the latest epoch. Before the first epoch and after `pin`, that in the next one.
+        count: Number of workers in the latest epoch. Before the first epoch and after `pin`, number for the next.
     """
 
     def __init__(self, count: int) -> None:
@@ -86,7 +86,7 @@ class Tuner:
                 logger.info(_SEEDS_TEXT)
 
     def watch(self, iterator: IteratorLike) -> None:
-        """Starts the measurements of an epoch of an iterator. The epoch has `count` workers."""
+        """Starts to measure an epoch of an iterator, which has `count` workers."""
         self._watch = _Watch(ledger.of(iterator).detached(), self.count)
 
     def note_memory(self, pids: Iterable[int]) -> None:

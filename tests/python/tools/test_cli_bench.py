@@ -341,7 +341,7 @@ def test_what_gives_no_loader_or_no_batches(target, text, folder, capsys):
     "target, text",
     [
         ("no_such_file.py:f", "there is no file no_such_file.py\n"),
-        ("loaders.py", "'loaders.py' names no function; write module:function or file.py:function\n"),
+        ("loaders.py", "'loaders.py' does not name a function; write module:function or file.py:function\n"),
     ],
 )
 def test_a_wrong_target_is_refused_before_anything_is_printed(target, text, folder, capsys, monkeypatch):

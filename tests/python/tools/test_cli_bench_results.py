@@ -595,8 +595,8 @@ def test_plans(arguments, text, budget, seconds):
 @pytest.mark.parametrize(
     "arguments, error",
     [
-        (("--workers", "1,2,4,8,16", "--budget", "10"), "10 s is not enough for 5 settings: --budget 60"),
-        (("--workers", "0,1", "--budget", "9.5"), "9.5 s is not enough for 2 settings: --budget 24"),
+        (("--workers", "1,2,4,8,16", "--budget", "10"), "10 s is not enough for 5 settings; pass --budget 60"),
+        (("--workers", "0,1", "--budget", "9.5"), "9.5 s is not enough for 2 settings; pass --budget 24"),
         (("--workers", "1,2", "--budget", "10"), None),
         (("--budget", "1"), None),  # a line says how to measure longer
     ],
@@ -666,7 +666,7 @@ def test_torchs_own_loop_alone_is_answered_with_what_to_do():
         plan.BenchPlan(options("--workers", "0"))
     assert str(raised.value) == (
         "With `num_workers=0`, torch's own loop runs; there is nothing to accelerate. "
-        "To compare it with a loader with workers: --workers 0,2"
+        "To compare it with workers, pass --workers 0,2"
     )
 
 

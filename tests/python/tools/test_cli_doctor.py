@@ -183,7 +183,7 @@ def test_a_cluster_is_asked_only_where_it_is_named(monkeypatch):
     monkeypatch.setattr(cluster.metadata, "version", missing)
     assert list(cluster.cluster()) == []
     monkeypatch.setattr(cluster.metadata, "version", lambda name: "2.99.0")
-    assert list(cluster.cluster()) == [("Ray", "2.99.0; RAY_ADDRESS names no cluster", "")]
+    assert list(cluster.cluster()) == [("Ray", "2.99.0; RAY_ADDRESS is not set", "")]
 
 
 class FakeRay:

@@ -115,7 +115,7 @@ def test_loaders(place, name, folder):
 @pytest.mark.parametrize(
     "target, text",
     [
-        ("factories", "'factories' names no function; write module:function or file.py:function"),
+        ("factories", "'factories' does not name a function; write module:function or file.py:function"),
         ("no_such_thing:f", "there is no module 'no_such_thing' here ("),
         ("factories.sub:f", "there is no module 'factories.sub'"),
         ("no_such_file.py:f", "there is no file no_such_file.py"),

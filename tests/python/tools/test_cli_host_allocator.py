@@ -53,7 +53,7 @@ def test_each_setting_is_read_from_the_variable_that_torch_reads(monkeypatch):
     general, cuda = found.split("; ")
     assert general.startswith("PYTORCH_ALLOC_CONF has pinned_max_cached_size_mb:8 (")
     assert cuda == (
-        "PYTORCH_CUDA_ALLOC_CONF has pinned_free_catch_all:True (errors while pinned memory is freed are suppressed)"
+        "PYTORCH_CUDA_ALLOC_CONF has pinned_free_catch_all:True (errors in freeing pinned memory are suppressed)"
     )
     assert advice == (
         "torch ignores pinned_free_catch_all in PYTORCH_ALLOC_CONF: set it in PYTORCH_CUDA_ALLOC_CONF; "

@@ -440,7 +440,7 @@ def test_a_process_of_another_user(capsys, monkeypatch):
     assert words == f"process 1 belongs to {name}; run as that user or with sudo"
     monkeypatch.setattr(processes, "user", lambda: name)
     words = refused(1, "--once", capsys=capsys)
-    assert words == "process 1 does not let other processes of its user look at it; run this with sudo"
+    assert words == "process 1 does not let other processes of its user inspect it; run this with sudo"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process as another user")

@@ -54,7 +54,7 @@ def test_a_function_runs_in_a_new_interpreter(tmp_path, monkeypatch):
 
     pid, value, torch = processes.fresh(fresh_of_test.power, 2, 5)
     assert (value, torch) == (32, False) and pid != os.getpid()
-    with pytest.raises(rounds.Failure, match="ended with 1"):
+    with pytest.raises(rounds.Failure, match="exited with status 1"):
         processes.fresh(fresh_of_test.power, 2, "no number")
 
 

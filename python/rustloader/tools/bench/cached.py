@@ -22,7 +22,7 @@ _MIN_HITS = 0.95
 
 @dataclass(frozen=True)
 class Fit:
-    """The size of a cache of the whole dataset, the memory available for it, and the hits of the second epoch.
+    """The size of a cache of the whole dataset, the memory available for it, and the hits in the second epoch.
 
     Attributes:
         samples: length of the dataset.

@@ -115,7 +115,7 @@ class _Bench:
             others = ((RAY,) if self._options.ray else ()) + ((CACHED,) if self._options.cache else ())
             names = _ENGINES[:1] if setting.workers == 0 else _ENGINES + others
             where = f"{setting}: " if str(setting) else ""
-            progress.say(f"{where}making the loaders")
+            progress.say(f"{where}creating the loaders")
             probes = [stack.enter_context(self._probe(name, setting)) for name in names]
             about, *other_descriptions = [probe.answer() for probe in probes]
             self._about = self._about or about
@@ -207,7 +207,7 @@ class _Bench:
         limits = self._limits._replace(batches=skipped + _MAX_SHOWN)
         timelines = {}
         for name in _ENGINES:
-            progress.say(f"the plot: {name}")
+            progress.say(f"recording {name} for the plot")
             with tempfile.TemporaryDirectory(prefix="rustloader-bench-") as folder:
                 with self._probe(name, setting, folder) as probe:
                     probe.answer()

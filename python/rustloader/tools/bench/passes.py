@@ -41,7 +41,7 @@ class Watcher(Protocol):
     """Receives progress callbacks of a pass."""
 
     def on_start(self, iterator: Iterator[Any]) -> None:
-        """Called after the start of the workers."""
+        """Called once the workers have been started."""
 
     def on_progress(self) -> None:
         """Called after a batch, at most a few times per second."""
@@ -198,7 +198,7 @@ def steady(marks: list[Mark], batches: int) -> tuple[Mark, Mark] | None:
 
 
 def _rates(begin: Mark, end: Mark) -> tuple[float, float]:
-    """Returns the batches per second, and the processor seconds per batch."""
+    """Returns the batches per second, and the seconds of processor time per batch."""
     batches = end.batches - begin.batches
     return batches / (end.time - begin.time), (end.cpu - begin.cpu) / batches
 

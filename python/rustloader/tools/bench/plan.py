@@ -37,7 +37,7 @@ class BenchPlan:
         if options.workers == [0]:
             raise Unusable(
                 "With `num_workers=0`, torch's own loop runs; there is nothing to accelerate. "
-                "To compare it with a loader with workers: --workers 0,2"
+                "To compare it with workers, pass --workers 0,2"
             )
         self.settings = list(settings_of(options))
         self.requested = len(self.settings) - (0 not in (options.workers or ()))
@@ -52,7 +52,9 @@ class BenchPlan:
             self.budget = float(options.budget)
             if self.requested > 1 and self.budget < _MIN_SECONDS * self.requested:
                 enough = _ENOUGH_SECONDS * self.requested
-                raise Unusable(f"{self.budget:g} s is not enough for {self.requested} settings: --budget {enough:g}")
+                raise Unusable(
+                    f"{self.budget:g} s is not enough for {self.requested} settings; pass --budget {enough:g}"
+                )
             self.seconds = options.seconds or min(_DEFAULT_SECONDS, self.budget / len(self.settings) / _MIN_EPOCHS)
 
     @property
@@ -101,7 +103,7 @@ def check_plot(path: str) -> None:
     except ImportError as error:
         if (error.name or "").partition(".")[0] == "matplotlib":
             raise Unusable("--plot needs matplotlib: pip install 'rustloader[plot]'") from None
-        raise Unusable(f"--plot needs matplotlib, and its import failed: {error}") from None
+        raise Unusable(f"--plot needs matplotlib, but importing it failed: {error}") from None
     suffix = os.path.splitext(path)[1].removeprefix(".").lower()
     supported = sorted(FigureCanvasBase.get_supported_filetypes())
     if suffix not in supported:

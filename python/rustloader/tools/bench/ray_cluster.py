@@ -191,7 +191,9 @@ class Price:
             text += f"Workers on the cluster do not pay off: {free}, no more than the {cores} here."
         else:
             useful = min(self.cluster.cpus, math.ceil(self.replaced))
-            text += f"At least {self.cores + 1} workers on the cluster pay off, and up to {useful:g} help: {free}."
+            text += (
+                f"Workers on the cluster pay off if there are at least {self.cores + 1}; up to {useful:g} help: {free}."
+            )
         if not self.cluster.nodes:
             text += " The cluster is only this machine, so its CPUs are the cores here, and the link is the loopback."
         return text

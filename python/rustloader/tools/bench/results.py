@@ -56,7 +56,7 @@ class Point:
 
     @property
     def others_share(self) -> float:
-        """The share of the cores that other processes used, the larger of both engines' values; 0 if unknown."""
+        """The share of the cores that other processes used, the larger of the two engines' values; 0 if unknown."""
         return max(self.torch.others_share, self.rustloader.others_share)
 
     @property

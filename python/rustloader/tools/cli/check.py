@@ -170,7 +170,7 @@ class _Comparison:
         Runs torch's iterator a second time, to find out whether it delivers the same batches each time.
         """
         kinds = {torch_event.kind if torch_event else None, engine_event.kind if engine_event else None}
-        where = "the end: the main process's random state" if kinds == {"state"} else f"batch {k}"
+        where = "the end, in the main process's random state" if kinds == {"state"} else f"batch {k}"
         try:
             with self._side("torch", quiet=True) as again:
                 about = again.load()

@@ -34,7 +34,7 @@ def cluster() -> Iterator[Line]:
     # Only a process that has imported Ray can be connected.
     connected = "ray" in sys.modules and sys.modules["ray"].is_initialized()
     if not address and not connected:
-        yield "Ray", f"{version}; RAY_ADDRESS names no cluster", ""
+        yield "Ray", f"{version}; RAY_ADDRESS is not set", ""
         return
     import ray
 

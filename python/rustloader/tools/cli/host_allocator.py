@@ -32,10 +32,10 @@ _SAFE_THRESHOLD = (2, 15)
 _MEANINGS = {
     "pinned_use_cuda_host_register": "new memory is mapped and then registered, not allocated by cudaHostAlloc",
     "pinned_use_hip_host_register": "new memory is mapped and then registered, not allocated by hipHostMalloc",
-    "pinned_num_register_threads": "threads that register one block",
+    "pinned_num_register_threads": "number of threads that register a block",
     "pinned_use_background_threads": "a thread checks which memory the device no longer uses",
-    "pinned_free_catch_all": "errors while pinned memory is freed are suppressed",
-    "pinned_reserve_segment_size_mb": "MiB that are reserved at the first use, and allocated in parts",
+    "pinned_free_catch_all": "errors in freeing pinned memory are suppressed",
+    "pinned_reserve_segment_size_mb": "MiB that are reserved at the first use, and handed out in parts",
     "pinned_max_round_threshold_mb": "sizes above this many MiB are not rounded up to a power of two",
     "pinned_max_cached_size_mb": "blocks above this many MiB are returned to the system, not kept for later batches",
 }

@@ -47,9 +47,9 @@ Checks whether this machine has what the engine needs, and runs a small loader o
 into a bug report. Exit status: 0 if the engine works here, 1 if loaders run on torch's iterator."""
 _CHECK = """\
 Compares one epoch of a loader on torch's iterator with one on the engine, bit for bit. The factory takes no arguments
-and returns a DataLoader. It is called once in a separate process for each of the two, with the same seeds. A dead
-worker, or a wait longer than --timeout, ends the comparison. Exit status: 0 if nothing differs, 1 if something does, 2
-if there was nothing to compare."""
+and returns a DataLoader. It is called in a separate process for each engine, with the same seeds. A dead worker, or a
+wait longer than --timeout, ends the comparison. Exit status: 0 if nothing differs, 1 if something does, 2 if there was
+nothing to compare."""
 _CHECK_EXAMPLES = """\
 examples:
   {prog} check mypackage.data:train_loader

@@ -32,7 +32,7 @@ def fresh(function: Callable[..., Any], *arguments: Any) -> Any:
     call = [str(file.parent), file.stem, function.__name__, json.dumps(arguments)]
     completed = subprocess.run([sys.executable, "-W", "ignore", "-c", _CODE, *call], stdout=subprocess.PIPE, text=True)
     if completed.returncode:
-        raise Failure(f"the process of {function.__name__}{arguments} ended with {completed.returncode}")
+        raise Failure(f"the process of {function.__name__}{arguments} exited with status {completed.returncode}")
     return json.loads(completed.stdout.splitlines()[-1])
 
 

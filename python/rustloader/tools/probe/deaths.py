@@ -50,7 +50,7 @@ def advice(death: str) -> str:
     if signal.SIGBUS.name in death:
         return "/dev/shm may be full: use fewer workers or smaller batches, or enlarge it"
     if "killed by" in death:
-        return "run the loader with num_workers=0 under `python -X faulthandler` to see where"
+        return "run the loader with num_workers=0 under `python -X faulthandler` to see where it crashes"
     return "its code called sys.exit() or os._exit(), or crashed; run the loader with num_workers=0 to see where"
 
 
@@ -81,7 +81,7 @@ def _workers_in_traceback(error: BaseException) -> list[Any]:
 
 
 def _death_in_message(text: str) -> str:
-    """Describes the death that a message of torch reports, for a worker that is not in the list of workers."""
+    """Describes the death that torch's message reports, for a worker that is not in the list of workers."""
     if match := re.search(r"\(pid (\d+)\).* exit code (\d+)", text):
         return f"a worker (pid {match[1]}) {exit_text(int(match[2]))}"
     if match := re.search(r"\(pid (\d+)\) is killed by signal: (.+?)\. ", text):
@@ -143,7 +143,7 @@ def _stuck_reason(pid: int) -> str:
 
 
 def _exitcode(worker: Any) -> int | None:
-    with contextlib.suppress(AttributeError, ValueError):  # not a process, or a closed one
+    with contextlib.suppress(AttributeError, ValueError):  # not a process object, or a closed one
         code: int | None = worker.exitcode
         return code
     return None

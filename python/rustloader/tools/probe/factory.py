@@ -57,7 +57,7 @@ def check_target(target: str) -> tuple[str, str, bool]:
     """
     place, colon, name = target.rpartition(":")
     if not (colon and place and name):
-        raise Unusable(f"{target!r} names no function; write module:function or file.py:function")
+        raise Unusable(f"{target!r} does not name a function; write module:function or file.py:function")
     is_file = place.endswith(".py") or os.sep in place
     if is_file and not os.path.isfile(place):
         hint = f"; did you mean {place}.py?" if os.path.isfile(f"{place}.py") else ""

@@ -74,7 +74,7 @@ def _observe_iterator(loader: LoaderArena, outer: dict[int, int] | None) -> Obse
 
 @dataclass(frozen=True)
 class WorkerView:
-    """A worker, as it is shown.
+    """A worker, as ``top`` shows it.
 
     ``pid`` is the process ID in this PID namespace, if known. Shares cover the last interval. ``fetch_cpu_share`` is
     the processor time of the fetches that ended in the interval as a share of their wall time; None if none ended.
