@@ -18,14 +18,14 @@ from rustloader.system.formatting import count_of, duration
 # Minimum number of batches, of batches per worker, and of seconds in an epoch for a decision. In a shorter epoch, the
 # first batches have too much weight.
 _MIN_BATCHES, _MIN_BATCHES_PER_WORKER, _MIN_SECONDS = 20, 3, 0.5
-# The number of workers increases only if the loop spends more than the first share of its time waiting, and if the
-# number is below the need by more than the second share of the need.
+# The number of workers increases only if the loop spends more than the first share of its time waiting. In addition, the
+# number must be below the need by more than the second share of the need.
 _WAIT_SHARE, _NEED_MARGIN = 0.05, 0.1
 # The number decreases only if one worker fewer is still at least this multiple of the need.
 _SURPLUS = 1.35
 # The new number as a multiple of the need, after an increase and after a decrease. It exceeds the need because some
 # batches take longer than others. With the margins above, a measurement error of 10 % does not reverse a change.
-_SPARE, _SPARE_OF_FEWER = 1.05, 1.15
+_SPARE_AFTER_INCREASE, _SPARE_AFTER_DECREASE = 1.05, 1.15
 # Maximum factor of an increase.
 _MAX_STEP_UP = 4
 # Maximum number of workers per core, and in total. On a machine with more cores than the second limit, their number
@@ -39,8 +39,8 @@ _MIN_GAIN, _VISIBLE_GAIN = 0.25, 0.1
 # After a useless increase, the time that a worker takes for a batch, or the loop's pace, must change by this factor
 # before another increase is tried.
 _CHANGE_FACTOR = 2.0
-# If the loop's work between two batches takes less than this number of seconds, or less than this share of the loop's
-# time, it does not count as a training step.
+# The loop's work between two batches counts as a training step only if it takes at least this number of seconds, and at
+# least this share of the loop's time.
 _NO_STEP, _NO_STEP_SHARE = 50e-6, 0.02
 
 
@@ -244,7 +244,7 @@ def _target(epoch: Epoch, limit: Limit) -> tuple[int, str]:
     string if they do not call for a change."""
     now, need = epoch.workers, epoch.need
     least = min(need, limit.maximum)
-    spare = _SPARE if now < need else _SPARE_OF_FEWER
+    spare = _SPARE_AFTER_INCREASE if now < need else _SPARE_AFTER_DECREASE
     wanted = math.ceil(round(need * spare, 3))
     target = max(1, min(wanted, int(limit.maximum)))
     if now < (1 - _NEED_MARGIN) * least and epoch.waited > _WAIT_SHARE * epoch.loop:

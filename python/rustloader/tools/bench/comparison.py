@@ -18,8 +18,8 @@ FEWEST_EPOCHS, FEWEST_BATCHES = 3, 50
 # Shares of the cores used by other processes. If the share is at least NOTED, the result mentions it; if it is at least
 # BUSY, there is no recommendation.
 NOTED, BUSY = 0.1, 0.25
-# Ratios from 1 / EQUAL to EQUAL count as equal. The speeds of two processes that do the same work may differ by up to
-# this factor for as long as they run, because their memory is at different addresses.
+# Ratios from 1 / EQUAL to EQUAL count as equal. Two processes that do the same work may differ in speed by up to this
+# factor for as long as they run, because their memory is at different addresses.
 EQUAL = 1.03
 # Maximum ratio of an interval's ends for the verdict "no measurable difference".
 _SMALL_RATIO = 1.25
@@ -82,10 +82,10 @@ class Comparison(NamedTuple):
 def compare(theirs: Sequence[float], ours: Sequence[float], batches: int) -> Comparison:
     """Compares two engines by pairs of epochs that were measured one after the other.
 
-    One engine is faster only if the confidence interval of the ratio is outside the range that counts as equal, and the
-    intervals of the two engines' rates do not overlap. With up to 8 epochs, an interval spans all values. There is no
-    measurable difference if the interval of the ratio is narrow and overlaps the range that counts as equal. Otherwise
-    there are too few measurements to tell.
+    One engine is faster only if two conditions hold: the confidence interval of the ratio is outside the range that
+    counts as equal, and the intervals of the two engines' rates do not overlap. With up to 8 epochs, an interval spans
+    all values. There is no measurable difference if the interval of the ratio is narrow and overlaps the range that
+    counts as equal. Otherwise there are too few measurements to tell.
 
     Args:
         theirs: batches per second of torch in each epoch.
