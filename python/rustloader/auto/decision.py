@@ -18,8 +18,8 @@ from rustloader.system.formatting import count_of, duration
 # Minimum number of batches, of batches per worker, and of seconds in an epoch for a decision. In a shorter epoch, the
 # first batches have too much weight.
 _MIN_BATCHES, _MIN_BATCHES_PER_WORKER, _MIN_SECONDS = 20, 3, 0.5
-# The number of workers increases only if the loop spends more than the first share of its time waiting. In addition, the
-# number must be below the need by more than the second share of the need.
+# The number of workers increases only if the loop spends more than the first share of its time waiting. The number must
+# also be below the need by more than the second share of the need.
 _WAIT_SHARE, _NEED_MARGIN = 0.05, 0.1
 # The number decreases only if one worker fewer is still at least this multiple of the need.
 _SURPLUS = 1.35
