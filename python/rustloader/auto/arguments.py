@@ -1,4 +1,4 @@
-"""``num_workers="auto"`` as an argument of a loader: its checks, and the initial number of workers.
+"""Checks the argument ``num_workers`` of a loader, and chooses the initial number of workers for "auto".
 
 This module also works on systems without the engine.
 """
@@ -15,9 +15,9 @@ import rustloader.system.local_ranks as local_ranks
 from rustloader.system.protocols import LoaderLike
 
 AUTO = "auto"
-# Position of `num_workers` among the arguments of torch's class.
-_NUM_WORKERS_PLACE = 5
-# Maximum initial number of workers, and the free memory in bytes that there must be for each of them.
+# Index of `num_workers` among the positional arguments of torch's class.
+_NUM_WORKERS_INDEX = 5
+# Maximum initial number of workers, and the free memory in bytes that each of them requires.
 _MAX_INITIAL, _MEMORY_PER_WORKER = 16, 256 << 20
 
 
@@ -28,8 +28,8 @@ def resolved(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, 
     Raises:
         ValueError: ``num_workers`` is a string other than "auto".
     """
-    if len(args) > _NUM_WORKERS_PLACE:
-        value = args[_NUM_WORKERS_PLACE]
+    if len(args) > _NUM_WORKERS_INDEX:
+        value = args[_NUM_WORKERS_INDEX]
     elif "num_workers" in kwargs:
         value = kwargs["num_workers"]
     else:
@@ -39,8 +39,8 @@ def resolved(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, 
     if value != AUTO:
         raise ValueError(f'num_workers option should be a non-negative integer or "auto", got num_workers={value!r}')
     count = initial_workers()
-    if len(args) > _NUM_WORKERS_PLACE:
-        return (*args[:_NUM_WORKERS_PLACE], count, *args[_NUM_WORKERS_PLACE + 1 :]), kwargs, count
+    if len(args) > _NUM_WORKERS_INDEX:
+        return (*args[:_NUM_WORKERS_INDEX], count, *args[_NUM_WORKERS_INDEX + 1 :]), kwargs, count
     return args, kwargs | {"num_workers": count}, count
 
 
@@ -57,7 +57,7 @@ def suggest(error: TypeError, given: Iterable[str], known: Iterable[str]) -> Non
     known = list(known)
     for name in given:
         if name not in known and (matches := difflib.get_close_matches(name, known, 1, cutoff=0.75)):
-            error.add_note(f"Did you mean {matches[0]} in place of {name}?")
+            error.add_note(f"Did you mean {matches[0]} instead of {name}?")
 
 
 def refuse_string(loader: LoaderLike) -> None:
@@ -71,9 +71,8 @@ def refuse_string(loader: LoaderLike) -> None:
 
 
 def initial_workers() -> int:
-    """Returns the initial number of workers, at least 1: the number of cores that this process may use according to its
-    affinity and CPU quota, divided by the number of ranks that share them, but no more than the free memory allows.
-    """
+    """Returns the initial number of workers, from 1 to 16: this rank's share of the cores that affinity and CPU quota
+    allow, or fewer if there is too little free memory."""
     if not sys.platform.startswith("linux"):
         return max(1, min(_MAX_INITIAL, (os.cpu_count() or 1) // (local_ranks.size() or 1)))
     from rustloader.system.cores import own_cores
@@ -84,8 +83,11 @@ def initial_workers() -> int:
 
 
 def free_memory() -> int | None:
-    """Returns this rank's share of the free memory, in bytes; None if unknown. The free memory is the least that the
-    machine or one of the process's cgroups has, and the ranks on this machine share it equally."""
+    """Returns this rank's share of the free memory, in bytes; None if unknown.
+
+    The free memory is the smallest amount available on the machine or in any of the process's cgroups. The ranks on
+    this machine share it equally.
+    """
     from rustloader._core import memory_limits
 
     free = min((free for _, _, free in memory_limits()), default=None)

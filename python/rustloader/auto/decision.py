@@ -1,9 +1,9 @@
 """Decides the number of workers for the next epoch from measurements of the last one, without side effects.
 
 If the training loop takes a batch every ``pace`` seconds, and a worker needs ``per_batch`` seconds to make one, then
-the loop needs ``per_batch / pace`` workers, within the limits. The number changes only if the measurements call for it
-by a clear margin. Each reversal of direction doubles the number of consecutive epochs that must agree on the next
-reversal, so that noise cannot make the number oscillate.
+the loop needs ``per_batch / pace`` workers. Limits such as memory may lower that number. The number changes only if the
+measurements call for it by a clear margin. Each reversal of direction doubles the number of consecutive epochs that
+must agree on the next reversal, so that noise cannot make the number oscillate.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from typing import NamedTuple
 
 from rustloader.system.formatting import count_of, duration
 
-# An epoch must have at least this number of batches, of batches per worker, and of seconds to allow a decision: in a
-# shorter one, the first batches have too much weight.
+# Minimum number of batches, of batches per worker, and of seconds in an epoch for a decision. In a shorter epoch, the
+# first batches have too much weight.
 _MIN_BATCHES, _MIN_BATCHES_PER_WORKER, _MIN_SECONDS = 20, 3, 0.5
-# The number of workers increases only if the loop waits for more than the first share of its time, and if the number is
-# below the need by more than the second share of the need.
+# The number of workers increases only if the loop spends more than the first share of its time waiting. The number must
+# also be below the need by more than the second share of the need.
 _WAIT_SHARE, _NEED_MARGIN = 0.05, 0.1
-# The number decreases only if, even with one worker fewer, it is at least this multiple of the need.
+# The number decreases only if one worker fewer is still at least this multiple of the need.
 _SURPLUS = 1.35
 # The new number as a multiple of the need, after an increase and after a decrease. It exceeds the need because some
 # batches take longer than others. With the margins above, a measurement error of 10 % does not reverse a change.
-_SPARE, _SPARE_OF_FEWER = 1.05, 1.15
+_SPARE_AFTER_INCREASE, _SPARE_AFTER_DECREASE = 1.05, 1.15
 # Maximum factor of an increase.
 _MAX_STEP_UP = 4
-# Maximum number of workers per core, and in total; the second limit is the number of cores if that is larger.
+# Maximum number of workers per core, and in total. On a machine with more cores than the second limit, their number
+# replaces it.
 _PER_CORE, _MAX_WORKERS = 16, 64
-# If the ratio of a worker's CPU time to its time at work exceeds this value, the worker counts as multithreaded.
+# If the ratio of the workers' CPU time to their busy time exceeds this value, they count as multithreaded.
 _THREADED_SHARE = 1.5
 # An increase counts as useless if its gain is below the first share of the expected gain. It is judged only if the
 # expected gain exceeds the second share of the time per batch, because a smaller one might not be visible.
@@ -38,8 +39,8 @@ _MIN_GAIN, _VISIBLE_GAIN = 0.25, 0.1
 # After a useless increase, the time that a worker takes for a batch, or the loop's pace, must change by this factor
 # before another increase is tried.
 _CHANGE_FACTOR = 2.0
-# If the loop's work between two batches takes less than this number of seconds, or less than this share of the loop's
-# time, it does not count as a training step.
+# The loop's work between two batches counts as a training step only if it takes at least this number of seconds, and at
+# least this share of the loop's time.
 _NO_STEP, _NO_STEP_SHARE = 50e-6, 0.02
 
 
@@ -57,7 +58,7 @@ class Epoch:
         busy: Total time that the workers spent on these batches.
         cpu: CPU time that the workers used in the part of ``busy`` for which this was measured.
         measured: Length of that part of ``busy``.
-        queued: Part of ``measured`` in which workers were ready to run but had no core.
+        queued: Part of ``measured`` during which workers were ready to run but had no core.
     """
 
     workers: int
@@ -109,9 +110,9 @@ class Epoch:
 
     @property
     def cpu_share(self) -> float:
-        """CPU time as a share of the time that workers were at work, not including waits for a core; 1 if unknown."""
-        at_work = self.measured - self.queued
-        return self.cpu / at_work if at_work > 0 else 1.0
+        """CPU time as a share of the workers' busy time, not including waits for a core; 1 if unknown."""
+        running = self.measured - self.queued
+        return self.cpu / running if running > 0 else 1.0
 
 
 class Limit(NamedTuple):
@@ -137,14 +138,14 @@ class _Trial(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class History:
-    """The results of earlier decisions that the next one depends on.
+    """The state that one decision passes to the next.
 
     Attributes:
         direction: Direction of the last change: 1, -1, or 0 if there was none.
-        reversals: Number of changes whose direction was opposite to that of the preceding change.
-        wanted: The direction in which the latest epochs would change the number, and how many of them agree on it.
+        reversals: Number of changes that reversed the direction of the preceding change.
+        wanted: The direction that the latest epochs call for, and how many consecutive epochs have called for it.
         trial: The baseline of the last change if it was an increase that has not been evaluated yet; otherwise None.
-        ceiling: The baseline of a useless increase, whose number of workers is now a limit; None if there is none.
+        ceiling: The baseline of a useless increase; its number of workers is now a limit. None if there is none.
     """
 
     direction: int = 0
@@ -176,7 +177,7 @@ def decide(epoch: Epoch, cores: float, limits: Sequence[Limit] = (), history: Hi
     Args:
         epoch: The measurements of the last epoch.
         cores: Number of cores that the workers may use.
-        limits: Additional limits, such as memory.
+        limits: Additional limits, such as one that follows from the free memory.
         history: The history that the last decision returned.
 
     Example:
@@ -230,7 +231,7 @@ def _tightest(epoch: Epoch, cores: float, limits: Sequence[Limit], history: Hist
     bounds.append(Limit(max(cores, min(_PER_CORE * cores, _MAX_WORKERS)), f"there {_cores(cores)}"))
     bounds.append(Limit(epoch.tasks / 2, f"the epoch had {count_of(epoch.tasks, 'batch')}"))
     if history.ceiling is not None:
-        bounds.append(Limit(history.ceiling.workers, "more were no faster"))
+        bounds.append(Limit(history.ceiling.workers, "more workers were not faster"))
     return min(bounds, key=lambda limit: limit.maximum)
 
 
@@ -243,13 +244,13 @@ def _target(epoch: Epoch, limit: Limit) -> tuple[int, str]:
     string if they do not call for a change."""
     now, need = epoch.workers, epoch.need
     least = min(need, limit.maximum)
-    spare = _SPARE if now < need else _SPARE_OF_FEWER
+    spare = _SPARE_AFTER_INCREASE if now < need else _SPARE_AFTER_DECREASE
     wanted = math.ceil(round(need * spare, 3))
     target = max(1, min(wanted, int(limit.maximum)))
     if now < (1 - _NEED_MARGIN) * least and epoch.waited > _WAIT_SHARE * epoch.loop:
         bounds = {wanted: "", int(limit.maximum): f"; {limit.reason}"}
         target = min(target, _MAX_STEP_UP * now)
-        more = bounds.get(target, f"; at most {_MAX_STEP_UP} times as many at once")
+        more = bounds.get(target, f"; limited to {_MAX_STEP_UP} times the current number")
     elif now - 1 >= _SURPLUS * least:
         more = "" if target == wanted else f"; {limit.reason}"
     else:

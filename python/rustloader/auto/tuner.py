@@ -26,11 +26,11 @@ from rustloader.system.protocols import IteratorLike, LoaderLike
 
 logger = logging.getLogger("rustloader")
 
-# Share of the free memory that additional workers may use, and the number of workers whose memory use is read.
+# Share of the free memory that additional workers may use, and the maximum number of workers whose memory use is read.
 _MEMORY_PART, _WORKERS_READ = 0.5, 4
 # Attributes in which the iterable datasets of common libraries store their number of shards.
 _SHARDS = ("num_shards", "n_shards")
-_HELD_TEXT = 'num_workers="auto" of the DataLoader %s stays at %s, although its loop waits: %s'
+_HELD_TEXT = 'num_workers="auto" of the DataLoader %s stays at %s, although its loop waits for batches: %s'
 _SEEDS_TEXT = (
     'random numbers in the workers of a DataLoader depend on the number of workers, which num_workers="auto" has '
     'changed; seed_by="sample" makes them independent of it'
@@ -41,13 +41,13 @@ class Tuner:
     """The number of workers of a loader, and the measurements on which the next decision is based.
 
     Attributes:
-        count: Number of workers in the epoch that started last or, before the first epoch and after `pin`, in the next.
+        count: Number of workers in the latest epoch. Before the first epoch and after `pin`, number for the next.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._history = History()
-        # The measurements of the epoch that started last.
+        # The measurements of the latest epoch.
         self._watch: _Watch | None = None
         # True if `pin` has set the number for the next epoch.
         self._is_pinned = False
@@ -78,7 +78,7 @@ class Tuner:
         if decision.held_by and loader_state.of(loader).is_new(_HELD_TEXT):
             logger.info(_HELD_TEXT, config.name, count_of(decision.workers, "worker"), decision.held_by)
         if decision.workers != self.count:
-            text = 'num_workers="auto" of the DataLoader %s over %s: %s in place of %s, because %s'
+            text = 'num_workers="auto" of the DataLoader %s over %s: %s instead of %s, because %s'
             dataset, workers = type(loader.dataset).__qualname__, count_of(decision.workers, "worker")
             logger.info(text, config.name, dataset, workers, self.count, decision.reason)
             self.count = decision.workers
@@ -86,12 +86,14 @@ class Tuner:
                 logger.info(_SEEDS_TEXT)
 
     def watch(self, iterator: IteratorLike) -> None:
-        """Starts the measurements of an epoch of an iterator. The epoch has `count` workers."""
+        """Starts to measure an epoch of an iterator, which has `count` workers."""
         self._watch = _Watch(ledger.of(iterator).detached(), self.count)
 
     def note_memory(self, pids: Iterable[int]) -> None:
-        """Reads how much private memory the running workers use, and limits their number accordingly. Reading takes at
-        most 1 % of the time."""
+        """Reads how much private memory the running workers use, and limits their number accordingly.
+
+        The reads take up to 1 % of the time.
+        """
         free = arguments.free_memory()
         sizes = []
         for pid in list(pids)[:_WORKERS_READ]:
@@ -102,16 +104,16 @@ class Tuner:
             self._allowance.spend(since)
         taken = max(sizes, default=0)
         if free is not None and taken:
-            text = f"a worker takes {size(taken)} of memory, and {size(free)} are free"
+            text = f"a worker takes {size(taken)} of memory, and {size(free)} is free"
             self._memory = Limit(self.count + int(_MEMORY_PART * free / taken), text)
 
 
 class _Watch:
     """The measurements of an iterator since the start of an epoch."""
 
-    def __init__(self, figures: Ledger, workers: int) -> None:
-        self._ledger, self._workers = figures, workers
-        self._before, self._times_before = figures.figures(), figures.processor_times()
+    def __init__(self, source: Ledger, workers: int) -> None:
+        self._ledger, self._workers = source, workers
+        self._before, self._times_before = source.figures(), source.processor_times()
 
     def epoch(self) -> Epoch:
         after, times = self._ledger.figures(), _time(self._ledger.processor_times())
@@ -153,8 +155,8 @@ def of(loader: LoaderLike) -> Tuner | None:
 
 
 def follow(loader: LoaderLike, config: LoaderConfig) -> Tuner | None:
-    """Lets a loader's tuner decide about the epoch that is about to start, and returns the tuner. Returns None if the
-    loader does not have "auto"."""
+    """Lets a loader's tuner choose the number of workers for the epoch that is about to start, and returns the tuner.
+    Returns None if the loader does not have "auto"."""
     tuner = of(loader)
     if tuner is not None:
         own = loader_state.has_auto(loader)

@@ -208,11 +208,11 @@ def test_a_process_alone_has_no_ranks(monkeypatch):
 @pytest.mark.parametrize(
     ("cores", "obtainable", "found", "advice"),
     [
-        ([{0, 1}, {0, 1}], 8, "2 of them share cores (0-1)", "they crowd 2 of 8 cores: bind each rank"),
+        ([{0, 1}, {0, 1}], 8, "2 of them share cores (0-1)", "they crowd onto 2 of 8 cores: bind each rank"),
         ([{0, 1}, {0, 1}], 2, "2 of them share cores (0-1)", ""),
-        ([{0, 1}, {1, 2}], 8, "2 of them share cores (0-2)", "they crowd 3 of 8 cores: bind each rank"),
-        ([{0, 1}, {1, 2}, {3}], 8, "2 of them share cores (0-2)", "they crowd 3 of 8 cores: bind each rank"),
-        ([{0, 1}, {2, 3}], 8, "none of them on another's cores", ""),
+        ([{0, 1}, {1, 2}], 8, "2 of them share cores (0-2)", "they crowd onto 3 of 8 cores: bind each rank"),
+        ([{0, 1}, {1, 2}, {3}], 8, "2 of them share cores (0-2)", "they crowd onto 3 of 8 cores: bind each rank"),
+        ([{0, 1}, {2, 3}], 8, "no two share a core", ""),
         # Two ranks on each socket.
         ([{0, 1}, {0, 1}, {2, 3}, {2, 3}], 4, "4 of them share cores (0-3)", ""),
     ],

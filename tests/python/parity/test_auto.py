@@ -358,7 +358,7 @@ def test_memory_is_read_from_workers_that_run(persistent, decisions, monkeypatch
     list(loader)
     list(loader)
     # Workers of 1 and 2 GiB; half of 9 GiB for more of the larger.
-    assert limits_seen(decisions) == [[(4, "a worker takes 2.1 GB of memory, and 9.7 GB are free")]]
+    assert limits_seen(decisions) == [[(4, "a worker takes 2.1 GB of memory, and 9.7 GB is free")]]
 
 
 def test_memory_is_read_for_a_part_of_the_time(monkeypatch):
@@ -437,7 +437,7 @@ def test_a_change_is_one_line(decisions, caplog):
         list(loader)
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("INFO", f'num_workers="auto" of the DataLoader digits over Numbers: {change}, because it was given')
-        for change in ("3 workers in place of 2", "1 worker in place of 3")
+        for change in ("3 workers instead of 2", "1 worker instead of 3")
     ]
 
 
@@ -450,7 +450,7 @@ def test_a_limit_is_told_once(decisions, caplog, monkeypatch):
     loader = DataLoader(Numbers(N), num_workers="auto", name="held")
     for _ in range(4):
         list(loader)
-    told = 'num_workers="auto" of the DataLoader held stays at 2 workers, although its loop waits: '
+    told = 'num_workers="auto" of the DataLoader held stays at 2 workers, although its loop waits for batches: '
     assert [record.getMessage() for record in caplog.records] == [f"{told}{N} cores are too few"]
 
 

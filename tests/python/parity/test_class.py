@@ -214,7 +214,7 @@ def test_a_misspelled_argument_has_a_note_and_torchs_text(name, meant):
     assert str(ours.value) == str(torchs.value)
     if "Did you mean" not in str(torchs.value):  # Python 3.14 says it in the text
         notes = getattr(ours.value, "__notes__", [])
-        assert notes == ([] if meant is None else [f"Did you mean {meant} in place of {name}?"])
+        assert notes == ([] if meant is None else [f"Did you mean {meant} instead of {name}?"])
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of torch's half-made iterator

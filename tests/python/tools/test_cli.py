@@ -141,7 +141,7 @@ def test_a_script_that_is_not_there(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for arguments, text in [
         (["gone.py"], "cannot open gone.py: No such file or directory"),
-        (["."], ". is a directory; name a script, or -m and a module"),
+        (["."], ". is a directory; pass a script, or -m and a module"),
         (["-m", "no_such_module"], "cannot run module no_such_module: No module named no_such_module"),
     ]:
         monkeypatch.setattr(sys, "path", list(sys.path))

@@ -35,12 +35,12 @@ def test_values(kind, text, value):
 @pytest.mark.parametrize(
     "kind, text, error",
     [
-        ("seed", "1.5", "must be an integer of 64 bits, got 1.5"),
-        ("seed", str(2**64), f"must be an integer of 64 bits, got {2**64}"),
+        ("seed", "1.5", "must be a 64-bit integer, got 1.5"),
+        ("seed", str(2**64), f"must be a 64-bit integer, got {2**64}"),
         ("seconds", "1e99", "must be a number of seconds from 0 to a year, got 1e99"),
         ("positive_seconds", "1e99", f"{SECONDS}, got 1e99"),
         ("counts", "1025", f"{COUNTS}, got 1025"),
-        ("seed", "", "must be an integer of 64 bits, got ''"),
+        ("seed", "", "must be a 64-bit integer, got ''"),
         ("positive_int", "0", f"{INTEGER}, got 0"),
         ("positive_int", "-2", f"{INTEGER}, got -2"),
         ("positive_int", "many", f"{INTEGER}, got 'many'"),
@@ -65,7 +65,7 @@ def test_errors(kind, text, error):
     [
         (["check", "x:f", "--batches", "0"], f"argument --batches: {INTEGER}, got 0"),
         (["check", "x:f", "--timeout", "0"], f"argument --timeout: {SECONDS}, got 0"),
-        (["check", "x:f", "--seed", "z"], "argument --seed: must be an integer of 64 bits, got 'z'"),
+        (["check", "x:f", "--seed", "z"], "argument --seed: must be a 64-bit integer, got 'z'"),
         (["bench", "x:f", "--workers", "4,x"], f"argument --workers: {COUNTS}, got '4,x'"),
         (["bench", "x:f", "--workers", ""], f"argument --workers: {COUNTS}, got ''"),
         (["bench", "x:f", "--epochs", "no"], f"argument --epochs: {INTEGER}, got 'no'"),

@@ -147,7 +147,7 @@ def test_a_loader_is_measured_on_both_engines(folder, capsys):
     assert rows[""] == ["torch", "rustloader", "ratio"]
     for name in ("batches/s", "MB/s", "CPU per batch", "first batch", "memory"):
         assert name in rows, out
-    assert "Too few to tell: 2 epochs of each engine, and at least 3 are needed.\n" in out
+    assert "Too few to tell: 2 epochs of each engine, but at least 3 are needed.\n" in out
     assert "Verdict on rustloader's iterator: " in out and "--step" not in out
     assert max(map(len, lines[1:])) <= 100
     assert "the user's own words" not in out
@@ -341,7 +341,7 @@ def test_what_gives_no_loader_or_no_batches(target, text, folder, capsys):
     "target, text",
     [
         ("no_such_file.py:f", "there is no file no_such_file.py\n"),
-        ("loaders.py", "'loaders.py' names no function; write module:function or file.py:function\n"),
+        ("loaders.py", "'loaders.py' does not name a function; write module:function or file.py:function\n"),
     ],
 )
 def test_a_wrong_target_is_refused_before_anything_is_printed(target, text, folder, capsys, monkeypatch):
@@ -385,9 +385,9 @@ def test_a_loader_that_hangs_is_given_up(engine, folder, monkeypatch):
         with pytest.raises(Unusable) as raised:
             process.ask("run", 1, passes.Limits(None, 60.0), False)
     lines = str(raised.value).splitlines()
-    assert lines[0] == f"with {engine}'s iterator, no batch came within 2 s"
+    assert lines[0] == f"with {engine}'s iterator, no batch arrived within 2 s"
     assert any(re.match(r"  worker 1 \(pid \d+\) is at .*loaders.py:\d+ in fail", line) for line in lines), lines
-    assert lines[-1] == "  if it is slow and not stuck, pass a larger --timeout"
+    assert lines[-1] == "  if it is slow rather than stuck, pass a larger --timeout"
     assert not list(members(group))
 
 
@@ -430,7 +430,7 @@ def test_a_loader_that_the_engine_does_not_serve_is_no_comparison(folder):
     )
     with probes.Probe(BenchSide("loaders:own", "rustloader"), 300.0) as process:
         assert process.ask("about")["num_workers"] == 1
-        with pytest.raises(Unusable, match="nothing to compare: the Rust engine delivered nothing"):
+        with pytest.raises(Unusable, match="nothing to compare: the Rust engine delivered no batches"):
             process.ask("run", 0, passes.Limits(None, 5.0), True)
 
 

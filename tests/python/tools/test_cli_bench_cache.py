@@ -37,9 +37,9 @@ def test_what_a_cache_gains():
     without = a_point(2, (10.0,), (100.0,) * 3).rustloader
     text = gain(95.0, 1140.0).text(without)
     assert text == (
-        "With rustloader.cache the second epoch has 2,280 batches/s: 12.0x the first one, which fills it, and 11.4x "
-        "that without a cache. All 50,000 samples take about 10.0 GB and fit: 12.0 GB are allowed, 81.0 GB of memory "
-        "were free."
+        "With rustloader.cache the second epoch reaches 2,280 batches/s: 12.0x the rate of the first one, which fills "
+        "the cache, and 11.4x the rate without a cache. All 50,000 samples take about 10.0 GB and fit: 12.0 GB is "
+        "allowed, 81.0 GB of memory was free."
     )
     # Measuring it leaves the other figures as they were.
     assert not without.steady
@@ -61,7 +61,7 @@ def test_a_cache_that_the_epoch_does_not_come_from():
 
 def test_a_random_dataset_is_named():
     text = gain(100.0, 200.0, is_random=True).text(a_point(2, (10.0,), (100.0,) * 3).rustloader)
-    assert "But samples differ when they are made again" in text and text.endswith("into then=.")
+    assert "But the dataset returns different samples for the same index" in text and text.endswith("into then=.")
 
 
 def test_too_few_epochs_have_no_gain():
@@ -69,7 +69,7 @@ def test_too_few_epochs_have_no_gain():
     assert (
         text.startswith("Too few to tell the gain from a cache: 2 epochs of each engine") and "x" not in text.split()[0]
     )
-    assert "as fast" not in text and "fit: 12.0 GB are allowed" in text
+    assert "as fast" not in text and "fit: 12.0 GB is allowed" in text
 
 
 def test_a_gain_as_json():

@@ -301,13 +301,15 @@ def test_points_with_too_few_epochs_are_hollow():
     from rustloader.tools.bench.recommendation import Choice
 
     points = [a_point(1, (10,) * 3, (20,) * 3), a_point(2, (30, 31), (60,) * 3)]
-    reason = "other processes used 60% of the cores meanwhile: end them, and measure again"
+    reason = "other processes used 60% of the cores during the run: end them, and measure again"
     (rates,) = draw("x", points, {"rustloader": Choice(None, reason)}, {}, 0.0).axes
     large = [line for line in rates.get_lines() if line.get_marker() == "o" and line.get_alpha() is None]
     hollow = {(line.get_xdata()[0], line.get_ydata()[0]) for line in large if line.get_markerfacecolor() == "white"}
     # In epochs without the start of the workers a rate is twice as large; these figures are not settled.
     assert len(large) == 4 and hollow == {(2, 30.5)}
-    assert rates.get_title("left").startswith("No recommendation: other processes used 60% of the cores meanwhile (")
+    assert rates.get_title("left").startswith(
+        "No recommendation: other processes used 60% of the cores during the run ("
+    )
 
 
 def test_one_timeline_can_be_drawn_alone():

@@ -24,7 +24,7 @@ def test_without_ray_it_says_how_to_install_it(monkeypatch, capsys, tmp_path):
     (tmp_path / "train.py").touch()
     monkeypatch.setattr(ray_cluster.importlib.util, "find_spec", lambda name: None)
     assert command.main(options("--ray")) == 2
-    assert capsys.readouterr().err == "rustloader bench: --ray needs Ray: pip install rustloader[ray]\n"
+    assert capsys.readouterr().err == "rustloader bench: --ray needs Ray: pip install 'rustloader[ray]'\n"
 
 
 @pytest.mark.parametrize("address", ["auto", "127.0.0.1:1"])
@@ -160,12 +160,12 @@ def test_a_node_that_cannot_send_is_an_error_and_no_hang(fake):
 @pytest.mark.parametrize(
     ("cores", "cpus", "link", "nodes", "text"),
     [
-        (8, 32, 1.2e9, 1, "At least 9 workers on the cluster pay off, and up to 32 help: 32 CPUs are free"),
-        (8, 100, 1.2e9, 1, "At least 9 workers on the cluster pay off, and up to 40 help: 100 CPUs are free"),
-        (39, 64, 1.2e9, 1, "At least 40 workers on the cluster pay off, and up to 40 help"),
-        (40, 64, 1.2e9, 1, "do not pay off: the link carries no more than 40 cores here make."),
+        (8, 32, 1.2e9, 1, "pay off if there are at least 9; up to 32 help: 32 CPUs are free"),
+        (8, 100, 1.2e9, 1, "pay off if there are at least 9; up to 40 help: 100 CPUs are free"),
+        (39, 64, 1.2e9, 1, "pay off if there are at least 40; up to 40 help"),
+        (40, 64, 1.2e9, 1, "do not pay off: the link carries no more than the 40 cores here make."),
         (8, 8, 1.2e9, 1, "do not pay off: 8 CPUs are free in the cluster, no more than the 8 cores here."),
-        (8, 32, 0.12e9, 1, "do not pay off: the link carries no more than 8 cores here make."),
+        (8, 32, 0.12e9, 1, "do not pay off: the link carries no more than the 8 cores here make."),
         (
             2,
             4,
@@ -185,7 +185,7 @@ def test_when_workers_elsewhere_pay(cores, cpus, link, nodes, text):
 def test_the_figures_of_the_formula():
     price = Price(9.6e6, 0.32, 8, Cluster(32, 1, 1.2e9))
     assert str(price).startswith(
-        "A batch has 9.6 MB and takes 320 ms of processor time, so the 8 cores here make at most 25.0 batches/s. "
+        "A batch is 9.6 MB and takes 320 ms of processor time, so the 8 cores here make at most 25.0 batches/s. "
         "The link carries 1,200 MB/s: 125.0 batches/s, the work of 40.0 cores. "
     )
     said = price.as_dict()
@@ -208,7 +208,10 @@ def test_the_plan_and_the_result_name_the_third_engine():
     lines = found.text().splitlines()
     (row,) = [line for line in lines if line.startswith("2 workers ") and "33.0" in line]
     assert row.split()[2:5] == ["33.0", "66.0", "2.00x"]
-    assert "At least 9 workers on the cluster pay off" in " ".join(found.text().split()) and max(map(len, lines)) <= 100
+    assert (
+        "Workers on the cluster pay off if there are at least 9;" in " ".join(found.text().split())
+        and max(map(len, lines)) <= 100
+    )
     (result,) = json.loads(json.dumps(found.as_dict()))["results"]
     assert result["ray"]["batches_per_second"] == 66.0 and result["price"]["pays"] is True
     # Without --ray there is no word of it.

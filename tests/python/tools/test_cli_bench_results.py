@@ -75,7 +75,7 @@ def test_few_batches_have_no_winner():
     assert compared((10, 11, 12), (30, 33, 36), 50).verdict == "faster"
     few = compared((10, 11, 12), (30, 33, 36), 49)
     assert few.verdict == "too few to tell" and not few.is_decided
-    assert str(few) == "Too few to tell: 49 batches of each engine, and at least 50 are needed."
+    assert str(few) == "Too few to tell: 49 batches of each engine, but at least 50 are needed."
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_few_batches_have_no_winner():
         ((10, 11, 12), (30, 33, 36), "3.00x as fast as torch (between 3.00x and 3.00x; 3 pairs of epochs, 75% confid"),
         ((10, 11, 12), (5, 5.5, 6), "rustloader is slower: 0.50x as fast as torch (between 0.50x and 0.50x; 3 pairs"),
         ((10, 11, 12), (10, 11, 12), "No measurable difference: rustloader is 1.00x as fast as torch (between 1.00x"),
-        ((10,), (30,), "Too few to tell: 1 epoch of each engine, and at least 3 are needed."),
+        ((10,), (30,), "Too few to tell: 1 epoch of each engine, but at least 3 are needed."),
         ((10, 11, 14), (12, 13, 15), "Too few to tell: rustloader was faster in most pairs of epochs, but the rates"),
         (
             (10, 20, 30),
@@ -391,7 +391,7 @@ def test_the_summary_of_a_loader():
 
 @pytest.mark.parametrize(
     "arguments, longer",
-    [((), "--budget 240"), (("--budget", "30"), "--budget 60"), (("--epochs", "2"), "leave out --epochs")],
+    [((), "--budget 240"), (("--budget", "30"), "--budget 60"), (("--epochs", "2"), "omit --epochs")],
 )
 def test_too_few_to_tell_has_a_remedy(arguments, longer):
     point = a_point(2, (10.0, 11), (30.0, 33), verdict=VERDICT)
@@ -477,7 +477,7 @@ def test_torchs_own_loop_is_beside_both_loaders():
     assert f"{faster}, or measure with --step SECONDS." in words_of(summary([alone(155.0, 156, 157), point]))
     assert f"{faster}." in words_of(summary([alone(155.0, 156, 157), point], "--step", "0.1"))
     slower = words_of(summary([alone(6.0, 6.5, 7), point]))
-    assert "Without workers, torch makes 6.50 batches/s, 0.10x the rate of the faster loader with workers." in slower
+    assert "Without workers, torch reaches 6.50 batches/s, 0.10x the rate of the faster loader with workers." in slower
     assert "use num_workers=0" not in words_of(summary([alone(60.0, 66, 72), point]))
     assert "Without workers" not in words_of(summary([alone(155.0, 156), point]))
     given = options()
@@ -514,13 +514,15 @@ def test_a_busy_machine_is_named_and_gets_no_recommendation():
     rates = [10.0 + k for k in range(6)], [30.0 + 3 * k for k in range(6)]
     calm, some, much = (busy(a_point(2, *rates, verdict=VERDICT), share) for share in (0.05, 0.15, 0.6))
     assert "97% confidence" in words_of(summary([calm])) and "Other processes" not in words_of(summary([calm]))
-    assert "Other processes used 15% of the cores meanwhile." in words_of(summary([some]))
+    assert "Other processes used 15% of the cores during the run." in words_of(summary([some]))
     assert "97% confidence" in words_of(summary([some]))
     text = words_of(summary([much]))
-    assert "Other processes used 60% of the cores meanwhile: end them and measure again." in text
+    assert "Other processes used 60% of the cores during the run: end them and measure again." in text
     assert "confidence)" not in text and "3.00x as fast as torch" in text
     choice = recommended([calm, busy(a_point(1, *rates), 0.6)])
-    assert choice.workers is None and choice.reason.startswith("other processes used 60% of the cores meanwhile: end")
+    assert choice.workers is None and choice.reason.startswith(
+        "other processes used 60% of the cores during the run: end"
+    )
     assert recommended([calm, busy(a_point(1, *rates), 0.2)]).workers == 1
     assert json.loads(json.dumps(much.as_dict()))["others_share"] == 0.6
     # Unknown is not busy.
@@ -593,8 +595,8 @@ def test_plans(arguments, text, budget, seconds):
 @pytest.mark.parametrize(
     "arguments, error",
     [
-        (("--workers", "1,2,4,8,16", "--budget", "10"), "10 s is not enough for 5 settings: --budget 60"),
-        (("--workers", "0,1", "--budget", "9.5"), "9.5 s is not enough for 2 settings: --budget 24"),
+        (("--workers", "1,2,4,8,16", "--budget", "10"), "10 s is not enough for 5 settings; pass --budget 60"),
+        (("--workers", "0,1", "--budget", "9.5"), "9.5 s is not enough for 2 settings; pass --budget 24"),
         (("--workers", "1,2", "--budget", "10"), None),
         (("--budget", "1"), None),  # a line says how to measure longer
     ],
@@ -664,7 +666,7 @@ def test_torchs_own_loop_alone_is_answered_with_what_to_do():
         plan.BenchPlan(options("--workers", "0"))
     assert str(raised.value) == (
         "With `num_workers=0`, torch's own loop runs; there is nothing to accelerate. "
-        "Measure it together with a loader with workers: --workers 0,2"
+        "To compare it with workers, pass --workers 0,2"
     )
 
 
@@ -690,12 +692,12 @@ def test_a_plot_that_cannot_be_written_is_an_error_at_once(nothing_runs, capsys,
     pytest.importorskip("matplotlib", reason="--plot is optional, and matplotlib is not installed")
     for name in ("a", "a.xyz", "a.png.txt"):
         error = refused(name, capsys)
-        assert f"--plot {name}: the name of the file must end in " in error
+        assert f"--plot {name}: the file name must end in " in error
         assert all(suffix in error for suffix in (".pdf", ".png", ".svg"))
     missing = tmp_path / "no" / "such"
     assert f"there is no folder {missing}" in refused(missing / "a.png", capsys)
     (tmp_path / "folder.png").mkdir()
-    assert "this is a folder; name a file" in refused(tmp_path / "folder.png", capsys)
+    assert "this is a folder; pass the name of a file" in refused(tmp_path / "folder.png", capsys)
     monkeypatch.setattr(plan.os, "access", lambda path, mode: False)
     assert "no permission to write there" in refused(tmp_path / "a.svg", capsys)
 

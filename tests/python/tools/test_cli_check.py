@@ -217,7 +217,7 @@ def test_loaders_that_agree(name, told, check):
     status, out, err = check(name)
     assert (status, err) == (0, "")
     assert out.splitlines()[-2:] == [
-        f"same: {told} compared, bit for bit; the main process's random state is the same, too",
+        f"same: {told} compared, bit for bit; the main process's random state is also the same",
         f"{told} came from the Rust engine",
     ]
 
@@ -247,8 +247,8 @@ def test_errors_in_the_midst_are_listed(check):
     [
         ("failing_at_once", "both engines raise at the first batch: KeyError: 'no sample 0' (loaders_of_mine.py:"),
         ("failing_worker_init", "both engines raise at the first batch: KeyError: 'no sample 0' (loaders_of_mine.py:"),
-        ("empty", "the loader of loaders_of_mine.py:empty gave no batch"),
-        ("own", "none of the batches came from the Rust engine; the loader has an iterator of its own"),
+        ("empty", "the loader of loaders_of_mine.py:empty yielded no batches"),
+        ("own", "none of the batches came from the Rust engine; the loader has its own iterator"),
     ],
 )
 def test_nothing_to_compare(name, cause, check):
@@ -286,8 +286,11 @@ def test_no_factory(folder, capfd):
     "name, told",
     [
         ("different", r"different at batch 1: batch\['x'\] \(torch.Tensor float32 \[4, 3\]\): 1 of 12 elements differ"),
-        ("random_anyhow", "different at batch 0, but torch's iterator differs from itself there as well"),
-        ("out_of_order", r"different at batch \d, but with in_order=False batches come as workers finish; check the "),
+        ("random_anyhow", "different at batch 0, but two runs on torch's iterator differ there as well"),
+        (
+            "out_of_order",
+            r"different at batch \d, but with in_order=False batches arrive as workers finish them; check the ",
+        ),
         ("shorter", "different at batch 2: torch gives a batch, rustloader ends the epoch"),
         (
             "failing_on_us_at_once",
@@ -308,12 +311,18 @@ def test_a_difference_is_named(name, told, check):
 @pytest.mark.parametrize(
     "name, told",
     [
-        ("exiting", r"torch: worker 1 \(pid \d+\) ended with exit code 3, seen while waiting for batch \d\n  its code"),
+        (
+            "exiting",
+            r"torch: worker 1 \(pid \d+\) ended with exit code 3, detected while waiting for batch \d\n  its code",
+        ),
         (
             "dying_in_init",
-            r"torch: (a worker|worker \d) \(pid \d+\) ended with exit code 4, seen while waiting for batch 0\n",
+            r"torch: (a worker|worker \d) \(pid \d+\) ended with exit code 4, detected while waiting for batch 0\n",
         ),
-        ("killed_on_us", r"rustloader: worker 1 \(pid \d+\) was killed by SIGKILL, seen .* batch 1\n  the system may"),
+        (
+            "killed_on_us",
+            r"rustloader: worker 1 \(pid \d+\) was killed by SIGKILL, detected .* batch 1\n  the system may",
+        ),
     ],
 )
 def test_the_first_death_ends_it(name, told, check):
@@ -351,11 +360,11 @@ def test_a_batch_that_cannot_be_pickled_is_named_and_not_the_wait_for_it(check):
     [
         (
             "hanging",
-            r"torch: batch 1 did not come within 40 s\n  worker 1 \(pid \d+\) is at loaders_of_mine.py:\d+ in hangs",
+            r"torch: batch 1 did not arrive within 40 s\n  worker 1 \(pid \d+\) is at loaders_of_mine.py:\d+ in hangs",
         ),
         (
             "hanging_in_c_on_us",
-            r"rustloader: batch 1 did not come within 40 s\n  worker 1 \(pid \d+\) is at loaders_of",
+            r"rustloader: batch 1 did not arrive within 40 s\n  worker 1 \(pid \d+\) is at loaders_of",
         ),
         ("hanging_in_a_sampler", r"torch: batch 0 did not .*\n  the main process \(pid \d+\) is at .* in hangs\n"),
         (
@@ -368,7 +377,7 @@ def test_a_hang_is_named_and_ended(name, told, check, patient):
     status, out, err = check(name, "--timeout", LIMIT)
     assert status == 2 and "same" not in out
     assert re.match(f"rustloader check: {told}", err), err
-    assert err.endswith("\n  if it is slow and not stuck, pass a larger --timeout\n")
+    assert err.endswith("\n  if it is slow rather than stuck, pass a larger --timeout\n")
 
 
 @pytest.mark.timeout(LONG + 60)
@@ -404,5 +413,5 @@ def test_an_end_leaves_nothing(target, number, status, folder):
 
 def test_a_hang_leaves_no_shared_memory(check, patient):
     status, _, err = check("hanging_with_spawn", "--timeout", LIMIT)
-    assert status == 2 and "torch: batch 1 did not come within 40 s\n" in err and "Traceback" not in err
+    assert status == 2 and "torch: batch 1 did not arrive within 40 s\n" in err and "Traceback" not in err
     assert SHM not in os.listdir("/dev/shm")

@@ -29,7 +29,7 @@ def test_one_block_to_copy(capsys):
     assert block[-2:] == ["The engine works here.", "```"]
     assert all(re.match(r"(OK  |note) {2}\S|( {29}-> )", line) for line in block[2:-2]), block
     out = "\n".join(block)
-    assert "8 batches by the Rust engine" in out and "Error" not in out
+    assert "8 batches from the Rust engine" in out and "Error" not in out
     for subject in (
         "kernel Python torch rustloader numpy environment accelerator pinned_memory memfd_create seals pidfd_open "
         "open_files address_space file_size processes memory /dev/shm huge_pages_for_shmem start_method cores"
@@ -183,7 +183,7 @@ def test_a_cluster_is_asked_only_where_it_is_named(monkeypatch):
     monkeypatch.setattr(cluster.metadata, "version", missing)
     assert list(cluster.cluster()) == []
     monkeypatch.setattr(cluster.metadata, "version", lambda name: "2.99.0")
-    assert list(cluster.cluster()) == [("Ray", "2.99.0; RAY_ADDRESS names no cluster", "")]
+    assert list(cluster.cluster()) == [("Ray", "2.99.0; RAY_ADDRESS is not set", "")]
 
 
 class FakeRay:

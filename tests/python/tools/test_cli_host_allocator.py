@@ -53,7 +53,7 @@ def test_each_setting_is_read_from_the_variable_that_torch_reads(monkeypatch):
     general, cuda = found.split("; ")
     assert general.startswith("PYTORCH_ALLOC_CONF has pinned_max_cached_size_mb:8 (")
     assert cuda == (
-        "PYTORCH_CUDA_ALLOC_CONF has pinned_free_catch_all:True (errors while pinned memory is freed are suppressed)"
+        "PYTORCH_CUDA_ALLOC_CONF has pinned_free_catch_all:True (errors in freeing pinned memory are suppressed)"
     )
     assert advice == (
         "torch ignores pinned_free_catch_all in PYTORCH_ALLOC_CONF: set it in PYTORCH_CUDA_ALLOC_CONF; "
@@ -116,7 +116,7 @@ def test_batches_that_bench_has_seen(monkeypatch, capsys, tmp_path):
     assert small["found"] == "36.75 MiB as one tensor takes 64 MiB (74% more)" and small["state"] == "note"
     assert small["advice"] == (
         "a batch size up to 1.74 times as large takes no more memory; "
-        "PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:18 leaves this size as it is"
+        "PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:18 leaves this size unrounded"
     )
     assert (large["found"], large["state"]) == ("60 MiB as one tensor takes 64 MiB (7% more)", "ok")
     # What it advises is true, and is advised only where it is safe.

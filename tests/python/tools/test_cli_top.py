@@ -194,7 +194,9 @@ def test_a_stuck_worker_stands_out_with_its_index_and_its_time(tmp_path, capsys)
         pid = said["workers"][1]
         assert f"  !           worker 1 (pid {pid}) has been fetching batch 41 for " in out
         assert "indices [164, 165, 166, 167]. Its batches take " in out and "\n    !1 " in out
-        assert "waiting for batch 41 for " in out and "verdict     The loop waits for the worker marked below." in out
+        assert (
+            "waiting for batch 41 for " in out and "verdict     The loop is waiting for the worker marked below." in out
+        )
 
 
 def test_a_long_index_is_shortened_and_a_pickled_one_left_out(tmp_path, capsys):
@@ -332,8 +334,8 @@ def test_the_pid_of_a_worker_shows_its_main_process(tmp_path, capsys):
     with running(loop(), tmp_path) as (process, said):
         status, out, err = run(said["workers"][1], "--json", "--interval", "0.1", capsys=capsys)
         assert (status, json.loads(out)["pid"]) == (0, process.pid)
-        words = f"Process {said['workers'][1]} is worker 1 of a loader of process {process.pid}, which is shown.\n"
-        assert err == words
+        shown = f"of a loader of process {process.pid}. Showing process {process.pid}.\n"
+        assert err == f"Process {said['workers'][1]} is worker 1 {shown}"
 
 
 def test_a_process_without_open_descriptors_is_seen_by_root_alone(tmp_path, capsys):
@@ -389,7 +391,7 @@ def test_without_a_pid_the_only_process_is_shown_or_all_are_listed(tmp_path, cap
     known = [os.getpid()]
     monkeypatch.setattr(processes, "pids", lambda: known)
     words = refused(capsys=capsys)
-    assert words.startswith("no process") and "has a loader at work on rustloader's engine now. " in words
+    assert words.startswith("no process") and "has a loader running on rustloader's engine now. " in words
     (tmp_path / "b").mkdir()
     with running(loop(), tmp_path) as (one, said), running(loop(), tmp_path / "b") as (two, _):
         # Its workers have the arena open, and a child of it may.
@@ -400,7 +402,7 @@ def test_without_a_pid_the_only_process_is_shown_or_all_are_listed(tmp_path, cap
         status, out, err = run(capsys=capsys)
         assert (status, err) == (
             2,
-            "rustloader top: several processes have loaders at work; choose one: rustloader top PID\n",
+            "rustloader top: several processes have running loaders; choose one: rustloader top PID\n",
         )
         heading, *rows = out.splitlines()
         assert heading.split() == ["pid", "rank", "loaders", "batches", "in", "next", "verdict", "command"]
@@ -438,7 +440,7 @@ def test_a_process_of_another_user(capsys, monkeypatch):
     assert words == f"process 1 belongs to {name}; run as that user or with sudo"
     monkeypatch.setattr(processes, "user", lambda: name)
     words = refused(1, "--once", capsys=capsys)
-    assert words == "process 1 does not let other processes of its user look at it; run this with sudo"
+    assert words == "process 1 does not let other processes of its user inspect it; run this with sudo"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process as another user")
@@ -486,7 +488,7 @@ def test_a_process_whose_loaders_are_torchs_or_at_rest(workers, tmp_path, capsys
     with running(source, tmp_path) as (process, _):
         words = refused(process.pid, "--once", capsys=capsys)
         assert words.startswith(
-            f"process {process.pid} uses rustloader, but none of its loaders is at work on the engine now"
+            f"process {process.pid} uses rustloader, but none of its loaders is running on the engine now"
         )
         assert "num_workers=0" in words and "torch's own iterator" in words
 
@@ -641,7 +643,7 @@ SHOWS, HIDES = "\x1b[?1049h", "\x1b[?1049l"
 @pytest.mark.parametrize("end", ["q", "interrupt", "terminate"])
 def test_the_live_view_ends_and_leaves_a_clean_terminal(end, tmp_path):
     with running(loop(), tmp_path) as (process, _), Terminal(process.pid, "--interval", "0.1") as terminal:
-        assert terminal.shows("loader 1") and terminal.shows("every 0.1 s; q ends"), terminal.text
+        assert terminal.shows("loader 1") and terminal.shows("every 0.1 s; q quits"), terminal.text
         first = terminal.text.count("loader 1")
         assert wait_until(lambda: terminal.read().count("loader 1") > first + 2, STARTED)
         if end == "q":

@@ -54,7 +54,7 @@ def test_a_function_runs_in_a_new_interpreter(tmp_path, monkeypatch):
 
     pid, value, torch = processes.fresh(fresh_of_test.power, 2, 5)
     assert (value, torch) == (32, False) and pid != os.getpid()
-    with pytest.raises(rounds.Failure, match="ended with 1"):
+    with pytest.raises(rounds.Failure, match="exited with status 1"):
         processes.fresh(fresh_of_test.power, 2, "no number")
 
 
@@ -108,7 +108,9 @@ def test_wrong_arguments_of_a_program(arguments, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["x", *arguments])
     with pytest.raises(SystemExit) as ended:
         Program("Text.", ["a", "b"]).parse()
-    assert ended.value.code == 2 and ("no such row: c; there are a, b" in capsys.readouterr().err) == ("c" in arguments)
+    assert ended.value.code == 2 and ("no such row: c; the rows are a, b" in capsys.readouterr().err) == (
+        "c" in arguments
+    )
 
 
 def test_each_document_has_two_marks_for_each_table():

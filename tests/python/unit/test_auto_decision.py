@@ -144,7 +144,7 @@ def test_a_loop_without_a_training_step_takes_what_there_is():
     decision = decide(epoch(2, 10, 0.03, own=0.02), 4)
     assert decision.workers == 8
     assert decision.reason == (
-        "a worker takes 10 ms per batch, and the loop has no training step; at most 4 times as many at once"
+        "a worker takes 10 ms per batch, and the loop has no training step; limited to 4 times the current number"
     )
     assert target(2, 10, 0.03, own=0.02, share=1.0, cores=4) == 4
 

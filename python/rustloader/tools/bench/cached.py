@@ -1,4 +1,4 @@
-"""``bench --cache``: measures the gain from ``rustloader.cache`` around the dataset, and whether the samples fit."""
+"""``bench --cache``: measures the gain from ``rustloader.cache``, and determines whether all samples fit into it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 # The engine's name in results.
 CACHED = "cached"
-# If a smaller share of the second epoch's samples comes from the cache, the result says so.
+# Minimum share of the second epoch's samples that come from the cache; the result mentions a smaller share.
 _MIN_HITS = 0.95
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The size of a cache of the whole dataset, the memory available for it, and the hits of the second epoch.
+    """The size of a cache of the whole dataset, the memory available for it, and the hits in the second epoch.
 
     Attributes:
         samples: length of the dataset.
@@ -54,8 +54,8 @@ class Fit:
         return min(1.0, max(0.0, room / max(1.0, self.samples * self.sample_bytes)))
 
     def __str__(self) -> str:
-        room = f"{size(self.limit)} are allowed"
-        room += "" if self.free is None else f", {size(self.free)} of memory were free"
+        room = f"{size(self.limit)} is allowed"
+        room += "" if self.free is None else f", {size(self.free)} of memory was free"
         if self.held == 1:
             return f"All {self.samples:,} samples take about {size(self.bytes)} and fit: {room}."
         return f"All {self.samples:,} samples take about {size(self.bytes)}; {self.held:.0%} of them fit: {room}."
@@ -77,19 +77,17 @@ class CacheGain:
         plain = SideRates(without.passes)
         make_sides_comparable([self.first, self.second, plain])
         gain = self.second.rate / plain.rate
-        text = f"With rustloader.cache the second epoch has {number(self.second.rate)} batches/s: "
-        text += f"{times(self.second.rate / self.first.rate)} the first one, which fills it, and {times(gain)} that "
-        text += f"without a cache. {self.fit}"
+        text = f"With rustloader.cache the second epoch reaches {number(self.second.rate)} batches/s: "
+        text += f"{times(self.second.rate / self.first.rate)} the rate of the first one, which fills the cache, and "
+        text += f"{times(gain)} the rate without a cache. {self.fit}"
         if self.fit.hits < _MIN_HITS:
             text += f" Only {self.fit.hits:.0%} of the second epoch's samples were in the cache."
         elif self.fit.held < 1:
             later = 1 / (self.fit.held / gain + 1 - self.fit.held)
             text += f" Epochs after the first would be about {times(later)} as fast as without a cache."
         if self.fit.is_random:
-            text += (
-                " But samples differ when they are made again, and all epochs would get the first ones: move random "
-            )
-            text += "transforms into then=."
+            text += " But the dataset returns different samples for the same index, and with a cache all epochs would "
+            text += "get the first ones: move random transforms into then=."
         return text
 
     def as_dict(self) -> dict[str, Any]:
@@ -124,7 +122,7 @@ class CachedLoader:
             self._cached = rustloader.cache(self._dataset, memory=self._memory)
         except (TypeError, ValueError) as error:
             raise Unusable(f"--cache: {error}") from None
-        # Written to `__dict__`, because a DataLoader refuses to set this attribute after it is created.
+        # Written to `__dict__`, because a DataLoader rejects assignments to this attribute after its creation.
         self._loader.__dict__["dataset"] = self._cached
 
     def usage(self) -> Any:

@@ -28,7 +28,7 @@ from rustloader.tools.harness.rounds import CONFIDENCE, in_turn
 from rustloader.tools.probe.factory import Unusable, check_target
 from rustloader.tools.probe.process import Probe
 
-# For the warm-up: the number of memory samples that is enough, and the maximum number of passes to take them.
+# The warm-up ends after this number of memory samples, or after this number of passes.
 _MIN_SAMPLES, _MAX_WARM_UPS = 10, 5
 # Maximum number of batches in the plot, not counting those skipped at the start.
 _MAX_SHOWN = 40
@@ -85,7 +85,7 @@ class _Bench:
 
         Returns:
             The points, sorted by number of workers, and the reason why torch's own loop was not measured (empty if it
-            was). If the loop was not requested, its failure does not end the run, because a dataset may need a worker.
+            was). If that loop was not requested, its failure does not end the run, because some datasets need workers.
         """
         settings, points, unmeasured = self._plan.settings, [], ""
         for k, setting in enumerate(settings):
@@ -110,12 +110,12 @@ class _Bench:
             print(f"\nThe plot is in {path}.")
 
     def _point(self, setting: Setting, remaining: int, progress: Progress) -> Point:
-        """Measures each engine with one setting. ``remaining`` counts the settings to measure, including this one."""
+        """Measures each engine with one setting. ``remaining`` counts the unmeasured settings, including this one."""
         with ExitStack() as stack:
             others = ((RAY,) if self._options.ray else ()) + ((CACHED,) if self._options.cache else ())
             names = _ENGINES[:1] if setting.workers == 0 else _ENGINES + others
             where = f"{setting}: " if str(setting) else ""
-            progress.say(f"{where}making the loaders")
+            progress.say(f"{where}creating the loaders")
             probes = [stack.enter_context(self._probe(name, setting)) for name in names]
             about, *other_descriptions = [probe.answer() for probe in probes]
             self._about = self._about or about
@@ -207,7 +207,7 @@ class _Bench:
         limits = self._limits._replace(batches=skipped + _MAX_SHOWN)
         timelines = {}
         for name in _ENGINES:
-            progress.say(f"the plot: {name}")
+            progress.say(f"recording {name} for the plot")
             with tempfile.TemporaryDirectory(prefix="rustloader-bench-") as folder:
                 with self._probe(name, setting, folder) as probe:
                     probe.answer()

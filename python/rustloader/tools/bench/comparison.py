@@ -15,15 +15,15 @@ Outcome = Literal["faster", "slower", "no measurable difference", "too few to te
 
 # Minimum epochs and batches of each engine for a verdict.
 FEWEST_EPOCHS, FEWEST_BATCHES = 3, 50
-# Minimum shares of the cores used by other processes: from NOTED on, the result mentions the share; from BUSY on, it
-# recommends nothing.
+# Shares of the cores used by other processes. If the share is at least NOTED, the result mentions it; if it is at least
+# BUSY, there is no recommendation.
 NOTED, BUSY = 0.1, 0.25
-# Ratios from 1 / EQUAL to EQUAL count as equal. The speeds of two processes that do the same work may differ by up to
-# this factor for as long as they run, because their memory is at different addresses.
+# Ratios from 1 / EQUAL to EQUAL count as equal. Two processes that do the same work may differ in speed by up to this
+# factor for as long as they run, because their memory is at different addresses.
 EQUAL = 1.03
-# Maximum ratio of an interval's ends for the verdict that there is no measurable difference.
+# Maximum ratio of an interval's ends for the verdict "no measurable difference".
 _SMALL_RATIO = 1.25
-# An interval above this ratio, or below its inverse, is clearly away from 1.
+# An interval of ratios clearly excludes 1 if it lies above this value or below its inverse.
 _CLEAR_RATIO = 1.1
 
 
@@ -31,7 +31,7 @@ class Comparison(NamedTuple):
     """The speed of rustloader relative to torch.
 
     Attributes:
-        verdict: the result.
+        verdict: the verdict on the speed of rustloader.
         ratio: median of the speed ratios of the pairs of epochs; above 1, rustloader is faster.
         low: lower end of the confidence interval of the ratio.
         high: upper end.
@@ -82,10 +82,10 @@ class Comparison(NamedTuple):
 def compare(theirs: Sequence[float], ours: Sequence[float], batches: int) -> Comparison:
     """Compares two engines by pairs of epochs that were measured one after the other.
 
-    One engine is faster only if the confidence interval of the ratio is outside the range that counts as equal, and the
-    intervals of the two engines' rates do not overlap. With up to 8 epochs, an interval spans all values. There is no
-    measurable difference if the interval of the ratio is narrow and overlaps the range that counts as equal. Otherwise
-    there are too few measurements to tell.
+    One engine is faster only if two conditions hold: the confidence interval of the ratio is outside the range that
+    counts as equal, and the intervals of the two engines' rates do not overlap. With up to 8 epochs, an interval spans
+    all values. There is no measurable difference if the interval of the ratio is narrow and overlaps the range that
+    counts as equal. Otherwise there are too few measurements to tell.
 
     Args:
         theirs: batches per second of torch in each epoch.
@@ -119,7 +119,7 @@ def compare(theirs: Sequence[float], ours: Sequence[float], batches: int) -> Com
 def too_few(epochs: int, batches: int) -> str:
     """Returns the reason why there are too few epochs or batches for a verdict; empty if there are enough."""
     if epochs < FEWEST_EPOCHS:
-        return f"{count_of(epochs, 'epoch')} of each engine, and at least {FEWEST_EPOCHS} are needed"
+        return f"{count_of(epochs, 'epoch')} of each engine, but at least {FEWEST_EPOCHS} are needed"
     if batches < FEWEST_BATCHES:
-        return f"{count_of(batches, 'batch')} of each engine, and at least {FEWEST_BATCHES} are needed"
+        return f"{count_of(batches, 'batch')} of each engine, but at least {FEWEST_BATCHES} are needed"
     return ""

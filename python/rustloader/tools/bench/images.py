@@ -19,7 +19,8 @@ from rustloader.system.patches import Patch
 _PATCHED_METHOD = "PIL.JpegImagePlugin.JpegImageFile.load"
 # Number of images that a worker records.
 _MAX_IMAGES = 16
-# The size to decode to, as a multiple of the size in a sample: random crops need more pixels than they keep.
+# The requested size of a scaled decode, as a multiple of the size in a sample: random crops need more pixels than they
+# keep.
 _MARGIN = 2
 # Number of rounds of a measurement, and minimum gain for advice.
 _ROUNDS, _MIN_GAIN = 3, 1.5
@@ -29,10 +30,10 @@ Size = tuple[int, int]
 
 
 class SizeRecorder:
-    """A ``worker_init_fn`` with which a worker writes the sizes of the first images that it decodes to a file.
+    """A ``worker_init_fn`` that makes a worker write the sizes of the first images that it decodes to a file.
 
-    Calls ``init_fn``, the loader's own ``worker_init_fn``, first. Records nothing if Pillow has not been imported by
-    then.
+    Calls ``init_fn``, the loader's own ``worker_init_fn``, first. If Pillow has not been imported by then, records
+    nothing.
 
     Attributes:
         sizes: the sizes from all workers; set by ``read``.
@@ -105,8 +106,8 @@ def advice(decoded: list[Size], kept: Size | None, measure: Callable[[Size, Size
     Args:
         decoded: sizes of decoded images.
         kept: size of the images in samples; None if unknown.
-        measure: a function that returns the gain from a scaled decode; its arguments are the size of an image and the
-            requested size (default: ``draft_gain``).
+        measure: a function that returns the gain from a scaled decode, given the size of an image and the requested
+            size (default: ``draft_gain``).
     """
     if not decoded or kept is None:
         return ""

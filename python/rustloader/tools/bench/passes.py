@@ -17,7 +17,7 @@ from rustloader.tools.probe.side import end_workers
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-# Minimum seconds between two marks. Reading the clocks of all processes takes a few microseconds.
+# Minimum seconds between two marks. Reading the CPU clocks of all processes takes a few microseconds.
 _MARK_INTERVAL = 0.05
 # Minimum seconds between two progress callbacks.
 _CALLBACK_INTERVAL = 0.25
@@ -41,7 +41,7 @@ class Watcher(Protocol):
     """Receives progress callbacks of a pass."""
 
     def on_start(self, iterator: Iterator[Any]) -> None:
-        """Called after the start of the workers."""
+        """Called once the workers have been started."""
 
     def on_progress(self) -> None:
         """Called after a batch, at most a few times per second."""
@@ -51,7 +51,7 @@ class Watcher(Protocol):
 
 
 class Mark(NamedTuple):
-    """The progress of a pass: the number of batches, the clock in seconds, and the processor time of all processes."""
+    """The progress of a pass: the number of batches, the time in seconds, and the processor time of all processes."""
 
     batches: int
     time: float
@@ -69,7 +69,7 @@ class Pass:
         first_batch_seconds: time from ``iter()`` to the first batch.
         batches_per_second: rate over the whole pass.
         cpu_seconds_per_batch: processor time of all processes per batch.
-        steady_batches_per_second: rate without the start of the workers, see ``steady()``; None if there are too few
+        steady_batches_per_second: rate without the start of the workers (see ``steady()``); None if there are too few
             batches.
         steady_cpu_seconds_per_batch: processor time per batch without the start of the workers; None if there are too
             few batches.
@@ -133,7 +133,7 @@ def _pass(
     busy: float | None,
 ) -> Pass:
     round_length = max(1, loader.num_workers)
-    # From this number of batches on, each taken batch gives a worker one new task.
+    # The number of batches that are requested at the start. Each later one is requested when an earlier one is taken.
     first_steady = round_length * (loader.prefetch_factor or 1)
     taken, total_bytes, complete = 0, 0, False
     marks: list[Mark] = []
@@ -145,7 +145,7 @@ def _pass(
         if count_bytes is not None:
             total_bytes += count_bytes(batch)
         del batch
-        # Workers may finish in lockstep, so only marks at the same position in a round are comparable.
+        # Workers may finish in lockstep, so marks are comparable only at the same position in a round of the workers.
         if now >= due and taken >= first_steady and (taken - first_steady) % round_length == 0:
             marks.append(_mark(taken))
             due = marks[-1].time + _MARK_INTERVAL
@@ -198,7 +198,7 @@ def steady(marks: list[Mark], batches: int) -> tuple[Mark, Mark] | None:
 
 
 def _rates(begin: Mark, end: Mark) -> tuple[float, float]:
-    """Returns the batches per second, and the processor seconds per batch."""
+    """Returns the batches per second, and the seconds of processor time per batch."""
     batches = end.batches - begin.batches
     return batches / (end.time - begin.time), (end.cpu - begin.cpu) / batches
 

@@ -16,8 +16,8 @@ from rustloader.tools.bench.settings import Setting
 from rustloader.tools.bench.timeline import Timeline
 from rustloader.tools.harness.layout import listed
 
-# Colours from the palette of Okabe and Ito, which colour-blind readers can distinguish.
-_COLOURS = {"fetch": "#56B4E9", "collate": "#0072B2", "send": "#009E73", "wait": "#E69F00", "step": "#BBBBBB"}
+# Colors from the palette of Okabe and Ito, which color-blind readers can distinguish.
+_COLORS = {"fetch": "#56B4E9", "collate": "#0072B2", "send": "#009E73", "wait": "#E69F00", "step": "#BBBBBB"}
 _WORDS = {
     "fetch": "worker: fetch",
     "collate": "worker: collate",
@@ -25,15 +25,15 @@ _WORDS = {
     "wait": "main: in next()",
     "step": "main: training step",
 }
-_ENGINE_COLOURS = {"torch": "#D55E00", "rustloader": "#0072B2"}
-# Colours of the curves of a sweep: torch, then rustloader with each combination of options.
-_CURVE_COLOURS = [*_ENGINE_COLOURS.values(), "#009E73", "#E69F00", "#56B4E9", "#CC79A7"]
-# Maximum number of workers with a lane.
+_ENGINE_COLORS = {"torch": "#D55E00", "rustloader": "#0072B2"}
+# Colors of the curves of a sweep: torch, then rustloader with each combination of options.
+_CURVE_COLORS = [*_ENGINE_COLORS.values(), "#009E73", "#E69F00", "#56B4E9", "#CC79A7"]
+# Maximum number of workers that get a lane in a timeline.
 _MAX_LANES = 16
 # Bars of up to this share of a timeline are drawn without edges.
 _MAX_THIN_SHARE = 0.01
 _CAPTION = (
-    "One run of each engine, recorded apart from the measurement. Blank: idle. "
+    "One run of each engine, recorded separately from the measurement. Blank: idle. "
     "Sending by torch's workers is not shown, because a thread does it; rustloader's is drawn with its mean duration."
 )
 _INK = "#333333"
@@ -54,7 +54,7 @@ def draw(
     panels = list(figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0])
     if timelines:
         draw_timelines(panels[: len(timelines)], timelines, step)
-        place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": len(_COLOURS)}  # next to the title
+        place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": len(_COLORS)}  # next to the title
         style = {"handlelength": 1, "columnspacing": 1.2, "borderaxespad": 0.2, "frameon": False, "fontsize": 8}
         panels[0].legend(handles=timeline_legend(timelines, step), **place, **style)
         figure.supxlabel(_CAPTION, fontsize=8, color=_INK)
@@ -66,13 +66,13 @@ def draw(
 def timeline_legend(timelines: dict[str, Timeline], step: float) -> list[Patch]:
     """Returns the legend's entries for these timelines."""
     seen = {what for timeline in timelines.values() for spans in timeline.spans.values() for what, *_ in spans}
-    shown = [kind for kind in _COLOURS if kind in seen or kind == "wait" or (kind == "step" and step)]
-    return [Patch(color=_COLOURS[kind], label=_WORDS[kind]) for kind in shown]
+    shown = [kind for kind in _COLORS if kind in seen or kind == "wait" or (kind == "step" and step)]
+    return [Patch(color=_COLORS[kind], label=_WORDS[kind]) for kind in shown]
 
 
 def draw_timelines(panels: Sequence[Axes], timelines: dict[str, Timeline], step: float) -> None:
     """Draws the timeline of each engine on its panel. All panels show the same batches at the same scale."""
-    # Batches that both engines delivered, without those that were outstanding at the start.
+    # The batches that both engines delivered, without those that were outstanding at the start.
     count = min(len(timeline.returned) for timeline in timelines.values())
     first = min(*(timeline.skipped for timeline in timelines.values()), count // 2)
     windows = {name: timeline.window(first, count) for name, timeline in timelines.items()}
@@ -85,7 +85,7 @@ def draw_timelines(panels: Sequence[Axes], timelines: dict[str, Timeline], step:
         text = (
             f"{name}, {count_of(timeline.workers, 'worker')}: {count - first} batches in {(end - begin) * 1e3:,.0f} ms"
         )
-        panel.set_title(text, loc="left", fontsize=11, color=_ENGINE_COLOURS[name])
+        panel.set_title(text, loc="left", fontsize=11, color=_ENGINE_COLORS[name])
     panels[-1].set_xlabel("ms", color=_INK)
 
 
@@ -100,7 +100,7 @@ def draw_timeline(panel: Axes, timeline: Timeline, begin: float, end: float, ste
         ranges = [((a - begin) * 1e3, (b - a) * 1e3) for a, b in visible]
         # White edges separate bars. The shortest bars have none, because edges would hide them.
         edges = [0.3 if b - a > _MAX_THIN_SHARE * (end - begin) else 0.0 for a, b in visible]
-        panel.broken_barh(ranges, (lane - 0.4, 0.8), facecolors=_COLOURS[kind], edgecolors="white", linewidths=edges)
+        panel.broken_barh(ranges, (lane - 0.4, 0.8), facecolors=_COLORS[kind], edgecolors="white", linewidths=edges)
 
     called, returned = timeline.called, timeline.returned
     bars(0, list(zip(called, returned, strict=False)), "wait")
@@ -120,11 +120,11 @@ def draw_timeline(panel: Axes, timeline: Timeline, begin: float, end: float, ste
 
 def _draw_rates(panel: Axes, points: list[Point], choices: dict[str, Choice]) -> None:
     legend = "small dots: epochs"
-    for (label, sides), colour in zip(_rate_curves(points), _CURVE_COLOURS * len(points), strict=False):
-        panel.plot(list(sides), [side.rate for side in sides.values()], color=colour, label=label, linewidth=1.8)
+    for (label, sides), color in zip(_rate_curves(points), _CURVE_COLORS * len(points), strict=False):
+        panel.plot(list(sides), [side.rate for side in sides.values()], color=color, label=label, linewidth=1.8)
         for count, side in sides.items():
-            panel.plot([count] * len(side.rates), side.rates, "o", color=colour, alpha=0.35, markersize=3)
-            panel.plot(count, side.rate, "o", color=colour, markerfacecolor="white" if side.too_few else colour)
+            panel.plot([count] * len(side.rates), side.rates, "o", color=color, alpha=0.35, markersize=3)
+            panel.plot(count, side.rate, "o", color=color, markerfacecolor="white" if side.too_few else color)
             if side.too_few:
                 legend = "small dots: epochs; hollow: too few to tell"
     panel.set_xticks(sorted({point.workers for point in points}))

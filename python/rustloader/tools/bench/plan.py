@@ -37,7 +37,7 @@ class BenchPlan:
         if options.workers == [0]:
             raise Unusable(
                 "With `num_workers=0`, torch's own loop runs; there is nothing to accelerate. "
-                "Measure it together with a loader with workers: --workers 0,2"
+                "To compare it with workers, pass --workers 0,2"
             )
         self.settings = list(settings_of(options))
         self.requested = len(self.settings) - (0 not in (options.workers or ()))
@@ -52,7 +52,9 @@ class BenchPlan:
             self.budget = float(options.budget)
             if self.requested > 1 and self.budget < _MIN_SECONDS * self.requested:
                 enough = _ENOUGH_SECONDS * self.requested
-                raise Unusable(f"{self.budget:g} s is not enough for {self.requested} settings: --budget {enough:g}")
+                raise Unusable(
+                    f"{self.budget:g} s is not enough for {self.requested} settings; pass --budget {enough:g}"
+                )
             self.seconds = options.seconds or min(_DEFAULT_SECONDS, self.budget / len(self.settings) / _MIN_EPOCHS)
 
     @property
@@ -67,7 +69,7 @@ class BenchPlan:
         return max(0.0, (self.budget or 0.0) - spent) / remaining
 
     def _varied(self) -> Iterator[str]:
-        """Yields the values that the command line sets, except a single number of workers, which the result shows."""
+        """Yields the values to sweep, as text. Leaves out a single number of workers, which the result shows."""
         if self._options.workers and len(self._options.workers) > 1:
             yield f"{listed(self._options.workers)} workers"
         for name in SWEPT:
@@ -101,12 +103,12 @@ def check_plot(path: str) -> None:
     except ImportError as error:
         if (error.name or "").partition(".")[0] == "matplotlib":
             raise Unusable("--plot needs matplotlib: pip install 'rustloader[plot]'") from None
-        raise Unusable(f"--plot needs matplotlib, and its import failed: {error}") from None
+        raise Unusable(f"--plot needs matplotlib, but importing it failed: {error}") from None
     suffix = os.path.splitext(path)[1].removeprefix(".").lower()
     supported = sorted(FigureCanvasBase.get_supported_filetypes())
     if suffix not in supported:
         known = listed([f".{name}" for name in supported], "or")
-        raise Unusable(f"--plot {path}: the name of the file must end in {known}")
+        raise Unusable(f"--plot {path}: the file name must end in {known}")
     try:
         # Some formats need other programs: .pgf needs LaTeX.
         Figure(figsize=(1, 1)).savefig(io.BytesIO(), format=suffix)
@@ -117,6 +119,6 @@ def check_plot(path: str) -> None:
     if not os.path.isdir(folder):
         raise Unusable(f"--plot {path}: there is no folder {folder}")
     if os.path.isdir(path):
-        raise Unusable(f"--plot {path}: this is a folder; name a file")
+        raise Unusable(f"--plot {path}: this is a folder; pass the name of a file")
     if not os.access(path if os.path.exists(path) else folder, os.W_OK):
         raise Unusable(f"--plot {path}: no permission to write there")

@@ -53,7 +53,7 @@ class SideRates:
 
     @property
     def too_few(self) -> str:
-        """The reason why the rate is not reliable; empty if it is."""
+        """The reason why the rate is not reliable; empty if the rate is reliable."""
         return too_few(len(self.passes), self.batches)
 
     @property

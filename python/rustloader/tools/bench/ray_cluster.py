@@ -1,4 +1,4 @@
-"""Gives a loader workers on a Ray cluster, for ``bench --ray``, and estimates whether they pay off."""
+"""``bench --ray``: gives a loader workers on a Ray cluster, and estimates whether they pay off."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # The engine's name in results.
 RAY = "ray"
-# Seconds for which the link is measured, and maximum bytes of each send and receive.
+# Duration in seconds of the measurement of the link, and maximum bytes per send and receive.
 _LINK_SECONDS, _CHUNK_BYTES = 1.0, 1 << 20
 # Maximum seconds without a byte during the measurement.
 _LINK_SILENCE = 10.0
@@ -32,7 +32,7 @@ _LINK_SILENCE = 10.0
 def check_ray() -> None:
     """Raises ``Unusable`` if Ray is not installed. Called before anything runs."""
     if importlib.util.find_spec("ray") is None:
-        raise Unusable("--ray needs Ray: pip install rustloader[ray]")
+        raise Unusable("--ray needs Ray: pip install 'rustloader[ray]'")
 
 
 def give_workers(loader: DataLoader[Any], engine: str) -> None:
@@ -58,7 +58,7 @@ class Cluster:
     Attributes:
         cpus: number of free CPUs.
         nodes: number of nodes other than this machine.
-        link: bytes per second over one connection from another node, or from this machine if it is the only node.
+        link: bytes per second over one connection from another node; from this machine if it is the only node.
     """
 
     cpus: float
@@ -180,18 +180,20 @@ class Price:
 
     def __str__(self) -> str:
         cores = count_of(self.cores, "core")
-        text = f"A batch has {size(self.batch_bytes)} and takes {duration(self.cpu_seconds)} of processor time, so the "
+        text = f"A batch is {size(self.batch_bytes)} and takes {duration(self.cpu_seconds)} of processor time, so the "
         text += f"{cores} here make at most {number(self.local)} batches/s. The link carries "
         text += f"{number(self.cluster.link / 1e6)} MB/s: {number(self.carried)} batches/s, the work of "
         text += f"{number(self.replaced)} cores. "
         free = f"{self.cluster.cpus:g} CPUs are free in the cluster"
         if self.replaced <= self.cores:
-            text += f"Workers on the cluster do not pay off: the link carries no more than {cores} here make."
+            text += f"Workers on the cluster do not pay off: the link carries no more than the {cores} here make."
         elif self.cluster.cpus <= self.cores:
             text += f"Workers on the cluster do not pay off: {free}, no more than the {cores} here."
         else:
             useful = min(self.cluster.cpus, math.ceil(self.replaced))
-            text += f"At least {self.cores + 1} workers on the cluster pay off, and up to {useful:g} help: {free}."
+            text += (
+                f"Workers on the cluster pay off if there are at least {self.cores + 1}; up to {useful:g} help: {free}."
+            )
         if not self.cluster.nodes:
             text += " The cluster is only this machine, so its CPUs are the cores here, and the link is the loopback."
         return text

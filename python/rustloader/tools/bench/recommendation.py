@@ -12,16 +12,15 @@ from rustloader.tools.bench.results import Point, merge_by_workers
 from rustloader.tools.bench.settings import TORCH_LOOP, Setting
 from rustloader.tools.harness.layout import listed
 
-# Maximum difference from the best rate, as a share of it, for a setting to be as good as the best.
+# A setting is as good as the best if its rate is lower by at most this share of the best rate.
 _TOLERANCE = 0.05
-# Minimum share of idle cores that indicates a wait for storage, if the system does not report how long workers wait for
-# a core.
+# Minimum share of idle cores that indicates waits for storage. Used if the system does not report how long workers wait
+# for a core.
 _MIN_IDLE_SHARE = 0.2
 RULE = (
     f"the fewest workers with batches/s within {_TOLERANCE:.0%} of the best, or not measurably below; "
     "more workers than cores only if they wait for storage"
 )
-
 
 RULE_OF_OPTIONS = "among settings with the same number of workers, the first one given"
 
@@ -48,8 +47,8 @@ class Choice(NamedTuple):
 def recommend(points: Sequence[Point], engine: str, cores: int) -> Choice:
     """Returns the setting with the fewest workers that is as good as the best.
 
-    Recommends nothing if a setting has too few measurements, if other processes used too many of the cores, or if all
-    settings have more workers than cores, and the workers do not wait for storage.
+    Recommends nothing if a setting has too few measurements, or if other processes used too many of the cores. The same
+    applies if all settings have more workers than cores, although the workers do not wait for storage.
 
     Args:
         points: the measurements.
@@ -68,11 +67,13 @@ def recommend(points: Sequence[Point], engine: str, cores: int) -> Choice:
         if side.too_few:
             return Choice(None, f"too few epochs or batches with {setting}")
     if (others := max(point.others_share for point in points)) >= BUSY:
-        return Choice(None, f"other processes used {others:.0%} of the cores meanwhile: end them, and measure again")
+        return Choice(
+            None, f"other processes used {others:.0%} of the cores during the run: end them, and measure again"
+        )
     above_cores = {point.workers for point in points if point.workers > cores and not _waits_for_storage(point, cores)}
     allowed = {setting: side for setting, side in sides.items() if setting.workers not in above_cores}
     if not allowed:
-        return Choice(None, f"all numbers of workers are above the {count_of(cores, 'core')} available")
+        return Choice(None, f"all settings have more workers than the {count_of(cores, 'core')} available")
     best = max(allowed.values(), key=lambda side: side.rate)
     same = [setting for setting, side in allowed.items() if side.interval.overlaps(best.interval)]
     near = [setting for setting, side in allowed.items() if side.rate >= (1 - _TOLERANCE) * best.rate]

@@ -56,7 +56,7 @@ class Point:
 
     @property
     def others_share(self) -> float:
-        """The share of the cores that other processes used, the larger of both engines' values; 0 if unknown."""
+        """The share of the cores that other processes used, the larger of the two engines' values; 0 if unknown."""
         return max(self.torch.others_share, self.rustloader.others_share)
 
     @property
@@ -71,7 +71,7 @@ class Point:
     def ratios(self) -> dict[str, float | None]:
         """Ratios of the two engines, by name of the measurement; above 1, rustloader is better.
 
-        The rate is rustloader's divided by torch's. The others are torch's value divided by rustloader's.
+        For the rate this is rustloader's value divided by torch's, for the others torch's divided by rustloader's.
         """
         ours, theirs = self.rustloader, self.torch
         comparison = self.comparison
@@ -121,7 +121,7 @@ def starting_verdict(side: SideRates) -> dict[str, Any]:
         return {}
     return {
         "kind": "starting",
-        "sentence": "The start of the workers is the bottleneck; persistent_workers=True keeps them between epochs.",
+        "sentence": "Starting the workers is the bottleneck; persistent_workers=True keeps them between epochs.",
         "reason": f"the first batch takes {duration(first)} of an epoch's {duration(whole)}",
         "workers_needed": None,
         "predicted_gain": None,
@@ -142,8 +142,8 @@ def revise_verdicts(points: list[Point]) -> None:
 def merge_by_workers(points: Iterable[Point]) -> list[Point]:
     """Returns one point per number of workers.
 
-    A point has torch's passes from all points with its number of workers, because options have no effect on torch. Its
-    other measurements are from the last of these points.
+    A point has torch's passes from all points with its number of workers, because options have no effect on torch. The
+    other measurements are those of the last of these points.
     """
     by_workers: dict[int, Point] = {}
     for point in points:

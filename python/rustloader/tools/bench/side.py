@@ -29,7 +29,7 @@ _FROM_FACTORY = Setting(None)
 
 
 class BenchSide(Side):
-    """A loader to measure. Each public method from ``about`` on answers the request of the same name.
+    """A loader to measure. Each public method except ``close`` answers the request of the same name.
 
     Args:
         target: the factory.
@@ -53,7 +53,7 @@ class BenchSide(Side):
         self._setting, self._records, self._cache = setting, records, cache
         self._recorder: TimelineRecorder | None = None
         self._cached_loader: CachedLoader | None = None
-        # Sizes of the images when workers decode them, and in samples.
+        # The sizes of images: as decoded by the workers, and in samples.
         self._size_recorder: SizeRecorder | None = None
         self._kept_size: Size | None = None
         self._cut_short = self._has_step = False
@@ -98,7 +98,7 @@ class BenchSide(Side):
             result = run_pass(self.loader, limits, self._count_bytes if count_bytes else None, self)
         self._cut_short |= not result.complete
         if not result.complete and self.loader.persistent_workers:
-            # Wait while the workers finish their outstanding batches, so that they do not take cores from the engine
+            # Waits while the workers finish their outstanding batches, so that they do not take cores from the engine
             # that is measured next.
             outstanding = self.loader.num_workers * (self.loader.prefetch_factor or 0)
             time.sleep(min(limits.seconds, _MAX_SETTLING, outstanding / result.batches_per_second))
@@ -111,7 +111,7 @@ class BenchSide(Side):
         self._end_persistent()
         self._cached_loader.clear()
         first = self.run(number, limits, False)
-        self._end_persistent()  # a later epoch of persistent workers would have another order than their first one
+        self._end_persistent()  # a later epoch of persistent workers would have a different order
         usage = self._cached_loader.usage()
         second = self.run(number, limits._replace(batches=first["batches"]), False)
         return first, second, self._cached_loader.fit(usage)
@@ -122,7 +122,7 @@ class BenchSide(Side):
         self.loader._iterator = None
 
     def verdict(self) -> dict[str, Any]:
-        """Returns the verdict on all passes, with the statistics that it is based on."""
+        """Returns the verdict on all passes, with the statistics on which it is based."""
         import rustloader
 
         stats = rustloader.stats(self.loader)
@@ -167,7 +167,7 @@ class BenchSide(Side):
     def _pass(self, number: int) -> Iterator[None]:
         """Seeds the random generators, and makes iterators use the engine while a pass runs.
 
-        Raises ``Unusable`` if the loader is empty, or if the Rust engine should have delivered its batches and has not.
+        Raises ``Unusable`` if the loader is empty, or if the Rust engine delivered no batches although it should have.
         """
         self.seed(number)
         with self.on_engine():
@@ -177,4 +177,4 @@ class BenchSide(Side):
                 raise Unusable(f"the loader of {self.target} yields no batches") from None
         served, line = self.served()
         if self.engine != "torch" and not served and self.loader.num_workers > 0:
-            raise Unusable(f"nothing to compare: {line or 'the Rust engine delivered nothing'}")
+            raise Unusable(f"nothing to compare: {line or 'the Rust engine delivered no batches'}")

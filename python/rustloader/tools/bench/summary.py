@@ -89,11 +89,11 @@ class Summary:
             yield wrapped(comparison.text(others), "  ")
             if not comparison.is_known:
                 budget = self._plan.budget
-                longer = f"--budget {2 * budget:g}" if budget else "leave out --epochs, or increase it"
+                longer = f"--budget {2 * budget:g}" if budget else "omit --epochs, or increase it"
                 yield f"  To measure longer: {longer}"
         if others >= NOTED:
             remedy = ": end them and measure again" if others >= BUSY else ""
-            yield wrapped(f"Other processes used {others:.0%} of the cores meanwhile{remedy}.", "  ")
+            yield wrapped(f"Other processes used {others:.0%} of the cores during the run{remedy}.", "  ")
         if text := self._without_workers(point, others):
             yield wrapped(text, "  ")
         if point.verdict is not None:
@@ -105,7 +105,7 @@ class Summary:
             yield wrapped(point.cache.text(point.rustloader), "  ")
         if not options.step:
             what = "The verdict and the recommendation apply" if self._choices else "The verdict applies"
-            text = f"The loop did no training step. {what} to loading only."
+            text = f"The loop ran no training step. {what} to loading only."
             yield wrapped(f"{text} To include your training step, pass its duration: --step SECONDS", "  ")
 
     def _without_workers(self, point: Point, others: float) -> str:
@@ -124,7 +124,7 @@ class Summary:
         if self._choices:  # the table has the rate
             return ""
         rate = f"{number(own_loop.rate)} batches/s, {times(ratio)} the rate of the faster loader with workers"
-        return f"Without workers, torch makes {rate}."
+        return f"Without workers, torch reaches {rate}."
 
     def _notes(self, point: Point) -> str:
         excluding = "exclude the start of the workers."
@@ -132,8 +132,8 @@ class Summary:
         return (
             f"Rates and CPU {excluding if point.rustloader.steady else including} "
             "CPU and memory are totals of the main process and the workers; memory is the peak, minus the memory "
-            "before iter(). A ratio above 1 means that rustloader is better; that of the rates is the median over the "
-            "pairs of epochs."
+            "before iter(). A ratio above 1 means that rustloader is better; the ratio of the rates is the median over "
+            "the pairs of epochs."
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Records timelines of the main process and the workers, in seconds of the monotonic clock that they share."""
+"""Records timelines of the main process and the workers, in seconds of the monotonic clock, which they share."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Timeline:
 
     Attributes:
         workers: number of workers.
-        skipped: number of batches at the start that a picture omits, because they were outstanding when the first
-            batch arrived.
+        skipped: number of batches at the start that the plot omits, because they were outstanding when the first batch
+            arrived.
         called: the time at which the main process called ``next``, for each batch.
         returned: the time at which ``next`` returned, for each batch.
-        spans: the parts of each worker's work, by worker ID. A part is "fetch", "collate" or "send", its start and its
-            end.
+        spans: the spans of each worker's work, by worker ID. A span is a tuple of its kind ("fetch", "collate" or
+            "send"), its start and its end.
     """
 
     workers: int
@@ -46,8 +46,8 @@ class Timeline:
 class TimelineRecorder:
     """A ``worker_init_fn`` that records the timeline of a worker on either engine.
 
-    Calls ``init_fn``, the loader's own ``worker_init_fn``. From then on, times each fetch and each collation, and
-    writes them to the worker's file in ``folder``, one per line.
+    Calls ``init_fn``, the loader's own ``worker_init_fn``, first. Then times each fetch and each collation, and writes
+    them to the worker's file in ``folder``, one per line.
     """
 
     def __init__(self, folder: str, init_fn: Callable[[int], object] | None) -> None:

@@ -1,6 +1,6 @@
 """The command line: ``python -m rustloader``, and the script ``rustloader``.
 
-A command is imported only when it is called, so ``--help`` and ``run`` start quickly, and ``run`` does not import
+Each command is imported only when it is called, so ``--help`` and ``run`` start quickly, and ``run`` does not import
 torch.
 """
 
@@ -30,7 +30,7 @@ _LINUX_ONLY = {
     "trace": _NO_TRACE,
     "top": f"rustloader's engine needs Linux, and this is {sys.platform}",
 }
-# Errors that a write to stdout may raise.
+# Error numbers with which a write to stdout may fail.
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     script_args: list[str] = []
     if command_line[:1] in (["run"], ["trace"]):
         command_line, script_args = script_arguments(command_line)
-    if sys.stdout is None:  # closed
+    if sys.stdout is None:  # its descriptor is closed
         sys.stdout = open(os.devnull, "w")
     parser = make_parser()
     options = parser.parse_args(command_line)

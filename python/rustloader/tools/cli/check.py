@@ -20,9 +20,9 @@ _ERRORS_IN_A_ROW = 20
 # Seconds between two progress lines.
 _BETWEEN_LINES = 15.0
 _UNSEEDED = (
-    "The dataset, the sampler or collate_fn depends on something that no seed governs, such as time or os.urandom."
+    "The dataset, the sampler or collate_fn depends on something that no seed controls, such as time or os.urandom."
 )
-_OUT_OF_ORDER = "with in_order=False batches come as workers finish; check the loader with in_order=True."
+_OUT_OF_ORDER = "with in_order=False batches arrive as workers finish them; check the loader with in_order=True."
 # Minimum time limit in seconds for requests that do more than run user code, such as the shutdown of workers.
 _MIN_LIMIT = 60.0
 _SCRIPT = 'put the code of the script under `if __name__ == "__main__":`, or pass a larger --timeout'
@@ -31,7 +31,7 @@ _HANGS = {
     "load": ("importing {place} took more than {limit:g} s", _SCRIPT),
     "about": ("calling {target} took more than {limit:g} s", MORE_TIME),
     "start": ("iter() of the loader took more than {limit:g} s", MORE_TIME),
-    "next": ("batch {batch} did not come within {limit:g} s", MORE_TIME),
+    "next": ("batch {batch} did not arrive within {limit:g} s", MORE_TIME),
     "finish": ("the workers did not end within {limit:g} s", MORE_TIME),
 }
 _NO_ANSWER = ("the process did not answer within {limit:g} s", MORE_TIME)
@@ -87,7 +87,7 @@ class _CheckProbe(Probe):
         return f"{self.engine}: {text}", remedy
 
     def death_error(self, worker: str, details: str = "") -> Unusable:
-        return Unusable(f"{self.engine}: {worker}, seen while waiting for batch {self._batch}\n  {advice(worker)}")
+        return Unusable(f"{self.engine}: {worker}, detected while waiting for batch {self._batch}\n  {advice(worker)}")
 
 
 class _Comparison:
@@ -114,7 +114,7 @@ class _Comparison:
                 elif engine_event.kind == "error":
                     print(f"batch {k}: both raise {engine_event.text}")
             served = _served(side)
-        print(f"same: {_counts_text(expected)} compared, bit for bit; the main process's random state is the same, too")
+        print(f"same: {_counts_text(expected)} compared, bit for bit; the main process's random state is also the same")
         batches = sum(event.kind == "batch" for event in expected)
         part = f"{served:,} of the {batches:,} batches" if served < batches else count_of(batches, "batch")
         print(f"{part} came from the Rust engine")
@@ -133,7 +133,7 @@ class _Comparison:
                     "the program must not call rustloader.install() after it creates its loader"
                 )
         if events[0].kind == "state":
-            raise Unusable(f"nothing to compare: the loader of {self._options.factory} gave no batch")
+            raise Unusable(f"nothing to compare: the loader of {self._options.factory} yielded no batches")
         return events
 
     def _side(self, engine: str, quiet: bool | None = None) -> _CheckProbe:
@@ -158,7 +158,7 @@ class _Comparison:
                 break
             if time.monotonic() >= due:
                 due = time.monotonic() + _BETWEEN_LINES
-                hint = "; --batches N ends an endless one" if may_be_endless and not self._options.batches else ""
+                hint = "; --batches N limits an endless one" if may_be_endless and not self._options.batches else ""
                 print(f"{side.engine}: {count_of(k, 'batch')} so far{hint}", file=sys.stderr, flush=True)
         yield Event("state", side.ask("finish"))
 
@@ -170,7 +170,7 @@ class _Comparison:
         Runs torch's iterator a second time, to find out whether it delivers the same batches each time.
         """
         kinds = {torch_event.kind if torch_event else None, engine_event.kind if engine_event else None}
-        where = "the end: the main process's random state" if kinds == {"state"} else f"batch {k}"
+        where = "the end, in the main process's random state" if kinds == {"state"} else f"batch {k}"
         try:
             with self._side("torch", quiet=True) as again:
                 about = again.load()
@@ -179,7 +179,7 @@ class _Comparison:
                     print(f"different at {where}, but {_OUT_OF_ORDER}")
                     return 1
                 if (event[:2] if event else None) != (torch_event[:2] if torch_event else None):
-                    print(f"different at {where}, but torch's iterator differs from itself there as well.\n{_UNSEEDED}")
+                    print(f"different at {where}, but two runs on torch's iterator differ there as well.\n{_UNSEEDED}")
                     return 1
                 if event is not None and engine_event is not None and event.kind == engine_event.kind == "batch":
                     print(f"different at {where}: {again.ask('difference', side.ask('packed'))}")
@@ -195,7 +195,7 @@ def _served(side: _CheckProbe) -> int:
     count: int
     count, line = side.ask("served")
     if count == 0:
-        why = line or "none of the batches came from the Rust engine; the loader has an iterator of its own"
+        why = line or "none of the batches came from the Rust engine; the loader has its own iterator"
         raise Unusable(f"nothing to compare: {why}")
     return count
 

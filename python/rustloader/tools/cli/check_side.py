@@ -17,8 +17,8 @@ from rustloader.tools.probe.side import Side, end_workers
 class Event(NamedTuple):
     """The outcome of a call of ``next``.
 
-    Equal outcomes have the same ``kind`` and ``key``. ``text`` and ``details`` are the short form and the traceback of
-    an error.
+    Equal outcomes have the same ``kind`` and ``key``. For an error, ``text`` is its short form and ``details`` its
+    traceback.
     """
 
     kind: str  # "batch", "error", "end", or "state": the random state after the epoch
@@ -30,8 +30,8 @@ class Event(NamedTuple):
 class CheckSide(Side):
     """A loader on one engine.
 
-    The public methods are the requests. They come in this order, after ``load``. ``number`` seeds torch, NumPy and
-    random.
+    Each public method answers the request of the same name: after ``load`` come ``about``, ``start``, ``next``, and
+    at the end of the comparison ``finish``. ``number`` seeds torch, NumPy and random.
     """
 
     def __init__(self, target: str, engine: str, number: int, quiet: bool) -> None:
@@ -100,16 +100,19 @@ class CheckSide(Side):
             return None
 
     def difference(self, packed: bytes | None) -> str:
-        """Describes how the last batch, from torch's iterator, differs from the engine's, which ``packed`` contains."""
+        """Describes how the last batch, from torch's iterator, differs from the engine's batch.
+
+        ``packed`` is the engine's batch, pickled.
+        """
         from rustloader.tools.probe.leaves import difference, summary
 
         try:
             other = pickle.loads(packed or b"")
             if summary(other) == summary(self._batch):
-                return "the batches differ in something that their pickles do not show"
+                return "the batches differ in something that pickling does not preserve"
             return difference(self._batch, other)
         except Exception as error:
-            return f"the batches differ, but the place cannot be determined: {failure(error).text}"
+            return f"the batches differ, but where cannot be determined: {failure(error).text}"
 
     def _raised(self, error: BaseException) -> Event:
         """Returns the event for an error. If a worker has died, raises the error again, which ends the comparison."""

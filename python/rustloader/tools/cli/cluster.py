@@ -21,7 +21,7 @@ _RAY_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory")
 
 
 def cluster() -> Iterator[Line]:
-    """Yields findings on Ray, on the cluster and on each of its nodes, with advice if there is any.
+    """Yields findings about Ray, the cluster and each of its nodes, with any advice.
 
     The cluster is the one to which this process is connected, or else the one that RAY_ADDRESS names. Yields nothing if
     Ray is not installed.
@@ -34,7 +34,7 @@ def cluster() -> Iterator[Line]:
     # Only a process that has imported Ray can be connected.
     connected = "ray" in sys.modules and sys.modules["ray"].is_initialized()
     if not address and not connected:
-        yield "Ray", f"{version}; RAY_ADDRESS names no cluster", ""
+        yield "Ray", f"{version}; RAY_ADDRESS is not set", ""
         return
     import ray
 
@@ -75,7 +75,7 @@ def _versions() -> dict[str, str]:
 
 
 def _nodes(ray: Any) -> Iterator[Line]:
-    """Yields a finding on each node and the versions installed there."""
+    """Yields a finding about each node and the versions installed there."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     # Imported late because it needs torch, which may be missing: `doctor` reports that.

@@ -32,10 +32,10 @@ def ranks() -> list[tuple[int, Set[int]]]:
             first.append(pid)
     bound: list[tuple[int, Set[int]]] = []
     for pid in first:
-        # The process may be a shell that starts the program, and binds it to other cores.
+        # The process may be a shell that starts the program and binds it to other cores.
         while not _is_python(pid) and len(children[pid]) == 1:
             (pid,) = children[pid]
-        # The process may have ended.
+        # The process may have ended since.
         with contextlib.suppress(OSError):
             bound.append((pid, os.sched_getaffinity(pid)))
     return bound
@@ -66,7 +66,7 @@ def obtainable_cores() -> Set[int]:
 
 
 def crowding() -> tuple[str, str] | None:
-    """Returns a finding on the ranks' cores, and advice ("" if none is needed); None if there is only one rank."""
+    """Returns a finding about the ranks' cores, and advice ("" if none is needed); None if there is only one rank."""
     local = ranks()
     count = max(len(local), local_ranks.size() or 1)
     if count == 1:
@@ -77,13 +77,13 @@ def crowding() -> tuple[str, str] | None:
             users[core] += 1
     crowd = [cores for _, cores in local if any(users[core] > 1 for core in cores)]
     if not crowd:
-        return f"{count} on this machine, none of them on another's cores", ""
+        return f"{count} on this machine; no two share a core", ""
     cores = set().union(*crowd)
     text = f"{count} on this machine, {len(crowd)} of them share cores ({procfs.core_ranges(cores)})"
     total = len(obtainable_cores() | cores)
     if len(cores) == total:
         return text, ""
     return text, (
-        f"they crowd {len(cores)} of {total} cores: bind each rank to its own cores (numactl, taskset, "
+        f"they crowd onto {len(cores)} of {total} cores: bind each rank to its own cores (numactl, taskset, "
         "srun --cpu-bind), or give them all cores and set worker_affinity='spread'"
     )

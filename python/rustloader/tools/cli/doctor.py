@@ -1,4 +1,4 @@
-"""``doctor``: checks that a machine has everything that the engine needs, and that the engine works."""
+"""``doctor``: checks whether a machine has everything that the engine needs, and whether the engine works."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MISSING = "not installed"
 
 @dataclass
 class Finding:
-    """The result of one check. ``advice`` is the remedy if the state is not OK."""
+    """The result of one check. ``advice`` is the remedy if ``state`` is not OK."""
 
     subject: str
     found: str
@@ -142,7 +142,7 @@ def _versions() -> Iterator[Finding]:
     yield Finding("numpy", _version("numpy"))
     names = sorted(name for name in os.environ if name.startswith(("RUSTLOADER_", "OMP_", "MKL_", "PYTORCH_")))
     found = ", ".join(f"{name}={os.environ[name]}" for name in names)
-    yield Finding("environment", found or "no variables that matter")
+    yield Finding("environment", found or "no relevant variables")
 
 
 def _version(name: str) -> str:
@@ -272,8 +272,8 @@ def _cores() -> Iterator[Finding]:
     usable = affinity if quota is None else min(affinity, quota)
     limited = "" if quota is None else f", quota {quota:g}"
     text = f"{usable:g} usable (machine {os.cpu_count()}, affinity {affinity}{limited})"
-    advice = "workers take time from the training loop: they gain little with fewer than 2 cores" if usable < 2 else ""
-    yield _finding("cores", f'{text}; num_workers="auto" begins with {initial_workers()}', advice)
+    advice = "workers compete with the training loop: with fewer than 2 cores they gain little" if usable < 2 else ""
+    yield _finding("cores", f'{text}; num_workers="auto" starts with {initial_workers()}', advice)
 
 
 def _ranks() -> Iterator[Finding]:
@@ -308,7 +308,7 @@ def _trial() -> Iterator[Finding]:
         is_right = all(int(x) == k * k for k, x in enumerate(x[0, 0] for batch in loader for x in batch))
     batches = rustloader.engine_batches() - before
     if not lines and batches == 8 and is_right:
-        yield Finding("trial, 2 workers", "8 batches by the Rust engine")
+        yield Finding("trial, 2 workers", "8 batches from the Rust engine")
     else:
         found = lines[0] if lines else f"{batches} of 8 batches, correct: {is_right}"
         yield Finding("trial, 2 workers", found, BAD, "see above")

@@ -10,7 +10,7 @@ _MIB = 1 << 20
 _GENERAL, _CUDA, _HIP = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"
 # torch reads the first of these variables that is set (c10/core/AllocatorConfig.cpp).
 _VARIABLES = (_GENERAL, _CUDA, _HIP)
-# Settings that only CUDA has are an exception: torch reads them from the first of these variables that is set
+# Settings specific to CUDA or HIP are an exception: torch reads them from the first of these variables that is set
 # (c10/cuda/CUDAAllocatorConfig.h).
 _CUDA_VARIABLES = (_CUDA, _HIP, _GENERAL)
 _CUDA_SETTINGS = {
@@ -22,22 +22,22 @@ _CUDA_SETTINGS = {
 }
 # The first version of torch that reads PYTORCH_ALLOC_CONF.
 _GENERAL_VERSION = (2, 9)
-# If rounding wastes more than this share of a batch's size, there is advice.
+# Advice is given if rounding wastes more than this share of a batch's size.
 _MAX_LOSS_SHARE = 0.25
-# The first version of torch that does not reuse a cached block for a tensor larger than the block, when sizes are not
-# rounded.
+# The first version of torch in which a threshold for rounding is safe. Earlier versions may reuse a cached block for a
+# tensor that is larger than the block.
 _SAFE_THRESHOLD = (2, 15)
 
 # Descriptions of the settings.
 _MEANINGS = {
     "pinned_use_cuda_host_register": "new memory is mapped and then registered, not allocated by cudaHostAlloc",
     "pinned_use_hip_host_register": "new memory is mapped and then registered, not allocated by hipHostMalloc",
-    "pinned_num_register_threads": "threads that register one block",
-    "pinned_use_background_threads": "a thread looks for memory that the device no longer uses",
-    "pinned_free_catch_all": "errors while pinned memory is freed are suppressed",
-    "pinned_reserve_segment_size_mb": "MiB that are reserved at the first use, and allocated in parts",
-    "pinned_max_round_threshold_mb": "larger sizes in MiB are not rounded up to a power of two",
-    "pinned_max_cached_size_mb": "larger blocks in MiB are returned to the system, not kept for the next batch",
+    "pinned_num_register_threads": "number of threads that register a block",
+    "pinned_use_background_threads": "a thread checks which memory the device no longer uses",
+    "pinned_free_catch_all": "errors in freeing pinned memory are suppressed",
+    "pinned_reserve_segment_size_mb": "MiB that are reserved at the first use, and handed out in parts",
+    "pinned_max_round_threshold_mb": "sizes above this many MiB are not rounded up to a power of two",
+    "pinned_max_cached_size_mb": "blocks above this many MiB are returned to the system, not kept for later batches",
 }
 
 
@@ -86,11 +86,11 @@ def _overflow_advice(settings: Mapping[str, str]) -> list[str]:
         return []
     limit = settings["pinned_max_round_threshold_mb"]
     remedy = f"set pinned_max_cached_size_mb:{limit} too, or update torch"
-    return [f"this version of torch may allocate too small blocks: {remedy}"]
+    return [f"this version of torch may allocate blocks that are too small: {remedy}"]
 
 
 def batches(path: str, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yields, for each batch size in an output of ``bench --json``, a description of its pinned memory, and advice.
+    """Yields, for each batch size in an output of ``bench --json``, a description of its pinned memory, and any advice.
 
     Raises:
         OSError: The file cannot be read.
@@ -119,7 +119,7 @@ def _batch_memory(nbytes: int, settings: Mapping[str, str]) -> tuple[str, str]:
     advice = f"a batch size up to {taken / nbytes:.3g} times as large takes no more memory"
     if _torch_version() >= _SAFE_THRESHOLD:
         limit = max(1, nbytes // _MIB // 2)
-        advice += f"; PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:{limit} leaves this size as it is"
+        advice += f"; PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:{limit} leaves this size unrounded"
     return text, advice
 
 

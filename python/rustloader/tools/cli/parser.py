@@ -31,8 +31,8 @@ examples:
 """
 _RUN = """\
 Runs a script as `python script ...` does, and calls rustloader.install() as soon as the script imports torch: every
-DataLoader with workers uses the Rust engine, whichever library builds it. Processes that the program starts with
-multiprocessing do the same. The options apply to loaders that leave them at torch's default. Exit status: the
+DataLoader with workers uses the Rust engine, whichever library builds it. This includes loaders in processes that the
+program starts with multiprocessing. The options apply to loaders that leave them at torch's default. Exit status: the
 script's."""
 _RUN_EXAMPLES = """\
 examples:
@@ -43,12 +43,12 @@ examples:
   accelerate launch -m rustloader run train.py
 """
 _DOCTOR = """\
-Checks what the engine needs on this machine, and runs a small loader on it. Prints one block to copy into a bug
-report. Exit status: 0 if the engine works here, 1 if loaders run on torch's iterator."""
+Checks whether this machine has what the engine needs, and runs a small loader on the engine. Prints a block to copy
+into a bug report. Exit status: 0 if the engine works here, 1 if loaders run on torch's iterator."""
 _CHECK = """\
 Compares one epoch of a loader on torch's iterator with one on the engine, bit for bit. The factory takes no arguments
-and returns a DataLoader. It is called in a process of its own for each, with the same seeds. A dead worker, or a wait
-longer than --timeout, ends the comparison. Exit status: 0 if nothing differs, 1 if something does, 2 if there was
+and returns a DataLoader. It is called in a separate process for each engine, with the same seeds. A dead worker, or a
+wait longer than --timeout, ends the comparison. Exit status: 0 if nothing differs, 1 if something does, 2 if there was
 nothing to compare."""
 _CHECK_EXAMPLES = """\
 examples:
@@ -56,7 +56,7 @@ examples:
   {prog} check train.py:make_loader --batches 100
 """
 _BENCH = """\
-Measures your loader on torch's iterator and on the Rust engine, each in a process of its own, epoch by epoch in turn.
+Measures your loader on torch's iterator and on the Rust engine, in two separate processes that run epochs in turn.
 Prints which one is faster, and what limits the loader. The factory takes no arguments and returns a DataLoader. Exit
 status: 0, or 2 if there was nothing to measure."""
 _BENCH_EXAMPLES = """\
@@ -75,10 +75,10 @@ the factory, in train.py:
       return DataLoader(dataset, batch_size=64, shuffle=True, num_workers=4)
 """
 _TOP = """\
-Shows what the loaders of a running process do: for each worker its state, its current batch and the time spent on it,
-the breakdown of its time, and its memory; also what the main process waits for, batches/s, and the verdict. Without a
-PID it shows the only process of this user that has loaders at work. It reads the shared memory of the loaders and costs
-the process nothing. Ctrl-C or q ends it. Exit status: 0, or 2 if there was nothing to see."""
+Shows what the loaders of a running process are doing. For each worker: its state, its current batch and the time spent
+on it, a breakdown of its time, and its memory. For the main process: what it waits for, batches/s, and the verdict.
+Without a PID, shows the only process of this user that has active loaders. Reads the shared memory of the loaders, at
+no cost to the process. Ctrl-C or q quits. Exit status: 0, or 2 if there was nothing to show."""
 _TOP_EXAMPLES = """\
 examples:
   {prog} top
@@ -86,12 +86,10 @@ examples:
   {prog} top 12345 --once
   {prog} top 12345 --json --interval 10 > loaders.json
 """
-
-
 _TRACE = """\
 Runs a script as `run` does, and records the work of its loaders and their workers in a file for
-https://ui.perfetto.dev. `trace merge` merges several files into one, also files of other ranks and of torch.profiler.
-Exit status: the script's."""
+https://ui.perfetto.dev. `trace merge` merges several files into one, including those of other ranks and of
+torch.profiler. Exit status: the script's."""
 _TRACE_EXAMPLES = """\
 examples:
   {prog} trace train.py
@@ -112,7 +110,7 @@ def script_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Creates the parser of all commands."""
+    """Creates the parser for all commands."""
     prog = "rustloader" if os.path.basename(sys.argv[0]) == "rustloader" else "python -m rustloader"
 
     def descriptions(about: str, examples: str) -> dict[str, Any]:
@@ -137,7 +135,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     doctor = command("doctor", "check whether the engine works on this machine", _DOCTOR)
     doctor.add_argument("--json", action="store_true", help="print JSON")
-    bench_help = "output of `bench --json`: also print the pinned memory that its batches take"
+    bench_help = "also print the pinned memory that batches take; FILE is an output of `bench --json`"
     doctor.add_argument("--bench", metavar="FILE", help=bench_help)
 
     check = command("check", "compare a loader's batches on both engines", _CHECK, _CHECK_EXAMPLES + _FACTORY_EXAMPLE)
@@ -162,8 +160,8 @@ def make_parser() -> argparse.ArgumentParser:
     amount.add_argument("--epochs", type=positive_int, metavar="N", help="measure exactly N epochs of each engine")
     add("--batches", type=positive_int, metavar="N", help="maximum number of batches per epoch (default: all)")
     add("--seconds", type=positive_seconds, metavar="S", help="maximum seconds per epoch (default: 3)")
-    add("--ray", action="store_true", help="also measure with workers on a Ray cluster, and say whether they pay off")
-    cache_help = "also measure with the dataset in a rustloader.cache of SIZE (such as 8GiB), and say whether it fits"
+    add("--ray", action="store_true", help="also measure workers on a Ray cluster, and report whether they pay off")
+    cache_help = "also measure the dataset in a rustloader.cache of SIZE (such as 8GiB), and report whether it fits"
     add("--cache", type=_parser(Bytes()), metavar="SIZE", help=cache_help)
     add("--plot", metavar="FILE", help="draw a timeline of the main process and the workers (needs matplotlib)")
     add("--json", action="store_true", help="print JSON")
@@ -171,8 +169,8 @@ def make_parser() -> argparse.ArgumentParser:
 
     top = command("top", "show what the loaders of a running process do", _TOP, _TOP_EXAMPLES)
     top.add_argument("pid", nargs="?", type=positive_int, metavar="PID", help="the process (default: the only one)")
-    top.add_argument("--once", action="store_true", help="print it once, as plain text")
-    top.add_argument("--json", action="store_true", help="print it once, as JSON")
+    top.add_argument("--once", action="store_true", help="print one table as plain text, and exit")
+    top.add_argument("--json", action="store_true", help="print one JSON object, and exit")
     interval_help = "seconds between two observations; rates and shares cover this interval (default: 1)"
     top.add_argument("--interval", type=positive_seconds, default=1.0, metavar="SECONDS", help=interval_help)
 
@@ -182,7 +180,7 @@ def make_parser() -> argparse.ArgumentParser:
     trace.add_argument("-o", "--output", metavar="FILE", help=output_help)
     seconds_help = "keep only the last SECONDS of the run"
     trace.add_argument("--seconds", type=positive_seconds, metavar="SECONDS", help=seconds_help)
-    level_help = "a slice per batch (default), or per sample as well"
+    level_help = "record a slice per batch (default), or also one per sample"
     trace.add_argument("--level", choices=("batch", "sample"), default="batch", help=level_help)
     trace.add_argument(
         "script", help="the script; the arguments after it belong to the script. Or: merge FILE ... -o FILE"
@@ -199,7 +197,7 @@ def _add_shared(add: Callable[..., object]) -> None:
 
 def seed(text: str) -> int:
     """Parses an integer that ``torch.manual_seed`` accepts."""
-    return _number(int, text, lambda it: -(2**63) <= it < 2**64, "an integer of 64 bits")
+    return _number(int, text, lambda it: -(2**63) <= it < 2**64, "a 64-bit integer")
 
 
 def positive_int(text: str) -> int:

@@ -21,7 +21,7 @@ from rustloader.system.patches import Patch
 def main(options: Any, arguments: list[str]) -> int:
     """Runs the script. Returns 0, or 2 if the script cannot be found or opened."""
     setting = _setting(options)
-    # Must come first, because the script's folder will replace sys.path[0], where this package may be.
+    # Must come first, because this package may be in sys.path[0], which the script's folder will replace.
     _keep_findable()
     module = types.ModuleType("__main__")
     # Versions of Python differ in which of these attributes a main module has.
@@ -64,7 +64,7 @@ def _of_file(path: str, module: types.ModuleType) -> tuple[Any, str]:
     Sets up the module and sys.path[0] as `python path` does.
     """
     if os.path.isdir(path):
-        raise _NoScript(f"{path} is a directory; name a script, or -m and a module")
+        raise _NoScript(f"{path} is a directory; pass a script, or -m and a module")
     try:
         with io.open_code(os.path.abspath(path)) as file:
             source = file.read()

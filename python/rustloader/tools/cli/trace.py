@@ -36,7 +36,7 @@ def main(options: Any, arguments: list[str]) -> int:
 
 def _merge(output: str | None, arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="rustloader trace merge", allow_abbrev=False)
-    parser.add_argument("files", nargs="+", metavar="FILE", help="a trace, of rustloader or of torch.profiler")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="a trace from rustloader or torch.profiler")
     parser.add_argument("-o", "--output", default=output, required=output is None, metavar="FILE", help="the result")
     options = parser.parse_args(arguments)
     from rustloader.tracing import files

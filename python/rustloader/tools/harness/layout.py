@@ -18,7 +18,7 @@ def listed(items: Sequence[object], last: str = "and") -> str:
 
 
 def number(value: float) -> str:
-    """Formats a number with three to four digits: "0.123", "4.00", "1,200"."""
+    """Formats a number with fewer decimals the larger it is: "0.123", "4.00", "12.3", "1,200"."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.{3 if value < 1 else 2 if value < 10 else 1}f}"
 
 

@@ -32,7 +32,7 @@ def fresh(function: Callable[..., Any], *arguments: Any) -> Any:
     call = [str(file.parent), file.stem, function.__name__, json.dumps(arguments)]
     completed = subprocess.run([sys.executable, "-W", "ignore", "-c", _CODE, *call], stdout=subprocess.PIPE, text=True)
     if completed.returncode:
-        raise Failure(f"the process of {function.__name__}{arguments} ended with {completed.returncode}")
+        raise Failure(f"the process of {function.__name__}{arguments} exited with status {completed.returncode}")
     return json.loads(completed.stdout.splitlines()[-1])
 
 
@@ -63,7 +63,7 @@ def forked(body: Callable[[], Any]) -> Any:
 def at_once(processes: int, prepare: Callable[[int], Callable[[], object]]) -> float:
     """Forks processes that start to work at the same time. Returns the seconds until the last of them has finished.
 
-    The time starts when all processes are prepared. Raises ``Failure`` if a process fails.
+    Timing starts when all processes are prepared. Raises ``Failure`` if a process fails.
 
     Args:
         processes: number of processes.
@@ -84,7 +84,7 @@ def at_once(processes: int, prepare: Callable[[int], Callable[[], object]]) -> f
             finally:
                 os._exit(0)
         children.append(pid)
-    os.close(done)  # so that reading reaches the end of the file when all children have exited
+    os.close(done)  # so that the pipe reaches its end when all children have exited
     try:
         _read_all(reader, processes)
         start = time.perf_counter()
@@ -100,7 +100,7 @@ def at_once(processes: int, prepare: Callable[[int], Callable[[], object]]) -> f
 
 
 def _read_all(descriptor: int, count: int) -> None:
-    """Reads ``count`` bytes. Raises ``Failure`` at the end of the file."""
+    """Reads ``count`` bytes. Raises ``Failure`` if the pipe ends before that."""
     while count:
         data = os.read(descriptor, count)
         if not data:

@@ -17,17 +17,17 @@ from rustloader.tools.harness.rounds import Failure, Rounds, interleave
 
 
 class Program:
-    """A program of benches/.
+    """A program in benches/.
 
     Its options are ``--rows``, ``--rounds`` and ``--save``. With ``docs`` there is also ``--docs``, which writes the
     table between two marks in a document. ``option`` adds an option. ``run`` measures row by row, and prints each line
-    of the table immediately.
+    of the table as soon as it is known.
 
     Args:
         text: purpose of the program, for ``--help``.
         rows: names of all rows.
         rounds: default number of rounds.
-        docs: the document, and the mark that it has before and after the table.
+        docs: the document, and the mark before and after the table in it.
     """
 
     def __init__(
@@ -35,8 +35,10 @@ class Program:
     ) -> None:
         self.parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
         self.option, self.rows = self.parser.add_argument, list(rows)
-        self.option("--rows", metavar="NAME,...", help=f"some of {', '.join(rows)}".replace("%", "%%"))
-        self.option("--rounds", type=int, default=rounds, help="of each row (default: %(default)s)")
+        self.option(
+            "--rows", metavar="NAME,...", help=f"measure only these rows, out of {', '.join(rows)}".replace("%", "%%")
+        )
+        self.option("--rounds", type=int, default=rounds, help="rounds per row (default: %(default)s)")
         self.option("--save", type=Path, metavar="FILE", help="write the results as JSON")
         if docs is not None:
             self.option("--docs", action="store_true", help=f"write the table into {docs[0].name}")
@@ -51,7 +53,7 @@ class Program:
         self.options = options = self.parser.parse_args()
         options.rows = self.rows if options.rows is None else options.rows.split(",")
         if unknown := [name for name in options.rows if name not in self.rows]:
-            self.parser.error(f"no such row: {', '.join(unknown)}; there are {', '.join(self.rows)}")
+            self.parser.error(f"no such row: {', '.join(unknown)}; the rows are {', '.join(self.rows)}")
         if options.rounds < 1:
             self.parser.error("--rounds must be at least 1")
         return options

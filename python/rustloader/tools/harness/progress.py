@@ -40,6 +40,6 @@ class Progress:
 
 
 def say(text: str) -> None:
-    """Shows the current activity in one line on stderr, if stderr is a terminal. An empty string removes the line."""
+    """Shows the current activity in one line on stderr, if stderr is a terminal. An empty string clears the line."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

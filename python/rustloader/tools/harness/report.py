@@ -18,12 +18,12 @@ def head(cells: Iterable[object]) -> str:
 
 
 def us(value: float | None) -> str:
-    """Formats microseconds with a sensible precision; "-" for None."""
+    """Formats microseconds, with one decimal below 1,000; "-" for None."""
     return "-" if value is None else f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
 
 
 def around(path: Path, mark: str) -> tuple[str, str]:
-    """Returns the text before and after the two marks of a document.
+    """Returns the text before the first and after the second mark of a document.
 
     Raises:
         ValueError: the document does not have exactly two marks.

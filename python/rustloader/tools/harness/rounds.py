@@ -1,4 +1,4 @@
-"""Measures sides in turn, round by round, and computes medians and intervals of the measurements."""
+"""Measures alternatives, called sides, in turn, round by round. Computes medians and intervals of the measurements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NARROW_RATIO = 1.1
 
 
 class Failure(Exception):
-    """Raised if a side failed or delivered a wrong result, so that its measurement is meaningless."""
+    """Raised if a side fails or delivers a wrong result, so that its measurement is meaningless."""
 
 
 class Interval(NamedTuple):
@@ -119,7 +119,7 @@ def interleave(
         sides: functions that measure each side. A function returns a number, or a dictionary of figures.
         rounds: number of rounds.
         label: name of the measurement.
-        references: functions that measure bounds and other references, which come last in each round.
+        references: functions that measure bounds and other references; they are called last in each round.
         after: called after the sides of each round, to check their results.
         show: called with a description before each measurement of a side, and with an empty string at the end.
     """

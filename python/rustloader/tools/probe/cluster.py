@@ -4,7 +4,7 @@ import socket
 
 
 def reach(address: str) -> None:
-    """Raises OSError if nothing listens at ``host:port``. Without this check, Ray would end the process.
+    """Raises OSError if nothing listens at ``host:port``. Ray would terminate this process in that case.
 
     Other forms of an address, such as "auto" or "ray://host:port", are not checked: Ray resolves them itself.
     """

@@ -18,7 +18,7 @@ from typing import Any
 from rustloader.system.procfs import exit_code, members, read, state
 from rustloader.tools.probe.failure import is_user_code, short_path
 
-# Seconds after which a worker's death is reported if the iterator has not noticed the death. torch checks every 5 s.
+# Seconds after which a worker's death is reported if the iterator has not noticed it. torch checks every 5 s.
 UNNOTICED_SECONDS = 12.0
 # Maximum number of workers whose stacks are read.
 _MAX_STACKS = 8
@@ -50,15 +50,15 @@ def advice(death: str) -> str:
     if signal.SIGBUS.name in death:
         return "/dev/shm may be full: use fewer workers or smaller batches, or enlarge it"
     if "killed by" in death:
-        return "run the loader with num_workers=0 under `python -X faulthandler` to see where"
+        return "run the loader with num_workers=0 under `python -X faulthandler` to see where it crashes"
     return "its code called sys.exit() or os._exit(), or crashed; run the loader with num_workers=0 to see where"
 
 
 def describe_death(workers: Sequence[Any], error: BaseException) -> str | None:
     """Describes the worker whose death caused an error of ``next``: "worker 1 (pid 7) ended with exit code 3".
 
-    Returns None if no death caused it. ``workers`` are the process objects of the iterator, which must not have been
-    shut down. If ``workers`` is empty, the workers in the error's traceback are used.
+    Returns None if no death caused the error. ``workers`` are the iterator's process objects; the iterator must not
+    have been shut down. If ``workers`` is empty, the workers in the error's traceback are used.
     """
     names_worker = isinstance(error, RuntimeError) and bool(_DEATH.search(str(error)))
     for number, worker in enumerate(workers or _workers_in_traceback(error)):
@@ -70,7 +70,7 @@ def describe_death(workers: Sequence[Any], error: BaseException) -> str | None:
 
 
 def _workers_in_traceback(error: BaseException) -> list[Any]:
-    """Returns the workers that an iterator had started before its ``__init__`` failed, from the traceback."""
+    """Returns the workers that an iterator started before its ``__init__`` failed, from the traceback."""
     trace = error.__traceback__
     while trace is not None:
         workers = getattr(trace.tb_frame.f_locals.get("self"), "_workers", None)
@@ -81,7 +81,7 @@ def _workers_in_traceback(error: BaseException) -> list[Any]:
 
 
 def _death_in_message(text: str) -> str:
-    """Describes the death that a message of torch reports, for a worker that is not in the list of workers."""
+    """Describes the death that torch's message reports, for a worker that is not in the list of workers."""
     if match := re.search(r"\(pid (\d+)\).* exit code (\d+)", text):
         return f"a worker (pid {match[1]}) {exit_text(int(match[2]))}"
     if match := re.search(r"\(pid (\d+)\) is killed by signal: (.+?)\. ", text):
@@ -91,15 +91,15 @@ def _death_in_message(text: str) -> str:
 
 
 def failed_workers(workers: Mapping[int, int]) -> list[tuple[int, int]]:
-    """Returns the number and exit code of each failed worker that is not reaped yet, given pids by worker number."""
+    """Returns the number and exit code of each failed worker that has not been reaped. ``workers`` has their pids."""
     return [(number, code) for number, pid in workers.items() if (code := exit_code(pid))]
 
 
 def hang_details(group: int, workers: Mapping[int, int], descriptor: int | None) -> Iterator[str]:
     """Describes a process that hangs, line by line.
 
-    Names failed, stopped or blocked workers, and the lines of user code that the main process and the workers are at.
-    If there is neither, names the lines of library code that they are at.
+    Names failed, stopped or blocked workers, and the line of user code that each process is executing. If there is
+    neither, names lines of library code.
 
     Args:
         group: process ID of the main process, which is also the ID of its process group.
@@ -136,14 +136,14 @@ def kill(group: int) -> None:
 
 
 def _stuck_reason(pid: int) -> str:
-    """Returns the reason why a process makes no progress, or "" if its state does not show one."""
+    """Returns the reason why a process makes no progress; "" if its state does not reveal one."""
     if code := exit_code(pid):
         return exit_text(code)
-    return {"T": "is stopped by a signal", "D": "waits for a disk or a network file system"}.get(state(pid), "")
+    return {"T": "is stopped by a signal", "D": "is waiting for a disk or a network file system"}.get(state(pid), "")
 
 
 def _exitcode(worker: Any) -> int | None:
-    with contextlib.suppress(AttributeError, ValueError):  # not a process, or a closed one
+    with contextlib.suppress(AttributeError, ValueError):  # not a process object, or a closed one
         code: int | None = worker.exitcode
         return code
     return None
@@ -152,7 +152,7 @@ def _exitcode(worker: Any) -> int | None:
 def install() -> int | None:
     """Makes this process, and those that it forks, write their stacks on a signal.
 
-    Returns the descriptor of the file that receives the stacks; None if the system does not allow it.
+    Returns the descriptor of the file that receives the stacks; None if the system does not allow this.
     """
     try:
         fd = os.memfd_create("rustloader-stacks", os.MFD_CLOEXEC)
@@ -163,10 +163,11 @@ def install() -> int | None:
 
 
 def _location(pid: int, owner: int, descriptor: int) -> tuple[str, bool]:
-    """Returns the innermost frame of a process in user code, or else in a library; and True if it is in user code.
+    """Returns a frame of a process, and True if it is in user code.
 
-    The frame has the form "file.py:12 in function"; it is "" if unavailable.
-    ``descriptor`` is the result of ``install`` in the process ``owner``.
+    The frame is the innermost one in user code or, if there is none, the innermost of all. It has the form
+    "file.py:12 in function", and is "" if unavailable. ``descriptor`` is the result of ``install`` in the process
+    ``owner``.
     """
     try:
         with open(f"/proc/{owner}/fd/{descriptor}", "rb") as file:

@@ -17,12 +17,12 @@ from rustloader.tools.probe.failure import Failure, failure
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader as AnyLoader
 
-# Advice for a factory that returns a wrong object, by an attribute that identifies the object.
+# Advice for a factory that returns the wrong kind of object, by an attribute that identifies the object.
 _REMEDIES = {
     "train_dataloader": "return its train_dataloader()",
     "get_train_dataloader": "return its get_train_dataloader()",
-    "setup_dataloaders": "return a DataLoader as it is before setup_dataloaders()",
-    "prepare_data_loader": "return a DataLoader as it is before prepare()",
+    "setup_dataloaders": "return the DataLoader that you pass to setup_dataloaders()",
+    "prepare_data_loader": "return the DataLoader that you pass to prepare()",
 }
 
 _SCRIPT = '\n  put the code of the script under `if __name__ == "__main__":`'
@@ -51,13 +51,13 @@ class Unusable(Exception):
 
 
 def check_target(target: str) -> tuple[str, str, bool]:
-    """Checks a target without importing it: its form, and that its file exists if it names one.
+    """Checks the form of a target without importing it and, if it names a file, that the file exists.
 
     Returns the module or file, the function's name, and True for a file. Raises ``Unusable`` if a check fails.
     """
     place, colon, name = target.rpartition(":")
     if not (colon and place and name):
-        raise Unusable(f"{target!r} names no function; write module:function or file.py:function")
+        raise Unusable(f"{target!r} does not name a function; write module:function or file.py:function")
     is_file = place.endswith(".py") or os.sep in place
     if is_file and not os.path.isfile(place):
         hint = f"; did you mean {place}.py?" if os.path.isfile(f"{place}.py") else ""
@@ -86,7 +86,7 @@ def find(target: str) -> Callable[[], Any]:
         )
     if missing := _required_parameters(value):
         raise Unusable(
-            f"{target} needs arguments ({', '.join(missing)}), and is called without any; "
+            f"{target} needs arguments ({', '.join(missing)}), but is called without any; "
             "write a function without arguments that calls it"
         )
     return value
@@ -99,7 +99,7 @@ def make(factory: Callable[[], Any], target: str, workers: int | None = None, re
         factory: the function that ``find`` returned.
         target: its name, for errors.
         workers: the value of num_workers to set; None keeps the factory's value, which must not be 0.
-        remedy: another remedy for num_workers=0, which is appended to the sentence.
+        remedy: an alternative remedy for num_workers=0, to append to the sentence.
     """
     from torch.utils.data import DataLoader
 
@@ -153,7 +153,7 @@ def _with_article(kind: str) -> str:
 
 
 def _hint(returned: Any) -> str:
-    """Returns advice for a factory that returned a wrong object, as a continuation of the sentence."""
+    """Returns advice for a factory that returned the wrong kind of object, as a continuation of the sentence."""
     from torch.utils.data import Dataset
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -164,7 +164,7 @@ def _hint(returned: Any) -> str:
         (types.GeneratorType, "use `return`, not `yield`"),
         (types.CoroutineType, "write `def`, not `async def`"),
         (_BaseDataLoaderIter, "return the loader, not iter(loader)"),
-        (Dataset, "return a DataLoader of it"),
+        (Dataset, "wrap it in a DataLoader"),
     ):
         if isinstance(returned, types_):
             return f"; {remedy}"
@@ -173,7 +173,7 @@ def _hint(returned: Any) -> str:
         if inspect.getattr_static(returned, name, None) is not None:
             return f"; {remedy}"
     if "DataLoader" in type(returned).__name__ or "CombinedLoader" in type(returned).__name__:
-        return "; return a DataLoader as it is before a framework wraps it"
+        return "; return the DataLoader that it wraps"
     return ""
 
 
@@ -182,33 +182,33 @@ def _module(name: str) -> Any:
     try:
         return _import(name, name)
     except ModuleNotFoundError as error:
-        raise Unusable(f"there is no module {error.name!r}, neither here ({os.getcwd()}) nor installed") from None
+        raise Unusable(f"there is no module {error.name!r} here ({os.getcwd()}), and none is installed") from None
 
 
 def _file(path: str) -> Any:
     folder, file = os.path.split(os.path.abspath(path))
     name = os.path.splitext(file)[0]
     if name in sys.modules or "." in name:
-        raise Unusable(f"{path} cannot be imported by the name {name!r}; give the file another one")
+        raise Unusable(f"{path} cannot be imported under the name {name!r}; rename the file")
     # Imported by name, so that spawned workers can import it, too.
     sys.path.insert(0, folder)
     try:
         module = _import(name, path)
     except ModuleNotFoundError:
-        raise Unusable(f"{path} cannot be imported: the name of the file must end in .py") from None
+        raise Unusable(f"{path} cannot be imported: the file name must end in .py") from None
     module_file = getattr(module, "__file__", None)
     if module_file is None or os.path.realpath(module_file) != os.path.realpath(os.path.join(folder, file)):
         raise Unusable(
-            f"{path} cannot be imported by the name {name!r}, which is {module_file or 'a package'}: rename one"
+            f"{path} cannot be imported under the name {name!r}, which is {module_file or 'a package'}: rename one"
         )
     return module
 
 
 def _import(name: str, shown: str) -> Any:
-    """Imports a module. Raises ModuleNotFoundError only if the module itself, or a package around it, is missing."""
+    """Imports a module. Raises ModuleNotFoundError only if the module itself, or a parent package of it, is missing."""
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
             raise
-        raise _unusable(f"the import of {shown} failed", error, _SCRIPT) from None
+        raise _unusable(f"importing {shown} failed", error, _SCRIPT) from None

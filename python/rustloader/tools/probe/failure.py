@@ -15,7 +15,7 @@ from rustloader.system.package import FOLDER
 # torch's message for an exception raised in a worker.
 _WORKER = re.compile(r"(?:^|: )Caught \S+ in (?:DataLoader (worker) process( \d+)|(pin memory thread).*)\.$")
 _FRAME = re.compile(r'  File "(.+)", line (\d+), in (.+)$')
-# Folders of libraries, longest first: packages may be inside the folder of the standard library.
+# Folders of libraries, longest first: site-packages may be inside the folder of the standard library.
 _LIBRARIES = sorted(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")},
     key=len,
@@ -27,7 +27,7 @@ _MAX_TEXT = 1000
 
 @dataclass(frozen=True)
 class Failure:
-    """Description of an exception.
+    """A description of an exception.
 
     Attributes:
         text: the type and the message, without notes.
@@ -50,7 +50,7 @@ class Failure:
 def failure(error: BaseException) -> Failure:
     """Describes an exception. If it was first raised in a worker, describes the worker's traceback."""
     described = traceback.TracebackException(type(error), error, None, compact=True)
-    # Without notes: rustloader adds one to a worker's error, torch does not.
+    # Leaves out notes: rustloader adds one to a worker's error, torch does not.
     described.__notes__ = None
     text = "".join(described.format_exception_only()).strip()
     lines = text.splitlines()

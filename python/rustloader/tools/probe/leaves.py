@@ -15,7 +15,7 @@ from rustloader.system.formatting import type_name
 
 
 class Leaf(NamedTuple):
-    """A part of a batch that cannot be divided further, or the type of a container."""
+    """An indivisible part of a batch, or the type of a container."""
 
     path: str
     kind: str
@@ -25,7 +25,7 @@ class Leaf(NamedTuple):
 def leaves(value: Any, path: str = "batch", ancestors: tuple[int, ...] = ()) -> Iterator[Leaf]:
     """Yields the leaves of a batch in order. A container yields a leaf with its type and length, then its parts."""
     if id(value) in ancestors:
-        yield Leaf(path, "a reference to a container that it is in", None)
+        yield Leaf(path, "a reference to an enclosing container", None)
         return
     enclosing = (*ancestors, id(value))
     if isinstance(value, torch.Tensor):
@@ -80,7 +80,7 @@ def difference(theirs: Any, ours: Any) -> str:
             return f"{a.path} ({a.kind}): {_values(a.value, b.value)}"
     if len(first) != len(second):
         return f"torch has {len(first)} parts, rustloader {len(second)}"
-    return "no difference any more: a batch has changed since the first comparison"
+    return "no longer: a batch has changed since the first comparison"
 
 
 def _tensor_kind(tensor: torch.Tensor) -> str:

@@ -27,7 +27,7 @@ serve(*map(int, sys.argv[1:]))
 _STDERR = 2
 # Seconds between two checks of the workers.
 _CHECK_INTERVAL = 0.5
-MORE_TIME = "if it is slow and not stuck, pass a larger --timeout"
+MORE_TIME = "if it is slow rather than stuck, pass a larger --timeout"
 
 
 class Probe:
@@ -48,9 +48,9 @@ class Probe:
         self._awaited = "ready"
         # The last request.
         self._asked = "ready"
-        # The descriptor of the file for stacks, from `deaths.install` in the process.
+        # The process's descriptor of the file that receives stacks; the result of `deaths.install`.
         self._stacks: int | None = None
-        # The process IDs of the workers, by number.
+        # The process IDs of the workers, by worker number.
         self._workers: dict[int, int] = {}
         # True if the process may never exit unless it is killed.
         self._stuck = False
@@ -132,7 +132,7 @@ class Probe:
 
     def hang_texts(self, awaited: str) -> tuple[str, str]:
         """Returns the message for a request that hangs, and the remedy."""
-        what = f"{self.target} did not return a loader" if awaited in ("ready", "about") else "no batch came"
+        what = f"{self.target} did not return a loader" if awaited in ("ready", "about") else "no batch arrived"
         return f"with {self.engine}'s iterator, {what} within {self.timeout:g} s", MORE_TIME
 
     def death_error(self, worker: str, details: str = "") -> Unusable:
@@ -174,7 +174,7 @@ class Probe:
             if self._stuck or (kind is not None and not issubclass(kind, Exception)):
                 # Uses SIGKILL, because workers that are still starting would print tracebacks on other signals.
                 kill(self.group)
-            # Between two requests, the process ends when it notices the closed connection.
+            # A process that is waiting for a request ends when it notices the closed connection.
             elif not self._wait_until(lambda: self._exit_status() is not None, 10.0 if kind is None else 2.0):
                 os.killpg(self.group, signal.SIGINT)
                 self._wait_until(lambda: self._exit_status() is not None, 5.0)

@@ -50,7 +50,7 @@ def on_torch() -> Iterator[None]:
 # Context managers that make loaders use an engine, by the engine's name in results.
 ENGINES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "torch": on_torch,
-    "rustloader": lambda: rustloader.installed(),  # the attribute imports torch
+    "rustloader": lambda: rustloader.installed(),  # not evaluated here, because the attribute imports torch
     "ray": lambda: rustloader.installed(),
     "cached": lambda: rustloader.installed(),
 }
@@ -68,7 +68,7 @@ class Side:
 
     def __init__(self, target: str, engine: str, quiet: bool = False) -> None:
         self.target, self.engine, self.quiet = target, engine, quiet
-        # Sends a note (name, value) to the command before the answer. `serve` sets this.
+        # Sends a note (name, value) to the command before the answer. Set in `_answer`.
         self.send_note: Callable[[str, Any], None] = _no_command
         # Description of a worker's death that caused an error; None if there was none.
         self.death: str | None = None
@@ -105,7 +105,10 @@ class Side:
             yield
 
     def served(self) -> tuple[int, str]:
-        """Returns the number of batches from the Rust engine since ``on_engine``, and the first warning since then."""
+        """Returns the number of batches from the Rust engine since ``on_engine``, and the first warning since then.
+
+        The warning is "" if there was none.
+        """
         return rustloader.engine_batches() - self._served_before, "".join(self._logged[:1])
 
     def on_start(self, iterator: Iterator[Any]) -> None:
@@ -146,8 +149,8 @@ def _no_command(name: str, value: Any) -> None:
 def serve(descriptor: int, parent: int) -> None:
     """Answers requests (name, arguments...) with (name, value), until the connection closes or SIGINT arrives.
 
-    The first message is a ``Side``. ``descriptor`` is that of the connection, and ``parent`` the process ID of the
-    command.
+    The first message is a ``Side``. ``descriptor`` is the connection's file descriptor, and ``parent`` is the process
+    ID of the command.
     """
     os.set_inheritable(descriptor, False)
     signal.signal(signal.SIGINT, _interrupt)
@@ -200,7 +203,8 @@ def _note_of(side: Side, error: BaseException) -> tuple[str, Any]:
 
 
 def _interrupt(*_: object) -> None:
-    """Raises KeyboardInterrupt, and ignores later interrupts. An alarm kills the process group if it does not exit."""
+    """Raises KeyboardInterrupt, and ignores later interrupts. If the process does not exit in time, an alarm kills its
+    process group."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, lambda *_: os.killpg(0, signal.SIGKILL))
     signal.alarm(_INTERRUPT_SECONDS)
@@ -208,7 +212,8 @@ def _interrupt(*_: object) -> None:
 
 
 def _interrupt_with(parent: int) -> None:
-    """Makes the system interrupt this process when its parent exits. Raises KeyboardInterrupt if it already has."""
+    """Makes the system interrupt this process when its parent exits. Raises KeyboardInterrupt if the parent has already
+    exited."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGINT))
     if os.getppid() != parent:

@@ -57,7 +57,7 @@ def _choose(as_json: bool) -> int | None:
     if not main_processes:
         whose = "" if processes.user() == "root" else f" of user {processes.user()}"
         raise processes.NothingToSee(
-            f"no process{whose} has a loader at work on rustloader's engine now. Loaders with num_workers=0, and those "
+            f"no process{whose} has a loader running on rustloader's engine now. Loaders with num_workers=0, and those "
             "that run on torch's own iterator, are not shown"
         )
     if len(main_processes) == 1:
@@ -71,15 +71,15 @@ def _choose(as_json: bool) -> int | None:
             cells = it | {"rank": "-" if it["local_rank"] is None else it["local_rank"]}
             line = "{pid:>8}  {rank:>4}  {loaders:>7}  {batches:>9,}  {next_share:>7.0%}  {verdict:12}  {command}"
             print(line.format(**cells))
-    _refuse("several processes have loaders at work; choose one: rustloader top PID")
+    _refuse("several processes have running loaders; choose one: rustloader top PID")
     return None
 
 
 def _process_row(pid: int, count: int) -> dict[str, Any]:
     """Returns a row of the list of processes. ``count`` is the number of loaders of the process.
 
-    The other values describe the process's busiest loader since it was created. The share of time in `next` shows which
-    of several ranks waits for its loader.
+    The other values describe the loader with the most batches, since its creation. The share of time in `next` shows
+    which of several ranks waits for its loader.
     """
     rank = local_ranks.rank_variable_of(pid)
     identity = {"pid": pid, "local_rank": None if rank is None else rank[1], "loaders": count}
@@ -99,7 +99,7 @@ def _process_row(pid: int, count: int) -> dict[str, Any]:
 def _main_process(pid: int, waits: bool) -> int:
     """Returns the process whose loaders to show: ``pid``, or its main process if ``pid`` is a worker.
 
-    With ``waits``, accepts a process that uses the engine even if it has no running loader at present.
+    If ``waits`` is True, accepts a process that uses the engine but has no running loader at present.
 
     Raises:
         NothingToSee: There is nothing to show about the process.
@@ -119,7 +119,7 @@ def _main_process(pid: int, waits: bool) -> int:
         )
     if not waits:
         raise processes.NothingToSee(
-            f"process {pid} uses rustloader, but none of its loaders is at work on the engine now: it is between two "
+            f"process {pid} uses rustloader, but none of its loaders is running on the engine now: it is between two "
             "epochs, its loaders have num_workers=0, or they run on torch's own iterator"
         )
     return pid
@@ -132,7 +132,7 @@ def _parent_of(pid: int, inner: int, loader: processes.LoaderArena) -> int:
         raise processes.NothingToSee(f"process {pid} is a worker, or another child, of a process that has ended")
     numbers = [number for number, worker in enumerate(loader.figures.workers) if worker.totals.pid == inner]
     what = f"worker {numbers[0]} of a loader" if numbers else "a child"
-    print(f"Process {pid} is {what} of process {main}, which is shown.", file=sys.stderr)
+    print(f"Process {pid} is {what} of process {main}. Showing process {main}.", file=sys.stderr)
     return int(main)
 
 
@@ -141,14 +141,14 @@ class _History:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        # Each observation has the state of each iterator, by key. The latest comes last.
+        # Each observation has the state of each iterator, by `Observation.key`. The latest comes last.
         self._observations: list[dict[Any, Observation]] = []
 
     def observe(self) -> None:
         """Adds an observation. Raises ``NothingToSee`` if the process has ended."""
         self._observations.append({it.key: it for it in observe(self.pid)})
         now = time.monotonic()
-        # The last two are always kept: the interval may be longer than the time that a verdict covers.
+        # The last two are always kept, because the interval may be longer than the time that a verdict covers.
         recent = [observation for observation in self._observations[:-2] if _age(observation, now) <= _VERDICT_SECONDS]
         self._observations = (recent + self._observations[-2:])[-1000:]
 
@@ -202,7 +202,7 @@ def _live(pid: int, interval: float) -> int:
         width, height = console.size
         lines = frame(pid, command, history.loaders(), width, height - 1, processes.caches(pid))
         lines += [[]] * (height - 1 - len(lines))
-        lines.append([(f"every {interval:g} s; q ends", "dim")])
+        lines.append([(f"every {interval:g} s; q quits", "dim")])
         parts = [part for line in lines for part in (*line, ("\n", ""))]
         return Text.assemble(*parts[:-1], no_wrap=True, overflow="crop")
 

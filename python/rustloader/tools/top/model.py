@@ -1,4 +1,4 @@
-"""The model of ``top``: describes a loader from two observations of its shared memory."""
+"""The model of ``top``: computes the description of a loader from two observations of its shared memory."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from rustloader.system.cores import usable_cores
 from rustloader.tools.top import processes
 from rustloader.tools.top.processes import LoaderArena
 
-# A worker is stuck if its current batch takes at least this many seconds, and this many times its mean time per batch.
+# A worker is stuck if its current batch has taken at least this many seconds, and this many times its mean time per
+# batch.
 _LONG_SECONDS, _LONG_MULTIPLE = 2.0, 10.0
-# A worker is also stuck if its start or its first batch takes at least this many seconds.
+# A worker is also stuck if its start or its first batch has taken at least this many seconds.
 _LONG_AT_FIRST = 30.0
 # Minimum seconds that a verdict must cover to be reliable.
 _SETTLED_SECONDS = 10.0
-# The states of a busy worker, and the names under which they are shown.
+# The states of a busy worker, and the names by which they are shown.
 _BUSY = {"fetch": "fetching", "collate": "collating", "pack": "packing", "publish": "sending"}
 
 
@@ -46,7 +47,7 @@ class Observation:
 
     @property
     def key(self) -> tuple[tuple[int, int], float]:
-        """Identifies the iterator. A later iterator may use the same arena, so the start time is part of the key."""
+        """Identifies the iterator. Includes the start time, because a later iterator may use the same arena."""
         return self.file, self.figures.started
 
 
@@ -73,7 +74,7 @@ def _observe_iterator(loader: LoaderArena, outer: dict[int, int] | None) -> Obse
 
 @dataclass(frozen=True)
 class WorkerView:
-    """A worker, as shown.
+    """A worker, as ``top`` shows it.
 
     ``pid`` is the process ID in this PID namespace, if known. Shares cover the last interval. ``fetch_cpu_share`` is
     the processor time of the fetches that ended in the interval as a share of their wall time; None if none ended.
@@ -103,7 +104,7 @@ class WorkerView:
 
     @property
     def is_stuck(self) -> bool:
-        """True if the current batch, or the start of the worker, takes much longer than usual."""
+        """True if the current batch, or the start of the worker, is taking much longer than usual."""
         if self.state == "starting":
             return self.seconds >= _LONG_AT_FIRST
         usual = _LONG_AT_FIRST / _LONG_MULTIPLE if self.usual_seconds is None else self.usual_seconds
@@ -178,7 +179,7 @@ class Loader:
     def main_shares(self) -> dict[str, float]:
         """The shares of the interval that the main process spent in each state.
 
-        The states are: waiting, in the training step, at work in ``next``, and between two epochs or starting one.
+        The states are: waiting, in the training step, working in ``next``, and between two epochs or starting one.
         """
         recent = self.recent
         waiting = recent.waited_seconds + recent.first_seconds
@@ -283,9 +284,9 @@ def stats_of(pid: int, workers: tuple[WorkerView, ...], now: Observation, since:
 
 
 def stats_for_verdict(stats: Stats, figures: Observed) -> Stats:
-    """Returns the statistics. Adds scheduling settings if the workers run on other machines, which affects the verdict.
+    """Returns the statistics, with scheduling settings if the workers run on other machines, which affects the verdict.
 
-    Settings that cannot be observed get placeholder values, which do not affect advice.
+    Settings that cannot be observed get placeholder values, which do not affect the advice.
     """
     if not figures.remote:
         return stats

@@ -46,10 +46,10 @@ def loaders(pid: int) -> list[LoaderArena]:
 
 
 def caches(pid: int) -> list[CacheUsage]:
-    """Returns the usage of each cache, in memory or in a file, that a process has open; empty if none is accessible."""
+    """Returns the usage of each cache, in memory or in a file, that a process has open; empty if none can be read."""
     usages: dict[tuple[int, int], CacheUsage] = {}
     with contextlib.suppress(OSError):
-        # The file of a cache is open, and mapped for writing.
+        # A process that uses a cache has its file open, and maps it for writing.
         mapped = {line.split(maxsplit=5)[-1] for line in _maps(pid) if " rw-s " in line}
         for name in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
@@ -73,7 +73,7 @@ def _cache(path: str) -> tuple[tuple[int, int], CacheUsage] | None:
 
 
 def main_processes() -> dict[int, list[LoaderArena]]:
-    """Returns the arenas of running iterators, by main process, for this user's processes (for root: all users')."""
+    """Returns the arenas of running iterators by main process, of this user's processes (for root, of all users')."""
     processes = {}
     for pid in pids():
         with contextlib.suppress(OSError, NothingToSee):
@@ -93,7 +93,7 @@ def _open_arenas(pid: int) -> Iterator[tuple[tuple[int, int], Observed | None]]:
 
 
 def _mapped_arenas(pid: int) -> Iterator[tuple[tuple[int, int], Observed | None]]:
-    """Yields the arenas that a process maps, for one that has closed the descriptors. Only root can open them."""
+    """Yields the arenas that a process maps, even if it has closed their descriptors. Only root can open them."""
     for line in _maps(pid):
         if line.endswith(_ARENA):
             with contextlib.suppress(FileNotFoundError):
@@ -121,7 +121,7 @@ def _forbidden(pid: int) -> str:
     if name is None:
         return f"there is no process {pid}"
     if name == user():
-        return f"process {pid} does not let other processes of its user look at it; run this with sudo"
+        return f"process {pid} does not let other processes of its user inspect it; run this with sudo"
     return f"process {pid} belongs to {name}; run as that user or with sudo"
 
 

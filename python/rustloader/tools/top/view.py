@@ -13,7 +13,7 @@ from rustloader.tools.top.model import Loader, WorkerView
 # The parts of a line, each with its text and its style in rich.
 Line = list[tuple[str, str]]
 
-_COLOURS = {
+_COLORS = {
     "fetching": "green",
     "collating": "cyan",
     "packing": "blue",
@@ -49,7 +49,7 @@ def frame(
 ) -> list[Line]:
     """Returns the lines for a process, its caches and each of its loaders.
 
-    ``width`` is the maximum length of a line, and ``height`` the maximum number of lines; None for no maximum.
+    ``width`` is the maximum length of a line. ``height`` is the maximum number of lines; None for no maximum.
     """
     head = f"process {pid}: "
     lines: list[Line] = [[(head, "bold"), (_cut(command, width - len(head)), "")]]
@@ -82,7 +82,7 @@ def _lines_for_rows(summaries: list[list[Line]], height: int) -> int:
 
 
 def _summary(number: int, loader: Loader, width: int, compact: bool) -> Iterator[Line]:
-    """Yields the lines above a loader's table; fewer lines if ``compact``, for a terminal of low height."""
+    """Yields the lines above a loader's table; fewer lines if ``compact``, for a short terminal."""
     figures, total = loader.figures, loader.total
     settings = [count_of(len(loader.workers), "worker"), f"prefetch_factor={figures.prefetch_factor}"]
     settings += [] if figures.in_order else ["in_order=False"]
@@ -111,7 +111,7 @@ def _summary(number: int, loader: Loader, width: int, compact: bool) -> Iterator
 _SHARES = {
     "waiting": "waiting",
     "step": "in the training step",
-    "next": "at work in next()",
+    "next": "working in next()",
     "between": "between epochs or starting one",
 }
 
@@ -119,12 +119,12 @@ _SHARES = {
 def _memory(loader: Loader) -> str:
     figures, rss = loader.figures, _shows_rss(loader)
     workers = [used for worker in loader.workers if (used := _memory_of(worker, rss)) is not None]
-    shared = f"shared {size(figures.warm)}, {size(figures.leased)} of it in tensors of main; workers "
+    shared = f"shared {size(figures.warm)}, {size(figures.leased)} of it in main's tensors; workers "
     return shared + (size(sum(workers)) + (" RSS" if rss else "") if workers else "n/a")
 
 
 def _shows_rss(loader: Loader) -> bool:
-    """Returns True if the workers' memory must be shown as RSS, because the PSS of some worker is not readable."""
+    """Returns True if the workers' memory must be shown as RSS, because the PSS of a worker cannot be read."""
     return any(worker.memory_bytes is not None and worker.pss_bytes is None for worker in loader.workers)
 
 
@@ -136,7 +136,7 @@ def _verdict(loader: Loader) -> str:
     if loader.marked_workers and _main_waits(loader):
         # The marked workers matter more than earlier measurements.
         who = "worker" if len(loader.marked_workers) == 1 else "workers"
-        return f"The loop waits for the {who} marked below."
+        return f"The loop is waiting for the {who} marked below."
     verdict, seconds = loader.verdict
     return f"{verdict.sentence} ({'since the start' if seconds is None else f'last {_time(seconds)}'})"
 
@@ -156,7 +156,7 @@ def _main(loader: Loader) -> str:
     at_step = f" of batch {batch - 1}" if batch else ""
     descriptions = {
         "starting": f"starting workers or an epoch for {time}",
-        "next": f"in next() for {time}, at work",
+        "next": f"working in next() for {time}",
         "first": f"waiting for the first batch of the epoch for {time}",
         "waiting": f"waiting for batch {batch} for {time}",
         "step": f"in the training step{at_step} for {time}",
@@ -196,7 +196,7 @@ def _table(loader: Loader, width: int, room: int | None) -> Iterator[Line]:
             yield [(row, _WARNING_STYLE)]
         else:
             before, state, after = row.partition(worker.state)
-            yield [(before, ""), (state, _COLOURS.get(worker.state, "")), (after, "")]
+            yield [(before, ""), (state, _COLORS.get(worker.state, "")), (after, "")]
     if len(shown) < len(loader.workers):
         more = count_of(len(loader.workers) - len(shown), "more worker")
         yield [(_cut(f"       ... {more}: make the window taller, or use --once", width), "dim")]
