@@ -15,7 +15,7 @@ use crate::error::Result;
 pub struct FdIdentity {
     device: u64,
     inode: u64,
-    /// The file type; 0 for files without an inode of their own.
+    /// The file type; 0 for files that share an anonymous inode.
     kind: u32,
 }
 
