@@ -13,7 +13,8 @@ use super::layout::BlockEntry;
 use crate::error::{Error, Result};
 use crate::sync::{AtomicU32, Ordering, fence};
 
-/// Held by the consumer: the block is in a result ring or in the reorder buffer, or is leased to the user's tensors.
+/// Held by the consumer: the block's message is in a completion ring or in the reorder buffer, or the block is leased
+/// to the user's tensors.
 pub const CONSUMER: u32 = 1;
 /// Held by the process that allocated it.
 pub const WORKER: u32 = 2;
@@ -23,7 +24,7 @@ pub const FORKED: u32 = 4;
 pub const WORKER_FORKED: u32 = 8;
 /// Not a holder: the block is on its way back to the owner.
 pub const RETURNING: u32 = 16;
-/// Not a holder: the consumer has made a tensor of the block, so a fork must mark it.
+/// Not a holder: delivered tensors use the block, so a fork must mark it.
 pub const DELIVERED: u32 = 32;
 
 /// The bits of all holders.

@@ -81,7 +81,7 @@ pub fn stop() {
     }
 }
 
-/// Stops the thread before a fork, and waits for it to end. Each call must be followed by a [`resume`].
+/// Stops and joins the thread before a fork. Each call must be followed by a [`resume`].
 pub fn pause() {
     let Some(mut state) = state() else { return };
     state.forks += 1;

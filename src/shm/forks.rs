@@ -37,6 +37,7 @@ struct Watched {
     owned: Option<u32>,
 }
 
+/// The arenas whose blocks forks mark, and the marks.
 #[derive(Debug, Default)]
 struct Table {
     arenas: HashMap<usize, Watched>,
@@ -138,7 +139,7 @@ fn finish() {
     }
 }
 
-/// Marks the blocks in use before a fork.
+/// Marks the blocks in use, before a fork.
 fn mark(pending: &mut Option<(Option<WitnessMapping>, ForkMarks)>) {
     let table = &mut *table();
     for (&key, watched) in &table.arenas {

@@ -53,7 +53,7 @@ impl Drop for Lease {
     }
 }
 
-/// Releases the consumer's hold on a block that has no lease: a payload, or a leaf of a batch that is dropped.
+/// Releases the consumer's hold on a block that has no lease: a message, or a leaf of a batch that is dropped.
 pub fn let_go(arena: &Arena, region: u32, block: u32) {
     arena.release(region, block, CONSUMER);
 }

@@ -32,9 +32,9 @@
 //!   owner, which may reuse a block immediately.
 //!
 //! A Release store that is read by Acquire loads and causes no store in reply has no model, because it needs no further
-//! ordering. These pairs are arena-made, block-made, stack-file, handed-over, fork-table, forks-counted, forks-handled,
-//! pool-emptied, caretaker-left, arrays-watched, arrays-private, start-time, time-spent, fetch-measured, row-published,
-//! link-ended, left-to-thread, and the flags closing, exiting, finish-wanted and pin-stop.
+//! ordering. Pairs of this kind are arena-made, block-made, stack-file, handed-over, fork-table, forks-counted,
+//! forks-handled, pool-emptied, caretaker-left, arrays-watched, arrays-private, start-time, time-spent, fetch-measured,
+//! row-published, link-ended, left-to-thread, and the flags closing, exiting, finish-wanted and pin-stop.
 //!
 //! pages-or-promise and off-duty have the same shape as asleep-or-published. An error in pages-or-promise would only
 //! cause a wrong estimate of the machine's headroom, and an error in off-duty would only delay a result. Nothing relies

@@ -193,7 +193,7 @@ pub struct Claimer<M> {
 }
 
 impl<M: QueueMemory> Claimer<M> {
-    /// Returns the end of worker `worker`.
+    /// Returns a worker's end.
     pub fn new(memory: M, worker: u32) -> Self {
         Self { memory, holder: holder_of(worker) }
     }
@@ -258,9 +258,9 @@ impl<M: QueueMemory> Claimer<M> {
         Ok(())
     }
 
-    /// Returns the position to try next if the slot for `position` holds the entry `newer`. No entry that precedes
-    /// `newer` by the queue's capacity or more still waits, so the search skips all of them. Returns [`Error::Corrupt`]
-    /// if `newer` belongs in another slot.
+    /// Returns the position to try next if the slot for `position` holds the entry `newer`. Entries that precede
+    /// `newer` by the queue's capacity or more no longer wait, so the search skips them. Returns [`Error::Corrupt`] if
+    /// `newer` belongs in another slot.
     #[cold]
     fn next_after(&self, position: u64, newer: u64) -> Result<u64> {
         let capacity = self.memory.slots().len() as u64;

@@ -5,12 +5,12 @@
 //! contents. Free blocks are reused last-in first-out, while their pages are warm.
 //!
 //! Idle blocks are punched, which means that their pages are released, in three cases:
-//! * *A surplus.* If the low-water mark of a class's idle blocks stays above zero for [`TRIM_PATIENCE`] windows, the
+//! * *Surplus.* If the low-water mark of a class's idle blocks stays above zero for [`TRIM_PATIENCE`] windows, the
 //!   surplus is punched. A window is [`TRIM_WINDOW`] allocations, or fewer if batches are slow.
-//! * *Sizes that vary.* A request first reuses a warm block of a slightly larger class. Before it reserves fresh pages,
+//! * *Varying sizes.* A request first reuses a warm block of a slightly larger class. Before it reserves fresh pages,
 //!   the blocks that have been idle longest are punched, until the region exceeds its recent peak by at most an
 //!   [`IDLE_SHARE`]th.
-//! * *An idle worker.* It keeps only the pages that its batches in flight need, or none if it is ahead of the training
+//! * *Idle worker.* It keeps only the pages that its batches in flight need, or none if it is ahead of the training
 //!   loop.
 //!
 //! If a request finds no idle block of its class and there is no room after the last block, its block is cut from a
@@ -112,7 +112,7 @@ pub struct Allocator {
     slab_end: u64,
     /// For each block, the number of leading bytes that are in this process's page tables.
     mapped: Vec<u64>,
-    /// Blocks that contain an object of the owner and have been sent in a message since their allocation.
+    /// Blocks with an object of the owner that have been sent in a message since their allocation.
     sent: HashSet<u32>,
     /// Number of allocations until this window ends.
     window: u32,
@@ -225,8 +225,8 @@ impl Allocator {
         if !self.sent.is_empty() {
             self.sent.remove(&id);
         }
-        // SYNC: block-held (pairs with the Acquire of a fork, `recover` or `retire` that reads the table). The consumer
-        // learns of the block through a ring.
+        // SYNC: block-held (pairs with the Acquires in `mark_if`, `recover` and `is_unseen`). The consumer learns of
+        // the block through a ring.
         self.arena.table(self.region)[id as usize].state.store(holder, Ordering::Release);
         Ok(id)
     }
@@ -262,7 +262,7 @@ impl Allocator {
         self.reserve(id, pages * PAGE)
     }
 
-    /// Records that a block that contains an object of the owner was sent in a message.
+    /// Records that a block with an object of the owner was sent in a message.
     pub fn note_sent(&mut self, id: u32) {
         self.sent.insert(id);
     }
@@ -535,8 +535,8 @@ impl Allocator {
         Ok(())
     }
 
-    /// Returns true if the worker is ahead of the training loop: the main process, which opens a message when it
-    /// delivers the batch, has not opened one of this region's messages yet.
+    /// Returns true if the worker is ahead of the training loop: at least one message in this region is unopened. The
+    /// main process opens a message when it delivers the batch.
     pub fn is_ahead(&self) -> bool {
         self.states().any(|state| state & (CONSUMER | DELIVERED) == CONSUMER)
     }

@@ -121,7 +121,7 @@ impl Arena {
         );
         let (g, queue) = (&geometry, u32::from(geometry.shared_queue));
         if stored != (MAGIC, VERSION, g.workers, g.ring_slots, g.table_len, g.region_len, queue) {
-            return Err(Error::corrupt(format!("an arena's header reads {stored:x?}, expected {g:?}")));
+            return Err(Error::corrupt(format!("the header of an arena reads {stored:x?}, but {g:?} is expected")));
         }
         Ok(Arc::new(arena))
     }
@@ -407,7 +407,7 @@ impl Arena {
         }
     }
 
-    /// Punches all pages of a block that will not be used soon. If that fails, the block keeps its pages.
+    /// Releases the pages of a block that will not be used soon. If that fails, the block keeps its pages.
     fn punch_block(&self, region: u32, entry: &BlockEntry) {
         let offset = entry.offset.load(Ordering::Relaxed).min(self.geometry.region_len);
         let warm = entry.warm.load(Ordering::Relaxed).min(self.geometry.region_len - offset);
@@ -537,8 +537,8 @@ impl Arena {
         largest.saturating_mul(self.geometry.batches_in_flight()).max(1 << 20)
     }
 
-    /// Retires the arena, so that no worker attaches to it again. Releases all pages of blocks except those that the
-    /// user's tensors or forked children may still read. From then on, a block loses its pages as soon as it is
+    /// Retires the arena, so that no worker attaches to it again. Releases the pages of all blocks except those that
+    /// the user's tensors or forked children may still read. From then on, a block loses its pages as soon as it is
     /// released. Only the process that created the arena can retire it; other and later calls do nothing.
     pub fn retire(&self) {
         if !self.made_here || !self.is_ours() || self.retired.swap(true, Ordering::AcqRel) {

@@ -69,8 +69,9 @@ impl Geometry {
         let Needs { workers, outstanding, shared_queue, .. } = needs;
         let ring_slots = Self::ring_slots_of(needs)?;
         Self::lay_out(total, workers, ring_slots, shared_queue).ok_or_else(|| {
-            let limit =
-                format!("they do not fit into the {total} bytes of available address space (RLIMIT_AS, `ulimit -v`)");
+            let limit = format!(
+                "their regions do not fit into the {total} bytes of available address space (RLIMIT_AS, `ulimit -v`)"
+            );
             too_many(workers, outstanding, limit)
         })
     }
@@ -268,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn regions_of_a_wanted_size_are_hardly_smaller_and_never_larger() {
+    fn regions_of_a_requested_size_are_at_most_slightly_smaller() {
         let sizes = [REGION_MIN, 5 << 20, (16 << 20) + PAGE, 1 << 30, (32 << 30) + 7 * PAGE, 500 << 30];
         for (wanted, (workers, shared_queue)) in
             sizes.into_iter().flat_map(|size| [(size, (1, false)), (size, (3, true))])
@@ -299,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn too_small_is_an_error() {
+    fn an_arena_that_is_too_small_is_an_error() {
         let needs = |workers, outstanding| Needs { workers, outstanding, shared_queue: false, snapshots: false };
         let refused = |total, workers, outstanding| Geometry::new(total, needs(workers, outstanding)).unwrap_err();
         assert!(matches!(refused(1 << 30, 0, 8), Error::Usage { .. }));

@@ -352,8 +352,7 @@ impl StatusPage {
 }
 
 numbered_enum! {
-    /// The workers known to have received a SIGTERM, on the page of a worker that survives one; see
-    /// `worker/terminate.rs`.
+    /// Whether a SIGTERM has reached this worker, and whether it has reached all workers; see `worker/terminate.rs`.
     pub enum Terminated {
         /// This worker has not received one.
         No = 0 => "no",

@@ -179,7 +179,7 @@ impl Allocator {
         bytes.saturating_add(if is_last { self.tail() } else { 0 })
     }
 
-    /// Returns the error for a request of `len` bytes that the region has no room for.
+    /// Returns the error for a request of `len` bytes that does not fit into the region.
     pub(super) fn full_error(&self, len: u64) -> Error {
         let idle = self.idle_blocks();
         let bytes = idle.iter().fold(self.tail(), |sum, block| sum.saturating_add(block.capacity));

@@ -43,8 +43,8 @@ fn warm_bytes_of(table: &[BlockEntry], ids: impl IntoIterator<Item = u32>) -> u6
     ids.into_iter().map(|id| table[id as usize].warm.load(Ordering::Relaxed)).sum()
 }
 
-/// Checks that the blocks cover the region up to `fresh` without a gap, that each idle block is exactly once in the
-/// free list of its class, that no other block is in a free list, and that the owner's private records match the table.
+/// Checks that the blocks cover the region up to `fresh` without a gap, and that the owner's private records match the
+/// table. Each idle block must be in the free list of its class, exactly once; no other block may be in a free list.
 fn check(a: &Allocator) {
     let table = a.arena.table(a.region);
     let blocks = blocks(a);
