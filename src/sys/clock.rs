@@ -45,7 +45,7 @@ pub fn yield_now() {
     rustix::thread::sched_yield();
 }
 
-/// Converts a duration. Saturates.
+/// Converts a duration, saturating at the maximum.
 pub(super) fn timespec(time: Duration) -> Timespec {
     Timespec::try_from(time).unwrap_or(Timespec { tv_sec: i64::MAX, tv_nsec: 0 })
 }

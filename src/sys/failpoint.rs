@@ -49,7 +49,7 @@ mod points {
         ($($name:ident)*) => { &[$(stringify!($name)),*] };
     }
 
-    /// All kinds of calls with a failpoint.
+    /// The kinds of calls that have a failpoint.
     const KINDS: &[&str] = names! {
         memfd_create getrlimit ftruncate seal mmap mprotect dontdump populate map_in remove
         eventfd eventfd_write eventfd_read pidfd_open pidfd_poll waitid pidfd_get_info

@@ -60,8 +60,9 @@ thread_local! {
     static RUNNING: Cell<u32> = const { Cell::new(0) };
 }
 
-/// Returns a number that is higher in a forked child than in its parent. An object that stores it can tell later
-/// whether it was created before a fork. Costs one atomic load. `vfork` and a bare `clone` do not change the number.
+/// Returns a number that is higher in a forked child than in its parent. An object that stores the number can later
+/// tell whether it was created before a fork. Costs one atomic load. `vfork` and a bare `clone` do not change the
+/// number.
 #[inline]
 pub fn generation() -> u64 {
     // SYNC: forks-counted (pairs with the Release in `hook`): if the flag is set, the hooks are registered.
@@ -72,7 +73,7 @@ pub fn generation() -> u64 {
     GENERATION.load(Ordering::Relaxed)
 }
 
-/// Installs the counter of [`generation`].
+/// Registers the hooks that count forks for [`generation`].
 pub fn count_forks() -> Result<()> {
     // SYNC: forks-counted (pairs with the Release in `hook`).
     if HOOKED.load(Ordering::Acquire) { Ok(()) } else { hook() }

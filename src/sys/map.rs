@@ -61,7 +61,7 @@ impl Mapping {
         let start = map_file(fd, len, ProtFlags::empty(), MapFlags::SHARED)?;
         let mapping = Self { start, len, page: page_size() };
         let start = start.as_ptr().cast();
-        // Locked pages could not be released. For pages that were never locked this does nothing.
+        // Locked pages cannot be released, so unlock them. For pages that were never locked this does nothing.
         // SAFETY: the range is the mapping just made.
         let _ = unsafe { rustix::mm::munlock(start, len) };
         let protection = MprotectFlags::READ | MprotectFlags::WRITE;
@@ -205,12 +205,11 @@ pub(super) fn address_space_hint(wanted: u64) -> String {
     )
 }
 
-/// Returns the error for the errno of a populating madvise, if that errno means a lack of memory or a hardware fault in
-/// it.
+/// Converts the errno of a populating madvise to an error, if the errno means a lack of memory or faulty memory.
 fn out_of_memory(pages: &Range<usize>, errno: Errno) -> Option<Error> {
     let reason = match errno {
-        Errno::HWPOISON => "the machine's memory has a hardware fault there",
-        Errno::FAULT | Errno::NOMEM | Errno::AGAIN => "the kernel has no free page for it",
+        Errno::HWPOISON => "the machine's memory has a hardware fault",
+        Errno::FAULT | Errno::NOMEM | Errno::AGAIN => "the kernel has no free page",
         _ => return None,
     };
     let room = memory::available(&Roots::default());

@@ -36,7 +36,7 @@ pub fn limits(roots: &Roots) -> Vec<Headroom> {
 pub fn total_ram_and_swap() -> u64 {
     // SAFETY: an all-zero sysinfo is valid.
     let mut info: libc::sysinfo = unsafe { std::mem::zeroed() };
-    // SAFETY: `info` is a local struct that the kernel fills. If the call is refused, the struct stays 0.
+    // SAFETY: `info` is a local struct that the kernel fills. If the call is refused, the struct stays zeroed.
     let _ = failpoint!("sysinfo", checked(unsafe { libc::sysinfo(&mut info) }));
     // The fields' types differ between architectures.
     let unit = u64::from(info.mem_unit).max(1);

@@ -4,11 +4,11 @@
 //! remedy. Calls that a signal interrupts are retried, except waits, which report the signal.
 //!
 //! Calls go through rustix: its types express rules that SAFETY comments would otherwise state, and it enters the
-//! kernel without the C library. Each call is written with its full path, so that `tests/sys_calls.rs` finds it. These
-//! calls use the C library:
+//! kernel without the C library. Each call is written with its full path, so that `tests/sys_calls.rs` finds it. The
+//! following calls use the C library instead:
 //!
 //! - `clock_gettime` and `sysconf`: for these calls rustix reads the auxiliary vector (before Linux 6.4 from /proc,
-//!   with an allocation), which the C library already has. Its clock is no faster.
+//!   with an allocation), which the C library already has. The rustix clock is no faster.
 //! - `getrlimit` and `sysinfo`: rustix does not check the results of these calls, which a sandbox may refuse.
 //! - `sendmsg` and `recvmsg`: rustix takes slices, whose bytes must not change during the call, but other processes may
 //!   change them.
@@ -71,7 +71,7 @@ fn by_number(fd: RawFd) -> rustix::io::Result<BorrowedFd<'static>> {
         return Err(Errno::BADF);
     }
     // SAFETY: the number is not -1. If other code has closed the descriptor, the kernel refuses the call or the number
-    // names another file.
+    // names another file; neither affects memory safety.
     Ok(unsafe { BorrowedFd::borrow_raw(fd) })
 }
 

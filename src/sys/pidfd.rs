@@ -107,7 +107,9 @@ impl PidFd {
         let call = || unsafe { libc::syscall(libc::SYS_pidfd_send_signal, fd, signal, none, 0) };
         match failpoint!("pidfd_send_signal", checked(call())) {
             Ok(_) | Err(Errno::SRCH) => Ok(()),
-            Err(errno) => Err(refused("pidfd_send_signal", errno, format!("signal {signal} to a worker process"))),
+            Err(errno) => {
+                Err(refused("pidfd_send_signal", errno, format!("signal {signal} was not sent to a worker process")))
+            }
         }
     }
 

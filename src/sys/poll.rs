@@ -1,4 +1,4 @@
-//! Waiting for many descriptors at once.
+//! Waiting on many descriptors at once.
 
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
@@ -64,16 +64,16 @@ impl PollSet {
         self.tokens.is_empty()
     }
 
-    /// Adds `fd`, which the caller keeps open until [`PollSet::remove`].
+    /// Adds `fd`, which the caller must keep open until [`PollSet::remove`].
     ///
     /// Errors: [`Error::Usage`] for a token or descriptor already in the set, or in a forked child.
     pub fn add(&mut self, fd: RawFd, token: u64) -> Result<()> {
         self.check_process()?;
         if self.tokens.contains(&token) {
-            return Err(Error::usage(format!("token {token} is waited on twice")));
+            return Err(Error::usage(format!("token {token} is already in the poll set")));
         }
         if self.array.iter().any(|entry| entry.as_fd().as_raw_fd() == fd) {
-            return Err(Error::usage(format!("descriptor {fd} is waited on twice")));
+            return Err(Error::usage(format!("descriptor {fd} is already in the poll set")));
         }
         let fd = by_number(fd).map_err(|errno| refused("poll", errno, "the number is not a descriptor"))?;
         if self.epoll.as_ref().is_some_and(|epoll| register(epoll, fd, token).is_err()) {
@@ -94,7 +94,7 @@ impl PollSet {
     pub fn remove(&mut self, token: u64) -> Result<()> {
         self.check_process()?;
         let Some(at) = self.tokens.iter().position(|other| *other == token) else {
-            return Err(Error::usage(format!("token {token} is not waited on")));
+            return Err(Error::usage(format!("token {token} is not in the poll set")));
         };
         let entry = self.array.swap_remove(at);
         self.tokens.swap_remove(at);

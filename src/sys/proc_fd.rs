@@ -81,7 +81,7 @@ mod tests {
         // SAFETY: `name` is a C string.
         assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
         let fifo = std::fs::File::options().read(true).write(true).open(&path).unwrap();
-        // SAFETY: plain calls, and `name` is a C string.
+        // SAFETY: the calls take plain numbers and `name`, a C string.
         let watch = unsafe {
             let watch = libc::inotify_init1(libc::IN_CLOEXEC | libc::IN_NONBLOCK);
             assert!(libc::inotify_add_watch(watch, name.as_ptr(), libc::IN_OPEN) >= 0);

@@ -113,7 +113,7 @@ impl SealedMap {
 
 impl Drop for SealedMap {
     fn drop(&mut self) {
-        // SAFETY: the range is this value's mapping, which nothing uses any more.
+        // SAFETY: the range is this value's mapping, which is no longer used.
         let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.len) };
     }
 }

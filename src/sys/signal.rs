@@ -68,7 +68,7 @@ pub fn kill(pid: i32, signal: i32) -> Result<()> {
     // SAFETY: kill takes plain numbers.
     match failpoint!("kill", checked(unsafe { libc::kill(pid, signal) })) {
         Ok(_) | Err(Errno::SRCH) => Ok(()),
-        Err(errno) => Err(refused("kill", errno, format!("signal {signal} to process {pid}"))),
+        Err(errno) => Err(refused("kill", errno, format!("signal {signal} was not sent to process {pid}"))),
     }
 }
 

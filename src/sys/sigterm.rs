@@ -72,7 +72,7 @@ pub fn install(decide: fn(Cause) -> Reaction) -> Result<()> {
     action.sa_sigaction = handler as *const () as usize;
     // Interrupted system calls restart; the handler runs on the thread's alternate stack, if it has one.
     action.sa_flags = libc::SA_SIGINFO | libc::SA_RESTART | libc::SA_ONSTACK;
-    // SAFETY: the handler has the type of SA_SIGINFO and stays as long as the process.
+    // SAFETY: the handler has the type of SA_SIGINFO and exists as long as the process.
     let call = || unsafe { libc::sigaction(libc::SIGTERM, &action, std::ptr::null_mut()) };
     failpoint!("sigaction", checked(call()))
         .map_err(|errno| refused("sigaction", errno, "the handler for SIGTERM could not be installed"))
