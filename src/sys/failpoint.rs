@@ -44,7 +44,7 @@ mod points {
         Stop,
     }
 
-    /// Expands to the names as strings.
+    /// Expands to an array of the names as strings.
     macro_rules! names {
         ($($name:ident)*) => { &[$(stringify!($name)),*] };
     }

@@ -7,7 +7,7 @@
 //! Idle blocks are punched, which means that their pages are released, in three cases:
 //! * *Surplus.* If the low-water mark of a class's idle blocks stays above zero for [`TRIM_PATIENCE`] windows, the
 //!   surplus is punched. A window is [`TRIM_WINDOW`] allocations, or fewer if batches are slow.
-//! * *Varying sizes.* A request first reuses a warm block of a slightly larger class. Before it reserves fresh pages,
+//! * *Varying sizes.* A request first reuses a warm block of a slightly larger class. Before fresh pages are reserved,
 //!   the blocks that have been idle longest are punched, until the region exceeds its recent peak by at most an
 //!   [`IDLE_SHARE`]th.
 //! * *Idle worker.* It keeps only the pages that its batches in flight need, or none if it is ahead of the training
@@ -93,7 +93,7 @@ struct FreeList {
     /// The lowest number of idle blocks in this window.
     low: usize,
     /// Number of consecutive windows with a surplus.
-    patience: u8,
+    surplus_windows: u8,
 }
 
 /// The owner's side of a region.
@@ -522,14 +522,14 @@ impl Allocator {
             let surplus = list.low.saturating_sub(list.cold);
             list.low = list.blocks.len();
             if surplus == 0 {
-                list.patience = 0;
+                list.surplus_windows = 0;
                 continue;
             }
-            list.patience += 1;
-            if list.patience < TRIM_PATIENCE {
+            list.surplus_windows += 1;
+            if list.surplus_windows < TRIM_PATIENCE {
                 continue;
             }
-            list.patience = 0;
+            list.surplus_windows = 0;
             (0..surplus).for_each(|_| self.punch_oldest(class));
         }
         Ok(())

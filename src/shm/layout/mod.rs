@@ -307,8 +307,8 @@ impl StatusPage {
     /// Returns true if the worker has begun `task` and not finished it. If the worker has died, the task may then be
     /// the cause.
     pub fn has_begun(&self) -> bool {
-        let is_waiting = [WorkerState::Starting, WorkerState::Idle].map(|state| state as u32).contains(&self.state());
-        !is_waiting
+        let has_no_task = [WorkerState::Starting, WorkerState::Idle].map(|state| state as u32).contains(&self.state());
+        !has_no_task
             && self.task_since_ns.load(Ordering::Relaxed) != 0
             && self.place.load(Ordering::Relaxed) != NOT_BEGUN
     }
