@@ -224,8 +224,7 @@ mod tests {
             (action.sa_sigaction, action.sa_flags) = (handler, flags);
             assert!(deferral.set(&action));
         };
-        // Returns the numbers of calls of the library's handler and of the program's handler since the last call of
-        // `calls`.
+        // Returns and resets the numbers of calls of the library's handler and of the program's handler.
         let calls = || (CHAINED.swap(0, Ordering::SeqCst), BELOW.swap(0, Ordering::SeqCst));
         install(below as *const () as usize, 0);
 
