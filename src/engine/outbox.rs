@@ -38,7 +38,7 @@ impl Outbox {
         let tasks: Vec<_> =
             (0..arena.geometry().workers).map(|worker| Producer::new(arena.task_ring(worker))).collect();
         Self {
-            early: tasks.iter().map(|ring| [ring.filled(); 2]).collect(),
+            early: tasks.iter().map(|ring| [ring.published(); 2]).collect(),
             tasks,
             queue: SharedQueue::of(arena),
             allocator: Allocator::new(arena.clone(), arena.geometry().main_region()),
@@ -127,7 +127,7 @@ impl Outbox {
         for (worker, entry) in (0..).zip(entries) {
             self.push(worker, entry)?;
             let [_, last] = self.early[worker as usize];
-            self.early[worker as usize] = [last, self.tasks[worker as usize].filled()];
+            self.early[worker as usize] = [last, self.tasks[worker as usize].published()];
         }
         Ok(())
     }

@@ -1,8 +1,8 @@
 //! Block ownership: the state bits, and the stack on which blocks return to their owner.
 //!
 //! A block is free when no bit is set. The bits of holders are [`CONSUMER`], [`WORKER`], [`FORKED`] and
-//! [`WORKER_FORKED`]. [`RETURNING`] is not a holder: it means that the block is on its way back through the return
-//! stack, which keeps the block until the region's owner takes it.
+//! [`WORKER_FORKED`]. [`RETURNING`] is not a holder: the block is on the return stack, or is about to be pushed onto
+//! it, and is not free until the region's owner takes it.
 //!
 //! The last holder to clear its bit frees the block. If that holder is the region's owner, it puts the block into its
 //! private free list. Any other holder sets RETURNING in the same step and then pushes the block onto the stack. So a
@@ -13,7 +13,8 @@ use super::layout::BlockEntry;
 use crate::error::{Error, Result};
 use crate::sync::{AtomicU32, Ordering, fence};
 
-/// Held by the consumer: the block is in a result ring or in the reorder buffer, or is leased to the user's tensors.
+/// Held by the consumer: the block's message is in a completion ring or in the reorder buffer, or the block is leased
+/// to the user's tensors.
 pub const CONSUMER: u32 = 1;
 /// Held by the process that allocated it.
 pub const WORKER: u32 = 2;
@@ -23,7 +24,7 @@ pub const FORKED: u32 = 4;
 pub const WORKER_FORKED: u32 = 8;
 /// Not a holder: the block is on its way back to the owner.
 pub const RETURNING: u32 = 16;
-/// Not a holder: the consumer has made a tensor of the block, so a fork must mark it.
+/// Not a holder: delivered tensors use the block, so a fork must mark it.
 pub const DELIVERED: u32 = 32;
 
 /// The bits of all holders.
@@ -38,7 +39,7 @@ pub enum Left {
     Last,
 }
 
-/// Clears `bits` for a holder that returns blocks over the return stack: if no holder remains, the block becomes
+/// Clears `bits` for a holder that returns blocks through the return stack. If no holder remains, the block becomes
 /// RETURNING and the caller must push it with [`give_back`]. Any process may call this, unlike [`release_owned`].
 #[inline]
 pub fn release(state: &AtomicU32, bits: u32) -> Left {
@@ -51,8 +52,8 @@ pub fn release(state: &AtomicU32, bits: u32) -> Left {
         let remaining = seen & !bits & HOLDERS;
         let delivered = if bits & CONSUMER != 0 { 0 } else { seen & DELIVERED };
         let next = if remaining == 0 { RETURNING } else { remaining | delivered };
-        // SYNC: block-released (Release: this holder's reads and writes come before; Acquire: those of the other
-        // holders come before the block is given back).
+        // SYNC: block-released. Release: this holder's accesses happen before the block is reused. Acquire: so do those
+        // of the holders that released it earlier.
         match state.compare_exchange_weak(seen, next, Ordering::AcqRel, Ordering::Relaxed) {
             Ok(_) => return if remaining == 0 { Left::Last } else { Left::Held },
             Err(now) => seen = now,
@@ -69,7 +70,7 @@ pub fn release_owned(state: &AtomicU32, bits: u32) -> Left {
     if before & bits != 0 && before & !bits & (HOLDERS | RETURNING) == 0 { Left::Last } else { Left::Held }
 }
 
-/// Sets `bits` if all bits of `holder` are set. Returns true if they are.
+/// Sets `bits` if all bits of `holder` are set. Returns true if it has set them.
 #[inline]
 pub fn mark_if(state: &AtomicU32, holder: u32, bits: u32) -> bool {
     let mut seen = state.load(Ordering::Relaxed);
@@ -116,7 +117,7 @@ pub fn give_back(parking: &Parking, head: &AtomicU32, block: &BlockEntry, id: u3
     push_returned(head, block, id);
 }
 
-/// What still holds a block after the workers have ended; see [`recover`].
+/// The result of [`recover`]: whether a block is still held after the workers have ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Remains {
     /// A holder remains.
@@ -130,7 +131,7 @@ pub enum Remains {
 /// Clears an ended worker's hold on a block, and the consumer's hold if the block was never delivered. Changes nothing
 /// if a child of the worker may still read the block. The arena must be parked.
 pub fn recover(state: &AtomicU32) -> Remains {
-    // SYNC: block-held, block-released (pairs with the owner's store and the Release of each holder).
+    // SYNC: block-held, block-released (pair with the owner's store and with each holder's Release).
     let seen = state.load(Ordering::Acquire);
     if seen & WORKER_FORKED != 0 {
         return Remains::WorkersChild;
@@ -147,8 +148,8 @@ pub fn is_unseen(state: &AtomicU32) -> bool {
     state.load(Ordering::Acquire) & (DELIVERED | FORKED | WORKER_FORKED) == 0
 }
 
-/// Pushes a RETURNING block onto the return stack. It is a Treiber stack without the ABA problem, because the owner
-/// takes all blocks with one swap.
+/// Pushes a RETURNING block onto the return stack. The stack is a Treiber stack. It has no ABA problem, because the
+/// owner takes all blocks with one swap.
 #[inline]
 pub fn push_returned(head: &AtomicU32, block: &BlockEntry, id: u32) {
     let mut first = head.load(Ordering::Relaxed);
@@ -163,7 +164,8 @@ pub fn push_returned(head: &AtomicU32, block: &BlockEntry, id: u32) {
 }
 
 /// Empties the return stack. Each block on it becomes free, and its ID is passed to `freed`. Only the region's owner
-/// may call this. Returns [`Error::Corrupt`] if a link leads out of the table, or if there are more links than blocks.
+/// may call this. Returns [`Error::Corrupt`] if a link points outside the table, or if there are more links than
+/// blocks.
 pub fn take_returned<'a>(
     head: &AtomicU32,
     blocks: u32,
@@ -179,7 +181,7 @@ pub fn take_returned<'a>(
     while link != 0 {
         let id = link - 1;
         if id >= blocks || left == 0 {
-            return Err(Error::corrupt(format!("a return stack has a wrong link to block {id} of {blocks}")));
+            return Err(Error::corrupt(format!("a return stack has an invalid link to block {id} of {blocks}")));
         }
         left -= 1;
         let entry = block(id);

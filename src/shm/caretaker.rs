@@ -1,8 +1,8 @@
-//! A background thread for work that falls due when the program is not calling the library. The thread exists only
+//! A background thread for work that falls due between the program's calls into the library. The thread exists only
 //! while there is such work.
 //!
 //! [`pause`] joins the thread before each fork, so that a child inherits none of the thread's locks, and so that Python
-//! 3.12 and later do not warn about a fork in a process with threads. The thread calls no Python code.
+//! 3.12 and later do not warn about a fork in a multi-threaded process. The thread calls no Python code.
 
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -21,12 +21,12 @@ pub type Work = fn() -> Option<Duration>;
 struct State {
     /// The work; `None` if there is none.
     work: Option<Work>,
-    /// True if the work may have changed since its last call.
+    /// True if there may be new work since the last call of `work`.
     work_changed: bool,
     thread: Option<JoinHandle<()>>,
     /// A thread that has finished but is not joined yet.
     ended: Option<JoinHandle<()>>,
-    /// Number of calls of [`pause`] that have not been undone: forks in progress.
+    /// Number of forks in progress: calls of [`pause`] that have not been undone.
     forks: u32,
 }
 
@@ -38,7 +38,7 @@ static USED: AtomicBool = AtomicBool::new(false);
 /// The fork generation of the process to which the state belongs.
 static GENERATION: AtomicU64 = AtomicU64::new(0);
 
-/// Locks the state; `None` in a child that was forked while another thread held the lock.
+/// Locks the state. Returns `None` in a child that was forked while another thread held the lock.
 fn state() -> Option<MutexGuard<'static, State>> {
     let current = sys::fork::generation();
     // SYNC: caretaker-left (pairs with the Release below).
@@ -54,7 +54,7 @@ fn state() -> Option<MutexGuard<'static, State>> {
     Some(lock(&STATE))
 }
 
-/// Makes the thread call `work` now, and again each time that the duration returned by `work` has passed. If the thread
+/// Makes the thread call `work` now, and again whenever the duration that `work` returned has passed. If the thread
 /// cannot be started, the next call of `start` or [`restart`] tries again.
 pub fn start(work: Work) {
     USED.store(true, Ordering::Relaxed);
@@ -65,7 +65,7 @@ pub fn start(work: Work) {
     WAKE.notify_all();
 }
 
-/// Tells the thread that its work may have changed, so that it calls the work function at once.
+/// Makes the thread call the work function at once, because there may be new work.
 pub fn wake() {
     let Some(mut state) = state() else { return };
     state.work_changed = true;
@@ -81,7 +81,7 @@ pub fn stop() {
     }
 }
 
-/// Stops the thread before a fork, and waits for it to end. Each call must be followed by a [`resume`].
+/// Stops and joins the thread before a fork. Each call must be followed by a [`resume`].
 pub fn pause() {
     let Some(mut state) = state() else { return };
     state.forks += 1;
@@ -94,14 +94,14 @@ pub fn pause() {
     }
 }
 
-/// Undoes a [`pause`] after the fork. Does not start the thread: the next [`restart`] does.
+/// Undoes a [`pause`] after the fork. Does not start the thread: call [`restart`] afterwards.
 pub fn resume() {
     if let Some(mut state) = state() {
         state.forks = state.forks.saturating_sub(1);
     }
 }
 
-/// Starts the thread if there is work and no thread, which is the case after a fork.
+/// Starts the thread if there is work but no thread, as is the case after a fork.
 pub fn restart() {
     if !USED.load(Ordering::Relaxed) {
         return;

@@ -1,4 +1,4 @@
-//! Wake-ups, which one side sends only if the other side sleeps, and the bitmap of rings that hold results.
+//! Wake-ups that are sent only if the other side sleeps, and the bitmap of rings that hold results.
 //!
 //! A sleeper announces itself, checks for work once more, and only then waits:
 //!
@@ -7,13 +7,13 @@
 //! asleep += 1                              publish (a ring's tail, a bit of the bitmap)
 //! fence                                    fence
 //! ticket = bell                            asleep > 0 ? bell += 1, wake : nothing
-//! anything there? yes: asleep -= 1, return
+//! work found? asleep -= 1, return
 //! wait until bell != ticket
 //! asleep -= 1
 //! ```
-//! One of the two fences comes first: either the ringer sees `asleep`, or the sleeper sees the published entry. Only a
-//! sleeper subtracts what it has added to `asleep`, so a ringer that stops between its two steps does not keep others
-//! from ringing. A spurious ring is harmless, and so is an `asleep` that stays too high because a sleeper was killed.
+//! One of the two fences comes first: either the ringer sees `asleep`, or the sleeper sees the published entry. A
+//! ringer never changes `asleep`, so one that is stopped between publishing and ringing does not keep others from
+//! ringing. A spurious ring is harmless, and so is an `asleep` that stays too high because a sleeper was killed.
 
 use super::layout::Sleeper;
 use crate::sync::{AtomicU64, Ordering, fence};
@@ -41,7 +41,7 @@ impl Sleeper {
         self.asleep.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Rings the bell if a thread of this side sleeps, and then returns true: the caller must wake the thread, by futex
+    /// Rings the bell and returns true if a thread of this side sleeps. The caller must then wake that thread, by futex
     /// or eventfd. Call it after publishing.
     #[inline]
     pub fn must_ring(&self) -> bool {

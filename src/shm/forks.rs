@@ -2,8 +2,8 @@
 //!
 //! Each fork marks the blocks that hold live tensors. Marked blocks are neither reused nor punched until every process
 //! that descends from the fork has ended or called exec. A mapping that only the children keep ([`ForkWitness`]) shows
-//! when that has happened. Children often close all descriptors that they do not know, which leaves the mapping intact.
-//! The hooks are registered with pthread_atfork, so that forks in C code run them, too.
+//! when that has happened. A child that closes all descriptors it does not know still keeps the mapping. The hooks are
+//! registered with pthread_atfork, so that forks in C code run them too.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
@@ -37,11 +37,12 @@ struct Watched {
     owned: Option<u32>,
 }
 
+/// The arenas whose blocks forks mark, and the marks.
 #[derive(Debug, Default)]
 struct Table {
     arenas: HashMap<usize, Watched>,
     marks: Vec<ForkMarks>,
-    /// The number of forks that marked each block.
+    /// The number of forks that marked each block. A group counts as one fork.
     counts: HashMap<Key, u32>,
 }
 
@@ -50,10 +51,10 @@ struct Table {
 static TABLE: AtomicPtr<Mutex<Table>> = AtomicPtr::new(std::ptr::null_mut());
 
 thread_local! {
-    /// This thread's fork or group of forks in progress: the mapping that the children inherit, and the blocks that are
-    /// marked.
+    /// The fork, or group of forks, in progress on this thread: the mapping that the children inherit, and the marked
+    /// blocks.
     static PENDING: RefCell<Option<(Option<WitnessMapping>, ForkMarks)>> = const { RefCell::new(None) };
-    /// Above 0 within a group of forks that count as one fork: see [`begin_group`].
+    /// The number of open [`begin_group`] calls of this thread. While it is above 0, forks count as one fork.
     static GROUP: RefCell<u32> = const { RefCell::new(0) };
 }
 
@@ -76,8 +77,8 @@ fn table() -> MutexGuard<'static, Table> {
 }
 
 /// Makes every later fork mark the blocks of `arena`. In a worker process, `owned` is the region in which the worker
-/// allocates; in the main process it is `None`. Fails if the hooks cannot be registered; no block of the arena may then
-/// be delivered.
+/// allocates; in the main process it is `None`. Returns an error if the hooks cannot be registered; no block of the
+/// arena may then be delivered.
 pub fn watch(arena: &Arc<Arena>, owned: Option<u32>) -> Result<()> {
     static HANDLERS: ForkHandlers =
         ForkHandlers { prepare: before_fork, parent: after_fork_in_parent, child: after_fork_in_child };
@@ -89,7 +90,7 @@ pub fn watch(arena: &Arc<Arena>, owned: Option<u32>) -> Result<()> {
     Ok(())
 }
 
-/// Removes the marks of forks whose children have all ended, and so releases blocks that no child can read any more.
+/// Removes the marks of forks whose children have all ended, and so releases the blocks that no child can still read.
 pub fn reap() {
     let table = &mut *table();
     let mut index = 0;
@@ -114,8 +115,8 @@ pub fn reap() {
     }
 }
 
-/// Pauses the caretaker, and makes all forks of this thread until [`end_group`] count as one fork. The starts of an
-/// iterator's workers are such a group.
+/// Pauses the caretaker, and makes all forks of this thread until [`end_group`] count as one fork. The start of an
+/// iterator's workers is such a group.
 pub fn begin_group() {
     caretaker::pause();
     GROUP.with_borrow_mut(|depth| *depth += 1);
@@ -138,7 +139,7 @@ fn finish() {
     }
 }
 
-/// Marks the blocks in use, for the fork that follows.
+/// Marks the blocks in use, before a fork.
 fn mark(pending: &mut Option<(Option<WitnessMapping>, ForkMarks)>) {
     let table = &mut *table();
     for (&key, watched) in &table.arenas {
@@ -181,7 +182,7 @@ fn before_fork() {
 fn after_fork_in_parent() {
     if GROUP.with_borrow(|depth| *depth == 0) {
         finish();
-        // Do not call `restart` here: Python counts the threads, for its warning, only after this hook has returned.
+        // Do not call `restart` here: after this hook has returned, Python warns if the process has several threads.
         caretaker::resume();
     }
 }
@@ -210,7 +211,7 @@ mod tests {
 
     impl Child {
         fn fork() -> Self {
-            // SAFETY: the child calls nothing but the kernel.
+            // SAFETY: the child makes only system calls.
             match unsafe { libc::fork() } {
                 0 => loop {
                     // SAFETY: as above.
@@ -257,7 +258,7 @@ mod tests {
         first.end();
         assert!(forked());
         second.end();
-        assert!(forked(), "one child of that fork still lives");
+        assert!(forked(), "one child of the group still lives");
         assert_ne!(allocator.allocate(20_000, CONSUMER).unwrap(), id);
         third.end();
         // Children that other tests fork at the same time also map the witness for a moment.

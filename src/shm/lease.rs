@@ -1,4 +1,4 @@
-//! Leases. A lease is a hold on one block, and the tensors in that block own it.
+//! Leases. A lease is the consumer's hold on one block, and is owned by the tensors in that block.
 
 use std::sync::Arc;
 
@@ -22,10 +22,10 @@ unsafe impl Send for Lease {}
 
 impl Lease {
     /// Creates a lease on the first `len` bytes of a block. Returns [`Error::Corrupt`](crate::error::Error::Corrupt) if
-    /// the block is smaller, the consumer does not hold it, or it has a lease already.
+    /// the block is smaller, is not held by the consumer, or already has a lease.
     pub fn new(arena: &Arc<Arena>, region: u32, block: u32, len: u64) -> Result<Self> {
         let memory = arena.block_memory(region, block, len)?.as_ptr();
-        arena.delivered(region, block)?;
+        arena.mark_delivered(region, block)?;
         Ok(Self { arena: arena.clone(), region, block, memory, len: len as usize })
     }
 
@@ -53,7 +53,7 @@ impl Drop for Lease {
     }
 }
 
-/// Releases the consumer's hold on a block that has no lease: a payload, or a leaf of a batch that is dropped.
+/// Releases the consumer's hold on a block that has no lease: a message, or a leaf of a batch that is dropped.
 pub fn let_go(arena: &Arena, region: u32, block: u32) {
     arena.release(region, block, CONSUMER);
 }

@@ -6,12 +6,12 @@
 //!
 //! A pooled arena waits for the next epoch of its [`Owner`], the loader that used it last, and is retired when that
 //! loader is dropped. There is one exception: a loader that exists but has not started its first epoch inherits the
-//! arena if it has as many workers. In a program that creates a loader for each epoch and assigns it to the same
-//! variable, the previous loader is dropped just before the new one starts. Any loader may take any pooled arena that
-//! fits.
+//! arena if it has the same number of workers. The exception serves programs that create a loader for each epoch and
+//! assign it to the same variable: the previous loader is dropped just before the new one starts. Any loader may take
+//! any pooled arena that fits, whatever its owner.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::AtomicU64 as Stamp;
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -22,10 +22,12 @@ use crate::config::{POOL_ARENAS, POOL_IDLE, POOL_SHARE};
 use crate::sync::{Ordering, lock};
 use crate::sys;
 
+/// An arena in the pool.
 struct Idle {
     arena: Arc<Arena>,
-    /// Number of bytes of pages in idle blocks.
+    /// Number of bytes in idle blocks that have pages.
     bytes: u64,
+    /// The time at which the arena was put into the pool.
     since: Duration,
     /// The ID of the owner; 0 if there is none.
     owner: u64,
@@ -40,9 +42,9 @@ struct Pool {
 
 static POOL: Mutex<Pool> = Mutex::new(Pool { idle: Vec::new(), owners: BTreeMap::new() });
 /// The fork generation of the process to which the pool's contents belong.
-static GENERATION: Stamp = Stamp::new(0);
+static GENERATION: AtomicU64 = AtomicU64::new(0);
 /// The ID of the newest owner.
-static OWNERS: Stamp = Stamp::new(0);
+static OWNERS: AtomicU64 = AtomicU64::new(0);
 
 /// A loader, as the owner of arenas. When it is dropped, its pooled arenas are retired or pass to an heir.
 #[derive(Debug)]
@@ -93,13 +95,14 @@ impl Drop for Owner {
     }
 }
 
-/// Returns the ID of a loader that is announced, has not started its first epoch, and has as many workers as the arena.
+/// Returns the ID of a loader that is announced, has not started its first epoch, and has the arena's number of
+/// workers.
 fn heir(owners: &BTreeMap<u64, Option<u32>>, arena: &Arena) -> Option<u64> {
     let workers = Some(arena.geometry().workers);
     owners.iter().find_map(|(owner, announced)| (*announced == workers).then_some(*owner))
 }
 
-/// Locks the pool; `None` in a child that was forked while another thread held the lock.
+/// Locks the pool. Returns `None` in a child that was forked while another thread held the lock.
 fn pool() -> Option<MutexGuard<'static, Pool>> {
     let current = sys::fork::generation();
     // SYNC: pool-emptied (pairs with the Release below).
@@ -176,8 +179,8 @@ pub fn trim() {
     retire_expired();
 }
 
-/// The work of the caretaker: does what [`trim`] does, and returns the time until the next arena will have been idle
-/// for too long, or `None` if the pool is empty.
+/// Retires the arenas that have been idle for [`POOL_IDLE`]. Returns the time until the next arena expires, or `None`
+/// if none is left. The caretaker calls this function.
 fn retire_expired() -> Option<Duration> {
     super::forks::reap();
     let now = sys::clock::monotonic();
@@ -199,8 +202,8 @@ pub fn clear() -> usize {
     count
 }
 
-/// Retires arenas. Call it without holding the pool's lock, because releasing pages takes milliseconds. An arena may
-/// stay mapped for longer, because leases keep it.
+/// Retires arenas. Call it without holding the pool's lock, because releasing pages takes milliseconds. Leases may keep
+/// a retired arena mapped.
 fn retire(idle: Vec<Idle>) {
     idle.into_iter().for_each(|idle| idle.arena.retire());
 }

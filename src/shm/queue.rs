@@ -1,4 +1,4 @@
-//! A queue whose entries any worker may take. The only producer is the main process, and each worker is a consumer.
+//! A queue from which any worker may take entries. The main process is the only producer; each worker is a consumer.
 //!
 //! The entry at `position` lies in slot `position % capacity`. The slot's state is one word:
 //!
@@ -6,26 +6,26 @@
 //! (position + 1) << 18 | holder       holder: 0 waiting, 1 withdrawn, w + 2 held by worker w
 //!
 //! producer                            worker w
-//! state of an older entry? not waiting
+//! read the state: not waiting
 //! write the entry                     read the state: waiting
 //! state = (position + 1) << 18        read the entry
 //!                                     state: waiting -> w + 2, or try the next position
 //! ```
-//! A worker reads an entry before it claims the entry by a compare-and-swap of the state. If the swap succeeds, the
+//! A worker reads an entry first, and then claims it by a compare-and-swap of the state. If the swap succeeds, the
 //! state has not changed in between, so the entry was not overwritten during the read. At any moment the state shows
 //! which worker holds an entry, even if that worker was killed.
 //!
-//! Entries are claimed in the order of their positions, so the entries that still wait are the newest ones. While fewer
-//! than `capacity` entries wait, the slot that the producer needs next therefore never holds a waiting entry. The
-//! producer may reuse the slot of an entry that a worker holds and has not answered: [`Submitter`] then remembers the
-//! holder. A slot of zeroes counts as holding an entry from before the first one.
+//! Entries are claimed in the order of their positions, so the entries that still wait are the newest ones. So while
+//! fewer than `capacity` entries wait, the slot that the producer needs next holds no waiting entry. The producer may
+//! reuse the slot of an entry that a worker holds and has not answered: [`Submitter`] then remembers the holder. A
+//! zeroed slot counts as holding an entry older than the first one.
 
 use super::layout::{QueueControl, QueueSlot, SLOT_WORDS};
 use super::ring::{Entry, Full};
 use crate::error::{Error, Result};
 use crate::sync::Ordering;
 
-/// Number of bits of a state that encode the holder: enough for all workers and two special values.
+/// Number of bits of a state that encode the holder: enough for all workers and the two special values.
 const HOLDER_BITS: u32 = 18;
 /// No worker has claimed the entry.
 const WAITING: u64 = 0;
@@ -38,13 +38,13 @@ fn state_of(position: u64, holder: u64) -> u64 {
     position.wrapping_add(1) << HOLDER_BITS | holder
 }
 
-/// Returns the encoding of a worker as a holder.
+/// Encodes a worker as a holder.
 #[inline]
 fn holder_of(worker: u32) -> u64 {
     u64::from(worker) + 2
 }
 
-/// Returns the worker that a state names, if one holds the entry.
+/// Decodes the holder of a state; `None` if no worker holds the entry.
 #[inline]
 fn worker_of(state: u64) -> Option<u32> {
     u32::try_from((state & ((1 << HOLDER_BITS) - 1)).checked_sub(2)?).ok()
@@ -136,8 +136,8 @@ impl<M: QueueMemory> Submitter<M> {
         Some(read(slot))
     }
 
-    /// Records that `worker` has answered an entry. Returns true if that worker held the entry and had not answered it
-    /// before.
+    /// Records that `worker` has answered an entry. Returns true if that worker held the entry and had not yet answered
+    /// it.
     #[inline]
     pub fn answered(&mut self, position: u64, worker: u32) -> bool {
         let place = self.place(position);
@@ -159,19 +159,19 @@ impl<M: QueueMemory> Submitter<M> {
             let displaced = self.displaced.iter().find(|(displaced, _)| *displaced == position);
             return displaced.map(|(_, worker)| *worker);
         }
-        // A worker's claim happens before its answer and before its death, so a load after either of these sees the
-        // claim. An earlier load may miss it.
+        // A worker's claim happens before its answer and before its death, so a load after the answer or the death sees
+        // the claim. An earlier load may miss it.
         worker_of(self.memory.slot(position).state.load(Ordering::Relaxed))
     }
 
-    /// Returns the oldest entry that a worker holds and has not answered.
+    /// Returns the position of the oldest entry that a worker holds and has not answered.
     pub fn held_by(&self, worker: u32) -> Option<u64> {
         let displaced = self.displaced.iter().map(|(position, _)| *position);
         let all = self.unanswered.iter().flatten().copied().chain(displaced);
         all.filter(|position| self.holder(*position) == Some(worker)).min()
     }
 
-    /// Returns the oldest entry that no worker has claimed.
+    /// Returns the position of the oldest entry that waits for a worker.
     pub fn oldest_waiting(&self) -> Option<u64> {
         let all = self.unanswered.iter().flatten().copied();
         let waits =
@@ -193,7 +193,7 @@ pub struct Claimer<M> {
 }
 
 impl<M: QueueMemory> Claimer<M> {
-    /// Returns the end of worker `worker`.
+    /// Returns a worker's end.
     pub fn new(memory: M, worker: u32) -> Self {
         Self { memory, holder: holder_of(worker) }
     }
@@ -203,15 +203,15 @@ impl<M: QueueMemory> Claimer<M> {
         &self.memory
     }
 
-    /// Claims the oldest waiting entry; `None` if none waits. The worker holds the entry until it answers it. Returns
-    /// [`Error::Corrupt`] if a slot holds an entry that belongs in another slot, or if the head has passed an entry
-    /// that still waits.
+    /// Claims the oldest waiting entry and returns its position and words, or returns `None` if no entry waits. The
+    /// worker holds the entry until it has answered. Returns [`Error::Corrupt`] if a slot holds an entry that belongs
+    /// in another slot, or if the head has passed an entry that still waits.
     #[inline]
     pub fn claim(&mut self) -> Result<Option<(u64, Entry)>> {
         let control = self.memory.control();
         // The head is only a hint: a stale value costs extra steps, but the states of the slots decide.
-        // SYNC: head-moved (pairs with the Release below): a worker that sees a head sees no waiting entry before that
-        // position.
+        // SYNC: head-moved (pairs with the Release below): a worker that sees a value of the head also sees that no
+        // entry before that position waits.
         let mut position = control.head.0.load(Ordering::Acquire);
         loop {
             let slot = self.memory.slot(position);
@@ -228,7 +228,8 @@ impl<M: QueueMemory> Claimer<M> {
             if seen == state_of(position, WAITING) {
                 let entry = read(slot);
                 let held = state_of(position, self.holder);
-                // SYNC: entry-claimed (pairs with the Acquire load in `Submitter::push`): the entry was read before.
+                // SYNC: entry-claimed (pairs with the Acquire load in `Submitter::push`): the read comes before the
+                // reuse.
                 if slot.state.compare_exchange(seen, held, Ordering::Release, Ordering::Relaxed).is_ok() {
                     // SYNC: head-moved (pairs with the Acquire above).
                     control.head.0.fetch_max(position + 1, Ordering::Release);
@@ -239,11 +240,13 @@ impl<M: QueueMemory> Claimer<M> {
         }
     }
 
-    /// Checks that no entry before `position` waits. A damaged head would hide such an entry from all workers.
+    /// Returns [`Error::Corrupt`] if an entry before `position` waits: the head is then damaged, and hides that entry
+    /// from all workers.
     #[inline]
     fn check_passed(&self, position: u64) -> Result<()> {
         for slot in self.memory.slots() {
-            // A worker that moved the head had seen all earlier claims, and this worker sees what that worker saw.
+            // Relaxed is enough: the worker that moved the head had seen all earlier claims, and head-moved makes them
+            // visible here.
             let state = slot.state.load(Ordering::Relaxed);
             if is_waiting(state) && state >> HOLDER_BITS <= position {
                 let waiting = (state >> HOLDER_BITS) - 1;
@@ -255,15 +258,15 @@ impl<M: QueueMemory> Claimer<M> {
         Ok(())
     }
 
-    /// Returns the position to try next if the slot for `position` holds the entry `newer`. All entries that precede
-    /// `newer` by the queue's capacity or more have been claimed, so the search skips them. Returns [`Error::Corrupt`]
-    /// if `newer` belongs in another slot.
+    /// Returns the position to try next if the slot for `position` holds the entry `newer`. Entries that precede
+    /// `newer` by the queue's capacity or more no longer wait, so the search skips them. Returns [`Error::Corrupt`] if
+    /// `newer` belongs in another slot.
     #[cold]
     fn next_after(&self, position: u64, newer: u64) -> Result<u64> {
         let capacity = self.memory.slots().len() as u64;
         if !(newer - position).is_multiple_of(capacity) {
             return Err(Error::corrupt(format!(
-                "a queue of {capacity} slots has entry {newer} in the slot of {position}"
+                "a queue of {capacity} slots has entry {newer} in the slot of entry {position}"
             )));
         }
         Ok(newer - capacity + 1)
@@ -280,7 +283,7 @@ fn read(slot: &QueueSlot) -> Entry {
     entry
 }
 
-/// The counterpart on the heap of the queue in an arena, for tests, models and benches.
+/// A queue on the heap instead of in an arena, for tests, models and benches.
 pub mod heap {
     use super::{Claimer, QueueControl, QueueMemory, QueueSlot, Submitter};
     use std::sync::Arc;
@@ -353,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn withdrawn_entries_are_not_claimed_and_claimed_entries_not_withdrawn() {
+    fn withdrawn_entries_are_not_claimed_and_claimed_entries_are_not_withdrawn() {
         let queue = HeapQueue::new(4);
         let (mut main, mut worker) = (queue.submitter(), queue.claimer(3));
         (0..4).for_each(|position| assert_eq!(main.push(&entry(position)), Ok(position)));
@@ -375,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn the_holder_of_an_entry_is_known_after_its_slot_was_used_again() {
+    fn the_holder_of_an_entry_is_known_after_its_slot_was_reused() {
         let queue = HeapQueue::new(2);
         let (mut main, mut slow, mut quick) = (queue.submitter(), queue.claimer(0), queue.claimer(1));
         main.push(&entry(0)).unwrap();
@@ -409,12 +412,12 @@ mod tests {
     }
 
     #[test]
-    fn a_stale_head_or_a_worker_that_slept_only_costs_steps() {
+    fn a_stale_head_only_costs_extra_steps() {
         let queue = HeapQueue::new(4);
         let (mut main, mut worker) = (queue.submitter(), queue.claimer(0));
         for position in 0..103 {
             main.push(&entry(position)).unwrap();
-            // The head as a worker saw it long ago, or as it stays if a worker is killed before it moves the head.
+            // A worker that is killed between claiming an entry and moving the head leaves a stale head.
             queue.control().head.0.store(position / 50, Ordering::Relaxed);
             assert_eq!(worker.claim().unwrap(), Some((position, entry(position))));
             assert_eq!(queue.control().head.0.load(Ordering::Relaxed), position + 1);

@@ -1,8 +1,8 @@
-//! Single-producer single-consumer rings of fixed-size entries (the bounded queue of Lamport, 1983, with
-//! Acquire/Release in place of sequential consistency and cached counters as in rtrb and FastForward).
+//! Single-producer single-consumer rings of fixed-size entries: Lamport's bounded queue of 1983, with Acquire/Release
+//! orderings instead of sequential consistency, and with cached counters as in rtrb.
 //!
 //! Counters wrap at 2^32; capacities are powers of two. Once the words of an entry are written, a single Release store
-//! of `tail` publishes it, so a producer that is killed half-way has published nothing.
+//! of `tail` publishes it, so a producer that is killed halfway through has published nothing.
 
 use super::layout::{RingControl, RingSlot, SLOT_WORDS};
 use crate::error::{Error, Result};
@@ -19,7 +19,7 @@ pub trait RingMemory {
     fn slots(&self) -> &[RingSlot];
 }
 
-/// The error of a push to a ring that has no free slot.
+/// The error for a push to a ring or queue that has no free slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Full;
 
@@ -76,16 +76,16 @@ impl<M: RingMemory> Producer<M> {
 
 impl<M: RingMemory> Producer<M> {
     /// Returns the number of entries published so far, modulo 2^32.
-    pub fn filled(&self) -> u32 {
+    pub fn published(&self) -> u32 {
         self.tail
     }
 
-    /// Returns true if the consumer has taken the first `filled` entries. `filled` is an earlier result of
-    /// [`Producer::filled`] since which at most 2^31 entries have been published.
-    pub fn has_taken(&mut self, filled: u32) -> bool {
+    /// Returns true if the consumer has taken the first `published` entries. `published` is an earlier result of
+    /// [`Producer::published`], after which fewer than 2^31 entries were published.
+    pub fn has_taken(&mut self, published: u32) -> bool {
         // SYNC: slot-taken (pairs with the Release store in `Consumer::pop`).
         self.head = self.memory.control().head.0.load(Ordering::Acquire);
-        self.head.wrapping_sub(filled) <= u32::MAX / 2
+        self.head.wrapping_sub(published) <= u32::MAX / 2
     }
 }
 
@@ -96,8 +96,8 @@ impl<M: RingMemory> Consumer<M> {
         Self { memory, head, tail: head }
     }
 
-    /// Takes the oldest entry; `None` if the ring is empty. Returns [`Error::Corrupt`] if the producer's counter claims
-    /// more entries than the ring has slots.
+    /// Takes the oldest entry, or returns `None` if the ring is empty. Returns [`Error::Corrupt`] if the producer's
+    /// counter claims more entries than the ring has slots.
     #[inline]
     pub fn pop(&mut self) -> Result<Option<Entry>> {
         let slots = self.memory.slots();
@@ -126,7 +126,7 @@ impl<M: RingMemory> Consumer<M> {
     }
 }
 
-/// The counterpart on the heap of a ring in an arena, for tests, models and benches.
+/// Rings on the heap instead of in an arena, for tests, models and benches.
 pub mod heap {
     use super::{Consumer, Producer, RingControl, RingMemory, RingSlot};
     use std::sync::Arc;

@@ -41,7 +41,7 @@ impl Level {
         text(&self.folder.join(file)).map(|text| text.trim().to_owned())
     }
 
-    /// Returns the number of cores that this level allows (CPU time per wall time); `None` without a quota.
+    /// Returns the number of cores that this level allows (CPU time per unit of wall time); `None` without a quota.
     fn cpu_quota(&self) -> Option<f64> {
         let (quota, period) = if self.is_v2 {
             let text = self.text("cpu.max")?;
@@ -56,7 +56,7 @@ impl Level {
     }
 }
 
-/// Returns the number of cores allowed by this process's cgroups, at the tightest level; `None` without a quota.
+/// Returns the number of cores allowed by the strictest level of this process's cgroups; `None` without a quota.
 pub fn cpu_quota(roots: &Roots) -> Option<f64> {
     levels(roots, "cpu").iter().filter_map(Level::cpu_quota).reduce(f64::min)
 }
@@ -81,7 +81,7 @@ fn levels_of_line(roots: &Roots, controller: &str, line: &str) -> Vec<Level> {
     };
     let is_v2 = controllers.is_empty();
     // In a container, the path may contain levels that are not mounted ("/docker/1f.."), or lead above the root of the
-    // mount ("/../x"). That root is then the level of the container itself.
+    // mount ("/../x"). The root of the mount is then the level of the container itself.
     let names = Path::new(path).components().filter_map(|component| match component {
         Component::Normal(name) => Some(name),
         _ => None,

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use rustix::event::Timespec;
 
-/// Returns the time since an unspecified moment (boot), which is the same for all processes of the machine.
+/// Returns the CLOCK_MONOTONIC time. Its origin is unspecified, but the same for all processes of the machine.
 pub fn monotonic() -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: `time` is a local struct that the kernel fills.
@@ -12,7 +12,7 @@ pub fn monotonic() -> Duration {
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// Returns [`monotonic`] in nanoseconds, which overflows after 584 years.
+/// Returns the [`monotonic`] time in nanoseconds. It overflows after 584 years.
 pub fn monotonic_ns() -> u64 {
     monotonic().as_nanos() as u64
 }
@@ -45,7 +45,7 @@ pub fn yield_now() {
     rustix::thread::sched_yield();
 }
 
-/// Converts a duration, saturating.
+/// Converts a duration, saturating at the maximum.
 pub(super) fn timespec(time: Duration) -> Timespec {
     Timespec::try_from(time).unwrap_or(Timespec { tv_sec: i64::MAX, tv_nsec: 0 })
 }

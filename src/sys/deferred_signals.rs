@@ -1,12 +1,12 @@
 //! Deferral of signals that have a handler, while workers are forked.
 //!
 //! It is not enough to block these signals in the thread that starts the workers: the kernel delivers a signal for the
-//! process to any thread that does not block it, and libraries have threads of their own. Python would then run its
-//! handler within the fork's hooks, where exceptions are lost. So a handler that only records the signal temporarily
-//! replaces the process's handler.
+//! process to any thread that does not block it, such as one that a library has started. Python would then run its
+//! handler within the fork's hooks, where exceptions are lost. So a recording handler, which only records the signal,
+//! temporarily replaces the process's handler.
 //!
-//! Callers hold the GIL, so only one at a time runs this code. There is no lock: a fork may happen at any moment, and
-//! in the child the signals must have their earlier effect.
+//! Callers hold the GIL, so only one at a time runs this code. There is no lock, because a fork may happen at any
+//! moment, and in the child the signals must have their earlier effect.
 
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicUsize, Ordering};
 
@@ -33,7 +33,7 @@ struct Deferral {
 const COUNT: usize = 10;
 
 /// The signals for which programs install handlers. A signal that reports a fault of the program, such as SIGSEGV,
-/// cannot wait.
+/// cannot be deferred.
 static DEFERRALS: [Deferral; COUNT] = [
     Deferral::new(libc::SIGINT),
     Deferral::new(libc::SIGTERM),
@@ -130,7 +130,7 @@ impl Deferral {
         self.holders.store(1, Ordering::Relaxed);
         // A child of a process that deferred the signal already has the recording handler. A handler that has replaced
         // the recording handler may call it. If the recording handler replaced that handler in turn, the two would call
-        // each other without end. So that handler stays installed, and the signals that it passes on are deferred.
+        // each other endlessly. So that handler stays installed, and the signals that it passes on are deferred.
         let old = self.old.load(Ordering::Relaxed);
         let replaced = self.installed.load(Ordering::Relaxed) && action.sa_sigaction != old;
         if action.sa_sigaction != handler as *const () as usize && !replaced {
@@ -147,8 +147,8 @@ impl Deferral {
         true
     }
 
-    /// Undoes one [`Deferral::begin`]. The last of these calls ends the deferral and restores the handler: it returns
-    /// true if the signal has arrived meanwhile. All other calls return false.
+    /// Undoes one [`Deferral::begin`]. The last of these calls ends the deferral and restores the handler; it returns
+    /// true if the signal arrived during the deferral. All other calls return false.
     fn end(&self) -> bool {
         if self.owner.load(Ordering::Relaxed) != getpid() || self.holders.fetch_sub(1, Ordering::Relaxed) > 1 {
             return false;
@@ -224,8 +224,7 @@ mod tests {
             (action.sa_sigaction, action.sa_flags) = (handler, flags);
             assert!(deferral.set(&action));
         };
-        // Returns the numbers of calls of the library's handler and of the program's handler since the last call of
-        // `calls`.
+        // Returns and resets the numbers of calls of the library's handler and of the program's handler.
         let calls = || (CHAINED.swap(0, Ordering::SeqCst), BELOW.swap(0, Ordering::SeqCst));
         install(below as *const () as usize, 0);
 

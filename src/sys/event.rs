@@ -10,7 +10,7 @@ use super::owned::KnownFd;
 use super::{descriptor_hint, refused, retry_on_intr};
 use crate::error::Result;
 
-/// The hint of the error for a descriptor that no longer names the eventfd.
+/// The hint for the error of a descriptor that no longer names the eventfd.
 const REPLACED: &str = "the descriptor was closed or replaced by other code";
 
 /// A kernel counter that is readable while it is not zero. Neither ringing nor draining it blocks.

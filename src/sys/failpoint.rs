@@ -1,8 +1,8 @@
-//! Failpoints, for tests: the n-th system call of a kind fails, or ends the process. Two moments in a worker's task
-//! also have failpoints (`moment.rs`).
+//! Failpoints, for tests: the n-th system call of a kind fails, or the process ends or stops at it. Two moments in a
+//! worker's task also have failpoints (`moment.rs`).
 //!
-//! Without the cargo feature `failpoints` none of this is compiled, and [`failpoint!`] is the bare call. Only atomics
-//! are used, so failpoints work in forked children.
+//! Without the cargo feature `failpoints` none of this is compiled, and [`failpoint!`] expands to the call. Only
+//! atomics are used, so failpoints work in forked children.
 
 /// `failpoint!("kind", call)` evaluates to the result of `call`, or to the error of a failpoint that applies.
 macro_rules! failpoint {
@@ -20,10 +20,10 @@ macro_rules! failpoint {
 pub(super) use failpoint;
 
 #[cfg(feature = "failpoints")]
-pub use seam::{Effect, calls, clear, environment, hit, kinds, set, set_from};
+pub use points::{Effect, calls, clear, environment, hit, kinds, set, set_from};
 
 #[cfg(feature = "failpoints")]
-mod seam {
+mod points {
     use std::ffi::CStr;
     use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 
@@ -31,7 +31,7 @@ mod seam {
 
     use crate::error::{Error, Result};
 
-    /// The effect of a failpoint, in place of the call.
+    /// The effect of a failpoint. It replaces the call, except for [`Effect::Stop`].
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub enum Effect {
         /// The call fails with this `errno`.
@@ -44,12 +44,12 @@ mod seam {
         Stop,
     }
 
-    /// Expands to the names as strings.
+    /// Expands to an array of the names as strings.
     macro_rules! names {
         ($($name:ident)*) => { &[$(stringify!($name)),*] };
     }
 
-    /// Every kind of call with a failpoint.
+    /// The kinds of calls that have a failpoint.
     const KINDS: &[&str] = names! {
         memfd_create getrlimit ftruncate seal mmap mprotect dontdump populate map_in remove
         eventfd eventfd_write eventfd_read pidfd_open pidfd_poll waitid pidfd_get_info
@@ -102,7 +102,7 @@ mod seam {
         arm(kind, nth, false, effect)
     }
 
-    /// Sets a failpoint as [`set`] does, for that call and every later call of `kind`.
+    /// Sets a failpoint as [`set`] does, but for that call and all later calls of `kind`.
     pub fn set_from(kind: &str, nth: u64, effect: Effect) -> Result<()> {
         read_environment();
         arm(kind, nth, true, effect)
@@ -115,7 +115,7 @@ mod seam {
         }
     }
 
-    /// Counts a call of `kind`, for the macro. Returns the error with which the call must fail.
+    /// Counts a call of `kind`, for the macro. Returns the error with which the call must fail, if any.
     #[doc(hidden)]
     pub fn hit(kind: &str) -> Option<Errno> {
         read_environment();
@@ -166,12 +166,12 @@ mod seam {
         Ok(())
     }
 
-    /// Arms the failpoints of `RUSTLOADER_FAILPOINT`, once per process: `kind:nth:effect`, separated by commas. `nth+`
-    /// means "every call from there on"; an effect is an errno's name or number, `exit=code`, `kill` or `stop`.
+    /// Sets the failpoints of `RUSTLOADER_FAILPOINT`, once per process: `kind:nth:effect`, separated by commas. `nth+`
+    /// means "the nth call and all later ones"; an effect is an errno's name or number, `exit=code`, `kill` or `stop`.
     ///
-    /// Each process reads the variable at its first call and counts from there; a child keeps no failpoints or counts
-    /// of its parent. So if the variable is set between the main process's first call and a fork, it affects only the
-    /// children. If it is removed in that interval, it affects only the main process.
+    /// Each process reads the variable at its first call and counts from there; a child inherits no failpoints or
+    /// counts from its parent. So if the variable is set between the main process's first call and a fork, it affects
+    /// only the children. If it is removed in that interval, it affects only the main process.
     fn read_environment() {
         // SAFETY: getpid has no precondition.
         let me = unsafe { libc::getpid() };
@@ -193,7 +193,8 @@ mod seam {
         }
     }
 
-    /// Reads an environment variable, without the lock of std::env, which a forked child may inherit locked.
+    /// Returns the value of an environment variable. Does not take the lock of std::env, which a forked child may
+    /// inherit locked.
     pub fn environment(name: &CStr) -> Option<String> {
         // SAFETY: the name is a C string; tests do not change the environment while others read it.
         let text = unsafe { libc::getenv(name.as_ptr()) };

@@ -1,4 +1,4 @@
-//! Fork handlers: the steps of this crate around forks, in a fixed order, and the number of forks so far.
+//! Fork handlers: the steps that this crate runs around forks, in a fixed order, and a count of forks.
 
 use std::cell::Cell;
 use std::panic::catch_unwind;
@@ -18,20 +18,21 @@ pub enum Step {
     /// Counts the forks ([`generation`]). It comes first, because the functions that the other steps call in a child
     /// must see that they run in a child.
     Generation,
-    /// `left_behind`: closes connections in the child. It comes before the arrays: the parent releases the lock of the
-    /// list of connections before it waits for the copies, so that no other thread has to wait for that lock.
+    /// `left_behind`: closes connections in the child. It comes before the arrays, so that the parent releases the lock
+    /// of the list of connections before it waits for the copies. Otherwise other threads would have to wait for the
+    /// lock.
     Connections,
-    /// `shm::forks`: marks the blocks that the child may read. It comes before the arrays for the same reason: before
-    /// the parent waits, it stores the marks in the table and lets the caretaker continue.
+    /// `shm::forks`: marks the blocks that the child may read. It comes before the arrays, so that the parent stores
+    /// the marks in the table and lets the caretaker continue before it waits for the copies.
     Blocks,
     /// `worker::arrays`: the child copies the arrays of a worker while the parent waits. It comes last in both
-    /// processes, and so its `prepare` comes first: no array is created or freed while the other steps read the states
-    /// of the blocks.
+    /// processes, so its `prepare` runs first: no array is created or freed while the other steps read the states of
+    /// the blocks.
     Arrays,
 }
 
 impl Step {
-    /// All steps, in their order.
+    /// All steps, in order.
     pub const ALL: [Self; 4] = [Self::Generation, Self::Connections, Self::Blocks, Self::Arrays];
 }
 
@@ -42,7 +43,7 @@ pub struct ForkHandlers {
     pub prepare: fn(),
     /// Runs in the parent after the fork, in the same thread, even if the fork fails.
     pub parent: fn(),
-    /// Runs in the child. Must be safe to call in the child of a process that has several threads.
+    /// Runs in the child. Must be safe to call in the child of a multi-threaded process.
     pub child: fn(),
 }
 
@@ -51,19 +52,20 @@ static GENERATION: AtomicU64 = AtomicU64::new(0);
 /// The handlers of each installed step, indexed by the step's position in [`Step::ALL`].
 static INSTALLED: [AtomicPtr<ForkHandlers>; Step::ALL.len()] =
     [const { AtomicPtr::new(std::ptr::null_mut()) }; Step::ALL.len()];
-/// True if the C library calls this module at forks.
+/// True if the hooks are registered with the C library.
 static HOOKED: AtomicBool = AtomicBool::new(false);
 
 thread_local! {
-    /// The steps that take part in this thread's fork in progress, one bit each: those that were installed before it.
+    /// The steps that take part in the fork in progress on this thread, one bit each: those installed before the fork.
     static RUNNING: Cell<u32> = const { Cell::new(0) };
 }
 
-/// Returns a number that is higher in a forked child than in its parent. An object that stores it can tell later
-/// whether it was created before a fork. Costs one atomic load. `vfork` and a bare `clone` do not change the number.
+/// Returns a number that is higher in a forked child than in its parent. An object that stores the number can later
+/// tell whether it was created before a fork. Costs one atomic load. `vfork` and a bare `clone` do not change the
+/// number.
 #[inline]
 pub fn generation() -> u64 {
-    // SYNC: forks-counted (pairs with the Release in `hook`): the flag implies the hooks.
+    // SYNC: forks-counted (pairs with the Release in `hook`): if the flag is set, the hooks are registered.
     if !HOOKED.load(Ordering::Acquire) {
         // Callers that depend on the hooks have already called `count_forks`, which reports the error.
         let _ = hook();
@@ -71,13 +73,13 @@ pub fn generation() -> u64 {
     GENERATION.load(Ordering::Relaxed)
 }
 
-/// Installs the counter of [`generation`].
+/// Registers the hooks that count forks for [`generation`].
 pub fn count_forks() -> Result<()> {
     // SYNC: forks-counted (pairs with the Release in `hook`).
     if HOOKED.load(Ordering::Acquire) { Ok(()) } else { hook() }
 }
 
-/// Installs the handlers of a step. A second call for the same step in a process changes nothing and returns false.
+/// Installs the handlers of a step and returns true. A second call for the same step changes nothing and returns false.
 pub fn on_fork(step: Step, handlers: &'static ForkHandlers) -> Result<bool> {
     count_forks()?;
     Ok(install(step, handlers))
@@ -93,8 +95,8 @@ fn install(step: Step, handlers: &'static ForkHandlers) -> bool {
 fn hook() -> Result<()> {
     static COUNTER: ForkHandlers = ForkHandlers { prepare: || (), parent: || (), child: increment_generation };
     install(Step::Generation, &COUNTER);
-    // Two concurrent calls install the hooks twice. At a fork, the second run of a hook then finds nothing to do.
-    // SAFETY: the hooks are plain functions that stay as long as the process (the library is not unloaded).
+    // Two concurrent calls register the hooks twice. At a fork, the second run of a hook then finds nothing to do.
+    // SAFETY: the hooks are plain functions that exist as long as the process (the library is not unloaded).
     let call = || match unsafe { libc::pthread_atfork(Some(before_fork), Some(after_in_parent), Some(after_in_child)) }
     {
         0 => Ok(()),

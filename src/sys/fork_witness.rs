@@ -9,8 +9,8 @@ use crate::error::Result;
 
 /// A witness that shows when all processes that were forked while its [`WitnessMapping`] existed have ended.
 ///
-/// The mapping maps a file that is used for nothing else. A child keeps the mapping until the child ends or calls exec,
-/// no matter which descriptors it closes, and the child's own children inherit it. While any process maps the file, the
+/// The mapping is of a file that is used for nothing else. A child keeps the mapping until it ends or calls exec, no
+/// matter which descriptors it closes, and its own children inherit the mapping. While any process maps the file, the
 /// kernel refuses to seal it against writing.
 #[derive(Debug)]
 pub struct ForkWitness {
@@ -18,7 +18,7 @@ pub struct ForkWitness {
     identity: FdIdentity,
 }
 
-/// The mapping that children inherit, see [`ForkWitness`]. The parent drops it after the fork; a child never does.
+/// The mapping that children inherit; see [`ForkWitness`]. The parent drops it after the fork; a child never does.
 #[derive(Debug)]
 pub struct WitnessMapping(#[expect(dead_code, reason = "it exists to be inherited")] Mapping);
 
@@ -31,7 +31,7 @@ impl ForkWitness {
         Ok((Self { file, identity }, mapping))
     }
 
-    /// Returns true if no process has the mapping any more; false if one has it, or if that is unknown. Never blocks.
+    /// Returns true if no process has the mapping; false if one still has it, or if that is unknown. Never blocks.
     pub fn all_ended(&self) -> bool {
         // The descriptor's number may name another file by now, which must not be sealed.
         self.identity.same_inode(self.file.as_raw_fd()) && memfd::seal_writing(self.file.as_fd())

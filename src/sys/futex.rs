@@ -11,7 +11,7 @@ use super::failpoint::failpoint;
 use super::refused;
 use crate::error::Result;
 
-/// The hint of the error for a refused call.
+/// The hint for the error of a refused call.
 const UNMAPPED: &str = "the word must be in mapped memory";
 
 /// The reason why [`wait`] returned.

@@ -8,14 +8,14 @@ use crate::error::Result;
 
 /// The identity of an open file: its device, inode and file type.
 ///
-/// It cannot tell apart two descriptors of one file, two files that share an inode (eventfds, epolls, and pidfds before
-/// Linux 6.9), or a deleted file and the later file that got its inode. /proc/self/fdinfo numbers eventfds, but reading
-/// it for each ring of a doorbell would cost three more system calls.
+/// It cannot tell apart two descriptors of one file, two files that share an inode (eventfds, epoll instances, and
+/// pidfds before Linux 6.9), or a deleted file and a later file that got its inode. /proc/self/fdinfo tells eventfds
+/// apart, but reading it for each ring of a doorbell would cost three more system calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FdIdentity {
     device: u64,
     inode: u64,
-    /// The file type; 0 for files without an inode of their own.
+    /// The file type; 0 for files that share an anonymous inode.
     kind: u32,
 }
 

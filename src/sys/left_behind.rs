@@ -34,7 +34,7 @@ pub(super) fn forget(fd: BorrowedFd<'_>) {
 }
 
 fn prepare() {
-    // If the thread-locals of this thread are destroyed already, the child keeps the descriptors open.
+    // If this thread has already destroyed its thread-locals, the child keeps the descriptors open.
     let _ = HELD.try_with(|held| held.replace(Some(lock(&OPEN))));
 }
 
@@ -45,7 +45,7 @@ fn parent() {
 fn child() {
     let Ok(Some(mut open)) = HELD.try_with(RefCell::take) else { return };
     for (fd, identity) in open.iter() {
-        // The program may have closed the descriptor, and its number may now name another file.
+        // The program may have closed the descriptor; its number may now name another file.
         if identity.same_inode(*fd) {
             // SAFETY: the descriptor is this child's copy, which nothing in the child uses.
             unsafe { libc::close(*fd) };
@@ -65,7 +65,7 @@ mod tests {
     fn a_child_does_not_keep_a_connection_open() {
         let (one, other) = UnixStream::pair().unwrap();
         let (one, other) = (Socket::new(one.into()), Socket::new(other.into()));
-        // SAFETY: the child calls nothing but the kernel.
+        // SAFETY: the child makes only system calls.
         let pid = match unsafe { libc::fork() } {
             0 => loop {
                 // SAFETY: as above.
@@ -76,7 +76,7 @@ mod tests {
         drop(one);
         let readiness = other.wait(true, false, None, Some(Duration::from_secs(30))).unwrap();
         let mut byte = 0;
-        // SAFETY: the byte is a local, and none is received into the second part.
+        // SAFETY: `byte` is a local variable, and the second part is empty.
         let received = unsafe { other.receive((&raw mut byte, 1), (std::ptr::dangling_mut(), 0)) };
         // SAFETY: the process is our own child, and nothing else waits for it.
         unsafe {

@@ -61,7 +61,7 @@ impl Mapping {
         let start = map_file(fd, len, ProtFlags::empty(), MapFlags::SHARED)?;
         let mapping = Self { start, len, page: page_size() };
         let start = start.as_ptr().cast();
-        // Locked pages could not be released. For pages that were never locked this does nothing.
+        // Locked pages cannot be released, so unlock them. For pages that were never locked this does nothing.
         // SAFETY: the range is the mapping just made.
         let _ = unsafe { rustix::mm::munlock(start, len) };
         let protection = MprotectFlags::READ | MprotectFlags::WRITE;
@@ -106,7 +106,7 @@ impl Mapping {
 
     /// Maps the present pages that `range` touches into this process's page tables. For a shared mapping of a memfd,
     /// the kernel does not track the first write to a page, so later writes do not fault. For present pages this takes
-    /// less than half the time of [`Mapping::populate`] (0.38 us per page, not 0.92 us).
+    /// less than half the time of [`Mapping::populate`] (0.38 us instead of 0.92 us per page).
     ///
     /// Errors: as for [`Mapping::populate`]. Without kernel support it does nothing.
     pub fn map_in(&self, range: Range<usize>) -> Result<()> {
@@ -152,12 +152,12 @@ impl Mapping {
 
     fn advise(&self, pages: &Range<usize>, advice: Advice) -> rustix::io::Result<()> {
         let start = self.start.as_ptr().wrapping_add(pages.start);
-        // SAFETY: `pages` is in the mapping, up to the end of its last page, and no advice that is used unmaps pages.
+        // SAFETY: `pages` is in the mapping, up to the end of its last page. No caller passes advice that unmaps pages.
         // MADV_REMOVE changes bytes, as the owner of the range requests.
         unsafe { rustix::mm::madvise(start.cast(), pages.len(), advice) }
     }
 
-    /// Makes every page writable: writes a byte in it, with the byte's current value.
+    /// Makes every page writable, by writing a byte's current value back to it.
     fn touch(&self, pages: &Range<usize>) {
         for offset in pages.clone().step_by(self.page) {
             // SAFETY: the byte is in the mapping; all users of the range use atomics or own it.
@@ -192,7 +192,7 @@ pub(super) fn map_file(fd: BorrowedFd<'_>, len: usize, protection: ProtFlags, fl
     NonNull::new(start.cast()).ok_or_else(|| Error::usage("mmap returned address 0"))
 }
 
-/// Returns the error that [`Mapping::new`] would return in a process that has only `left` bytes of address space left.
+/// Returns the error that [`Mapping::new`] would return if only `left` bytes of address space were left.
 pub fn no_address_space(wanted: u64, left: u64) -> Error {
     let hint = format!("{}; {left} bytes are left", address_space_hint(wanted));
     Error::Os { call: "mmap", errno: libc::ENOMEM, hint }
@@ -205,12 +205,11 @@ pub(super) fn address_space_hint(wanted: u64) -> String {
     )
 }
 
-/// Returns the error for the errno of a populating madvise, if that errno means a lack of memory or a hardware fault in
-/// it.
+/// Converts the errno of a populating madvise to an error, if the errno means a lack of memory or faulty memory.
 fn out_of_memory(pages: &Range<usize>, errno: Errno) -> Option<Error> {
     let reason = match errno {
-        Errno::HWPOISON => "the machine's memory has a hardware fault there",
-        Errno::FAULT | Errno::NOMEM | Errno::AGAIN => "the kernel has no free page for it",
+        Errno::HWPOISON => "the machine's memory has a hardware fault",
+        Errno::FAULT | Errno::NOMEM | Errno::AGAIN => "the kernel has no free page",
         _ => return None,
     };
     let room = memory::available(&Roots::default());
@@ -251,7 +250,7 @@ mod tests {
         unsafe { mapping.as_ptr().add(offset).write(value) }
     }
 
-    /// Returns the number of page faults of this thread so far that found their page in memory.
+    /// Returns the number of minor page faults of this thread so far.
     fn faults() -> i64 {
         // SAFETY: an all-zero rusage is valid, and the kernel fills it.
         unsafe {
@@ -275,7 +274,7 @@ mod tests {
             range.for_each(|n| write(&other, n * page, 1));
             faults() - before
         };
-        // A few faults come from the test's own stack and code, and from a sanitizer's shadow of the bytes.
+        // A few faults come from the test's own stack and code, and from a sanitizer's shadow memory.
         let mapped = writes(0..count / 2);
         assert!(mapped < count as i64 / 8, "{mapped} faults");
         let unmapped = writes(count / 2..count);

@@ -11,7 +11,7 @@ use super::failpoint::failpoint;
 use super::{descriptor_hint, limit, refused, retry_on_intr};
 use crate::error::{Error, Result};
 
-/// Creates a file of `len` bytes that has no pages yet. The descriptor is closed on exec; /proc shows it as `name`.
+/// Creates a file of `len` bytes without pages. The descriptor is closed on exec; /proc shows the file as `name`.
 ///
 /// Errors: [`Error::Os`] from `memfd_create`, or from `ftruncate` if `len` is too large (`EFBIG`, `ENOSPC`, `EINVAL`).
 pub fn create(name: &str, len: u64) -> Result<OwnedFd> {
@@ -28,8 +28,8 @@ pub fn create(name: &str, len: u64) -> Result<OwnedFd> {
     Ok(fd)
 }
 
-/// Sets the length of a file. Checks the limit on file sizes first, because exceeding it raises SIGXFSZ, which ends a
-/// process that does not ignore it.
+/// Sets the length of a file. Checks the limit on file sizes first: exceeding it would raise SIGXFSZ, which ends a
+/// process that does not ignore the signal.
 pub fn set_len(fd: &OwnedFd, len: u64) -> Result<()> {
     let refused = |errno, remedy: &str| {
         let hint = format!("a file of {len} bytes in memory is needed{remedy}");
@@ -47,8 +47,8 @@ pub fn set_len(fd: &OwnedFd, len: u64) -> Result<()> {
 }
 
 /// Seals the length of a file that [`create`] made, so that no access to a mapping of it can raise SIGBUS because the
-/// file has become too short. No other seals can be added afterwards, but holes can still be punched. Sealing a file
-/// twice is no error.
+/// file was truncated. No other seals can be added afterwards, but holes can still be punched. Sealing a file twice is
+/// no error.
 pub fn seal(fd: BorrowedFd<'_>) -> Result<()> {
     let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
     let is_sealed = || rustix::fs::fcntl_get_seals(fd).is_ok_and(|present| present.contains(seals));

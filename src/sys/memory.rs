@@ -17,7 +17,7 @@ pub struct Headroom {
     pub limit: String,
 }
 
-/// Returns the one of [`limits`] with the least memory left.
+/// Returns the entry of [`limits`] with the least memory left.
 pub fn available(roots: &Roots) -> Headroom {
     let unknown =
         || Headroom { bytes: u64::MAX, size: u64::MAX, is_cgroup: false, limit: "no memory limit is known".to_owned() };
@@ -36,7 +36,7 @@ pub fn limits(roots: &Roots) -> Vec<Headroom> {
 pub fn total_ram_and_swap() -> u64 {
     // SAFETY: an all-zero sysinfo is valid.
     let mut info: libc::sysinfo = unsafe { std::mem::zeroed() };
-    // SAFETY: `info` is a local struct that the kernel fills. If the call is refused, the struct stays 0.
+    // SAFETY: `info` is a local struct that the kernel fills. If the call is refused, the struct stays zeroed.
     let _ = failpoint!("sysinfo", checked(unsafe { libc::sysinfo(&mut info) }));
     // The fields' types differ between architectures.
     let unit = u64::from(info.mem_unit).max(1);
@@ -57,7 +57,7 @@ fn machine(roots: &Roots) -> Option<Headroom> {
 }
 
 /// Returns the headroom of a level of a memory cgroup; `None` if the level has no limit. Page cache of this level and
-/// of the levels below it counts as free, even pages that were read more than once ("active"). After a few epochs page
+/// of the levels below it counts as free, even pages that were read more than once ("active"). After a few epochs, page
 /// cache often fills the remainder of the limit, and the kernel drops page cache before it refuses memory.
 fn of_level(level: &Level) -> Option<Headroom> {
     let (file, usage, caches) = if level.is_v2 {

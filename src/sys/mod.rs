@@ -1,19 +1,19 @@
-//! Every system call of the crate.
+//! All system calls of the crate.
 //!
 //! Code that a forked child can reach takes no process-wide lock and logs nothing. Each error names the call and the
-//! remedy. Calls that a signal interrupts are repeated, except waits, which report the signal.
+//! remedy. Calls that a signal interrupts are retried, except waits, which report the signal.
 //!
-//! Calls go through rustix: its types express the rules that `unsafe` would state, and it enters the kernel without the
-//! C library. Each call is written with its full path, so that `tests/sys_calls.rs` finds it. These calls use the C
-//! library:
+//! Calls go through rustix: its types express rules that SAFETY comments would otherwise state, and it enters the
+//! kernel without the C library. Each call is written with its full path, so that `tests/sys_calls.rs` finds it. The
+//! following calls use the C library instead:
 //!
 //! - `clock_gettime` and `sysconf`: for these calls rustix reads the auxiliary vector (before Linux 6.4 from /proc,
-//!   with an allocation), which the C library already has. The clock of rustix is no faster.
+//!   with an allocation), which the C library already has. The rustix clock is no faster.
 //! - `getrlimit` and `sysinfo`: rustix does not check the results of these calls, which a sandbox may refuse.
-//! - `sendmsg` and `recvmsg`: rustix takes slices, whose bytes must not change, but other processes may change these
-//!   bytes during the call.
+//! - `sendmsg` and `recvmsg`: rustix takes slices, whose bytes must not change during the call, but other processes may
+//!   change them.
 //! - `kill` and `pidfd_send_signal`: rustix has neither signal 0 nor real-time signals without `unsafe`.
-//! - `close` of a number, in [`left_behind`]: the call is no safer in rustix.
+//! - `close` of a raw number, in [`left_behind`]: the call is no safer in rustix.
 //! - `ioctl` of a pidfd: rustix has no type for the request, and its generic call is no safer.
 //! - `pthread_atfork`, `sigaction`, signal masks, `timer_create`, `raise`, `_exit`, `getrusage`, `strsignal`, `dlopen`:
 //!   rustix has no stable call for them, and the C library keeps its own state for most of them.
@@ -51,7 +51,7 @@ use rustix::process::Resource;
 
 use crate::error::Error;
 
-/// Checks the result of a call of the C library, which is -1 if the call is refused.
+/// Converts the result of a call of the C library, which is -1 if the call fails.
 fn checked<T: PartialEq + From<i8>>(result: T) -> rustix::io::Result<T> {
     if result != T::from(-1) {
         return Ok(result);
@@ -59,19 +59,19 @@ fn checked<T: PartialEq + From<i8>>(result: T) -> rustix::io::Result<T> {
     Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO))
 }
 
-/// Returns the error of a refused call.
+/// Returns the error for a refused call.
 fn refused(call: &'static str, errno: Errno, hint: impl Into<String>) -> Error {
     Error::Os { call, errno: errno.raw_os_error(), hint: hint.into() }
 }
 
-/// Makes a descriptor from a bare number. Use it only in calls that ask the kernel what file the number names, or
+/// Makes a descriptor from a raw number. Use it only in calls that ask the kernel what file the number names, or
 /// whether that file is readable.
 fn by_number(fd: RawFd) -> rustix::io::Result<BorrowedFd<'static>> {
     if fd < 0 {
         return Err(Errno::BADF);
     }
     // SAFETY: the number is not -1. If other code has closed the descriptor, the kernel refuses the call or the number
-    // names another file.
+    // names another file; neither affects memory safety.
     Ok(unsafe { BorrowedFd::borrow_raw(fd) })
 }
 
@@ -89,7 +89,7 @@ fn read_file(path: &std::path::Path) -> std::io::Result<Vec<u8>> {
     failpoint::failpoint!("proc", std::fs::read(path))
 }
 
-/// Returns the hint of the error for a refused new descriptor.
+/// Returns the hint for the error of a call that could not create a descriptor.
 fn descriptor_hint(errno: Errno) -> &'static str {
     match errno {
         Errno::MFILE => {

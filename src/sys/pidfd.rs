@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 
 /// `_IOWR(0xFF, 11, struct pidfd_info)` of <linux/pidfd.h>, for the struct's first 64 bytes.
 const PIDFD_GET_INFO: u64 = 0xC040_FF0B;
-/// Requests `exit_code`, and reports that it is valid (Linux 6.15).
+/// In a request, asks for `exit_code`; in the reply, says that it is valid (Linux 6.15).
 const PIDFD_INFO_EXIT: u64 = 1 << 3;
 
 /// `struct pidfd_info` of <linux/pidfd.h>, in its first published size.
@@ -49,7 +49,7 @@ pub struct PidFd(KnownFd);
 impl PidFd {
     /// Opens the process `pid`, which must be alive or not yet reaped. The descriptor is closed on exec.
     pub fn open(pid: i32) -> Result<Self> {
-        let call = || rustix::process::pidfd_open(numbered(pid)?, PidfdFlags::empty());
+        let call = || rustix::process::pidfd_open(to_pid(pid)?, PidfdFlags::empty());
         let fd = failpoint!("pidfd_open", call()).map_err(|errno| {
             let hint = match errno {
                 Errno::SRCH => format!("process {pid} no longer exists"),
@@ -107,7 +107,9 @@ impl PidFd {
         let call = || unsafe { libc::syscall(libc::SYS_pidfd_send_signal, fd, signal, none, 0) };
         match failpoint!("pidfd_send_signal", checked(call())) {
             Ok(_) | Err(Errno::SRCH) => Ok(()),
-            Err(errno) => Err(refused("pidfd_send_signal", errno, format!("signal {signal} to a worker process"))),
+            Err(errno) => {
+                Err(refused("pidfd_send_signal", errno, format!("signal {signal} was not sent to a worker process")))
+            }
         }
     }
 
@@ -118,8 +120,8 @@ impl PidFd {
 }
 
 /// Returns true if the process `pid` that started at `start_time` (at any time if 0) has ended, for systems without
-/// pidfds. Children are checked with waitid: once the main thread of a process has ended, /proc shows a zombie, but
-/// while other threads still run, the status is not available.
+/// pidfds. Children are checked with waitid, because /proc shows a zombie as soon as the main thread of a process has
+/// ended, even while other threads run and there is no exit status yet.
 pub fn has_exited(pid: i32, start_time: u64) -> bool {
     match status_of_child(pid) {
         Ok(Some(_)) => true,
@@ -136,10 +138,10 @@ pub fn child_status(pid: i32) -> Option<ExitStatus> {
 }
 
 fn status_of_child(pid: i32) -> rustix::io::Result<Option<ExitStatus>> {
-    wait_status(WaitId::Pid(numbered(pid)?))
+    wait_status(WaitId::Pid(to_pid(pid)?))
 }
 
-/// Returns a process's status from waitid, without reaping.
+/// Returns a process's exit status from waitid, without reaping.
 fn wait_status(id: WaitId<'_>) -> rustix::io::Result<Option<ExitStatus>> {
     let flags = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
     let status = retry_on_intr(|| failpoint!("waitid", rustix::process::waitid(id.clone(), flags)))?;
@@ -150,7 +152,7 @@ fn wait_status(id: WaitId<'_>) -> rustix::io::Result<Option<ExitStatus>> {
 }
 
 /// Converts a pid to rustix's type. Returns `EINVAL` for a number that cannot be a pid.
-fn numbered(pid: i32) -> rustix::io::Result<Pid> {
+fn to_pid(pid: i32) -> rustix::io::Result<Pid> {
     Pid::from_raw(pid.max(0)).ok_or(Errno::INVAL)
 }
 
@@ -193,7 +195,7 @@ pub fn start_time(pid: i32) -> Result<u64> {
     })
 }
 
-/// Returns true if the process `pid` that started at `start_time` (at any time if 0) is running. A zombie is not. If
+/// Returns true if the process `pid` that started at `start_time` (at any time if 0) is running; a zombie is not. If
 /// /proc is unreadable, the result is that of signal 0, for which a zombie counts as running.
 pub fn runs(pid: i32, start_time: u64) -> bool {
     let stat = match read_file(format!("/proc/{pid}/stat").as_ref()) {
@@ -213,7 +215,7 @@ pub fn runs(pid: i32, start_time: u64) -> bool {
 
 /// Returns true if the process `pid` exists, perhaps as a zombie.
 fn exists(pid: i32) -> bool {
-    let call = || rustix::process::test_kill_process(numbered(pid)?);
+    let call = || rustix::process::test_kill_process(to_pid(pid)?);
     failpoint!("kill", call()) != Err(Errno::SRCH)
 }
 

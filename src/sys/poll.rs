@@ -1,4 +1,4 @@
-//! Waiting for many descriptors at once.
+//! Waiting on many descriptors at once.
 
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
@@ -25,19 +25,19 @@ pub enum WaitOutcome {
     Interrupted,
 }
 
-/// Descriptors to wait on until one is readable, each with a token that the caller chooses. Uses ppoll for a few
-/// descriptors, and epoll for more.
+/// A set of descriptors to wait on, each with a token that the caller chooses. Uses ppoll for a few descriptors, and
+/// epoll for more.
 ///
 /// A descriptor must be removed before it is closed. The set works only in the process that created it: a forked child
-/// shares the epoll with its parent, so the child's changes would apply to the parent too. In a child, dropping the set
-/// does nothing.
+/// shares the epoll instance with its parent, so the child's changes would apply to the parent too. In a child,
+/// dropping the set does nothing.
 #[derive(Debug)]
 pub struct PollSet {
     /// `array[i]` belongs to `tokens[i]`.
     array: Vec<PollFd<'static>>,
     tokens: Vec<u64>,
-    /// The epoll that is used once the set has had more than [`POLL_MAX`] descriptors; `None` before that, and if the
-    /// system refuses one.
+    /// The epoll instance, created when the set first exceeds [`POLL_MAX`] descriptors; `None` before that, and if the
+    /// system refuses to create it.
     epoll: Option<OwnedFd>,
     pid: u32,
 }
@@ -64,16 +64,16 @@ impl PollSet {
         self.tokens.is_empty()
     }
 
-    /// Adds `fd`, which the caller keeps open until [`PollSet::remove`].
+    /// Adds `fd`, which the caller must keep open until [`PollSet::remove`].
     ///
     /// Errors: [`Error::Usage`] for a token or descriptor already in the set, or in a forked child.
     pub fn add(&mut self, fd: RawFd, token: u64) -> Result<()> {
         self.check_process()?;
         if self.tokens.contains(&token) {
-            return Err(Error::usage(format!("token {token} is waited on twice")));
+            return Err(Error::usage(format!("token {token} is already in the poll set")));
         }
         if self.array.iter().any(|entry| entry.as_fd().as_raw_fd() == fd) {
-            return Err(Error::usage(format!("descriptor {fd} is waited on twice")));
+            return Err(Error::usage(format!("descriptor {fd} is already in the poll set")));
         }
         let fd = by_number(fd).map_err(|errno| refused("poll", errno, "the number is not a descriptor"))?;
         if self.epoll.as_ref().is_some_and(|epoll| register(epoll, fd, token).is_err()) {
@@ -82,7 +82,7 @@ impl PollSet {
         self.array.push(PollFd::from_borrowed_fd(fd, PollFlags::IN));
         self.tokens.push(token);
         if self.epoll.is_none() && self.array.len() > POLL_MAX {
-            // If that fails (for lack of a descriptor, say), ppoll is used: it works for any number of descriptors.
+            // If this fails (for lack of a descriptor, say), ppoll is used: it works for any number of descriptors.
             self.epoll = self.new_epoll().ok();
         }
         Ok(())
@@ -94,7 +94,7 @@ impl PollSet {
     pub fn remove(&mut self, token: u64) -> Result<()> {
         self.check_process()?;
         let Some(at) = self.tokens.iter().position(|other| *other == token) else {
-            return Err(Error::usage(format!("token {token} is not waited on")));
+            return Err(Error::usage(format!("token {token} is not in the poll set")));
         };
         let entry = self.array.swap_remove(at);
         self.tokens.swap_remove(at);
@@ -102,16 +102,16 @@ impl PollSet {
         if failpoint!("epoll_ctl", rustix::event::epoll::delete(epoll, entry.as_fd())).is_ok() {
             return Ok(());
         }
-        // The descriptor was closed before it was removed. If a forked process still has the file open, the old epoll
-        // would report the file forever, so a new epoll replaces the old one. If that fails because another descriptor
+        // The descriptor was closed before it was removed. If a forked process still has the file open, the epoll
+        // instance would report the file forever, so a new one replaces it. If that fails because another descriptor
         // was closed too, ppoll reports that descriptor.
         self.epoll = self.new_epoll().ok();
         Ok(())
     }
 
     /// Waits until a descriptor is readable, for at most `timeout`, and stores the tokens of the readable ones in
-    /// `ready`. An end of file, an error and an exited process count as readable. epoll reports at most
-    /// [`EPOLL_EVENTS`] descriptors per wait.
+    /// `ready`. A descriptor at its end of file, with an error, or of an exited process counts as readable. epoll
+    /// reports at most [`EPOLL_EVENTS`] descriptors per wait.
     ///
     /// Errors: [`Error::Os`] with `EBADF` for a descriptor that was closed before it was removed, [`Error::Usage`] in a
     /// forked child.
@@ -147,7 +147,7 @@ impl PollSet {
         Ok(WaitOutcome::Ready)
     }
 
-    /// Creates an epoll with all descriptors.
+    /// Creates an epoll instance with all descriptors.
     fn new_epoll(&self) -> Result<OwnedFd> {
         let epoll = failpoint!("epoll_create", rustix::event::epoll::create(CreateFlags::CLOEXEC))
             .map_err(|errno| refused("epoll_create1", errno, descriptor_hint(errno)))?;
@@ -186,8 +186,8 @@ fn register(epoll: &OwnedFd, fd: BorrowedFd<'_>, token: u64) -> Result<()> {
 }
 
 fn epoll_wait(epoll: &OwnedFd, timeout: Option<Duration>, ready: &mut Vec<u64>) -> Result<WaitOutcome> {
-    // epoll takes at most this many milliseconds. rustix rounds up, so that the caller does not spin during the last
-    // fraction of a millisecond.
+    // epoll_wait takes at most this many milliseconds. rustix rounds up, so that the caller does not spin during the
+    // last fraction of a millisecond.
     let timeout = timeout.map(|time| timespec(time.min(Duration::from_millis(i32::MAX as u64))));
     let mut events = [const { MaybeUninit::uninit() }; EPOLL_EVENTS];
     match failpoint!("epoll_wait", rustix::event::epoll::wait(epoll, &mut events, timeout.as_ref())) {

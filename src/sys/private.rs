@@ -29,7 +29,7 @@ pub unsafe fn make_private(start: *mut u8, len: usize) {
             return;
         }
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract.
     unsafe { make_inaccessible(start, len) };
 }
 
@@ -85,7 +85,7 @@ mod tests {
 
     /// Runs `check` in a child and returns its result.
     fn in_child(check: impl FnOnce() -> bool) -> bool {
-        // SAFETY: the child leaves by _exit; what it calls takes no lock.
+        // SAFETY: the child ends with _exit, and calls nothing that takes a lock.
         let pid = unsafe { libc::fork() };
         if pid == 0 {
             // SAFETY: no exit handler runs.
@@ -100,7 +100,7 @@ mod tests {
         let len = 3 * page_size();
         let fd = memfd::create("rustloader-test", len as u64).unwrap();
         let map = Mapping::new(fd.as_fd(), len).unwrap();
-        // SAFETY: bytes of the mapping, which this thread and its child alone use.
+        // SAFETY: the byte is in the mapping, which only this thread and its child use.
         let byte = |n: usize| unsafe { &mut *map.as_ptr().add(n) };
         *byte(0) = 1;
         *byte(len - 1) = 2;
@@ -121,7 +121,7 @@ mod tests {
         const LONG: Duration = Duration::from_secs(600);
         ForkGate::new().unwrap().wait(LONG);
         let gate = ForkGate::new().unwrap();
-        // SAFETY: the child calls nothing but the kernel.
+        // SAFETY: the child makes only system calls.
         let pid = unsafe { libc::fork() };
         if pid == 0 {
             // SAFETY: the child closes its copies of the gate, and sleeps until the parent ends it.
@@ -134,7 +134,7 @@ mod tests {
             }
         }
         gate.wait(LONG);
-        // SAFETY: our own child, which nothing else waits for.
+        // SAFETY: the process is our own child, and nothing else waits for it.
         unsafe {
             libc::kill(pid, libc::SIGKILL);
             libc::waitpid(pid, std::ptr::null_mut(), 0);

@@ -1,4 +1,4 @@
-//! Access to open files of another process through /proc.
+//! Access to the open files of another process through /proc.
 
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 
@@ -16,12 +16,12 @@ use crate::error::Result;
 /// Errors: [`Error::Os`] with `EBADF` if the descriptor names another file, or with the errno of `open` if /proc is not
 /// mounted, hides the process's files, or does not have the descriptor.
 pub fn open(pid: i32, fd: i32, place: (u64, u64)) -> Result<OwnedFd> {
-    // With O_PATH the file itself is not opened: the descriptor only allows fstat, and opening the file through /proc.
+    // O_PATH does not open the file itself: the descriptor only allows fstat, and opening the file through /proc.
     let file = open_path(&format!("/proc/{pid}/fd/{fd}"), OFlags::PATH)?;
     if FdIdentity::of(file.as_raw_fd())?.place() == place {
         return open_path(&format!("/proc/self/fd/{}", file.as_raw_fd()), OFlags::RDONLY);
     }
-    let hint = format!("process {pid} has another file under the number {fd} now");
+    let hint = format!("descriptor {fd} of process {pid} now names another file");
     Err(refused("open(/proc/PID/fd)", Errno::BADF, hint))
 }
 
@@ -81,7 +81,7 @@ mod tests {
         // SAFETY: `name` is a C string.
         assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
         let fifo = std::fs::File::options().read(true).write(true).open(&path).unwrap();
-        // SAFETY: plain calls, and `name` is a C string.
+        // SAFETY: the calls take plain numbers and `name`, a C string.
         let watch = unsafe {
             let watch = libc::inotify_init1(libc::IN_CLOEXEC | libc::IN_NONBLOCK);
             assert!(libc::inotify_add_watch(watch, name.as_ptr(), libc::IN_OPEN) >= 0);
@@ -91,7 +91,7 @@ mod tests {
         assert!(matches!(open(me, fifo.as_raw_fd(), place), Err(Error::Os { errno: libc::EBADF, .. })));
         assert!(!was_opened());
         drop(std::fs::File::options().read(true).write(true).open(&path).unwrap());
-        assert!(was_opened(), "inotify reports no opening");
+        assert!(was_opened(), "inotify must report the opening");
         std::fs::remove_file(&path).unwrap();
     }
 }

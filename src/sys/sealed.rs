@@ -1,4 +1,4 @@
-//! Memfds that no longer change: they are written once with system calls, then sealed, then mapped.
+//! Immutable memfds: they are written once with system calls, then sealed, then mapped.
 
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
@@ -13,11 +13,11 @@ use super::map::{map_file, size_of_file};
 use super::{limit, refused, retry_on_intr};
 use crate::error::{Error, Result};
 
-/// The seals of such a file. With them no access to a mapping of it can raise SIGBUS, and its bytes never change.
+/// The seals of an immutable memfd: no access to a mapping of it can raise SIGBUS, and its bytes never change.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::WRITE).union(SealFlags::SEAL);
 
-/// Writes all of `bytes` at the position `at` of a memfd. The system call allocates the pages, so that a lack of memory
-/// is an error and not a SIGBUS.
+/// Writes all of `bytes` at the position `at` of a memfd. The system call allocates the pages, so a lack of memory is
+/// an error and not a SIGBUS.
 ///
 /// Errors: [`Error::Os`], with `ENOMEM` or `ENOSPC` if the kernel has no page.
 pub fn write_at(fd: BorrowedFd<'_>, mut bytes: &[u8], mut at: u64) -> Result<()> {
@@ -66,7 +66,7 @@ pub struct SealedMap {
 
 // SAFETY: a mapping belongs to the process, not to a thread.
 unsafe impl Send for SealedMap {}
-// SAFETY: as above; `bytes` is only for mappings that nothing writes to.
+// SAFETY: as above; `bytes` requires a mapping to which nothing writes.
 unsafe impl Sync for SealedMap {}
 
 impl SealedMap {
@@ -113,7 +113,7 @@ impl SealedMap {
 
 impl Drop for SealedMap {
     fn drop(&mut self) {
-        // SAFETY: the range is this value's mapping, which nothing uses any more.
+        // SAFETY: the range is this value's mapping, which is no longer used.
         let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.len) };
     }
 }

@@ -36,7 +36,7 @@ impl Mask {
         before
     }
 
-    /// Makes this the calling thread's mask.
+    /// Sets the calling thread's mask to this one.
     pub fn restore(&self) {
         // SAFETY: a valid set; the old one is not requested.
         unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &self.0, std::ptr::null_mut()) };
@@ -63,12 +63,12 @@ fn empty_set() -> libc::sigset_t {
 /// pid.
 pub fn kill(pid: i32, signal: i32) -> Result<()> {
     if pid <= 0 {
-        return Err(Error::usage(format!("kill of {pid}, which is a group and not a process")));
+        return Err(Error::usage(format!("kill({pid}) would signal more than one process")));
     }
     // SAFETY: kill takes plain numbers.
     match failpoint!("kill", checked(unsafe { libc::kill(pid, signal) })) {
         Ok(_) | Err(Errno::SRCH) => Ok(()),
-        Err(errno) => Err(refused("kill", errno, format!("signal {signal} to process {pid}"))),
+        Err(errno) => Err(refused("kill", errno, format!("signal {signal} was not sent to process {pid}"))),
     }
 }
 
@@ -153,7 +153,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_thread_blocks_all_that_can_be_blocked() {
+    fn a_thread_blocks_all_signals_that_can_be_blocked() {
         let thread = std::thread::spawn(|| {
             block_all_in_this_thread();
             let status = std::fs::read_to_string("/proc/thread-self/status").unwrap();
@@ -199,7 +199,7 @@ mod tests {
         }
         assert!(!blocks(i32::MAX, stack_signal()));
         // A test does not run in the main thread, so it can set only the mask of a child's main thread.
-        // SAFETY: the child calls nothing but the kernel, and ends when the signal below kills it.
+        // SAFETY: the child makes only system calls, and ends when the signal below kills it.
         let child = unsafe { libc::fork() };
         if child == 0 {
             block_all_in_this_thread();
@@ -213,7 +213,7 @@ mod tests {
             seen = blocks(child, stack_signal());
         }
         kill(child, libc::SIGKILL).unwrap();
-        // SAFETY: it is our own child, not yet waited for.
+        // SAFETY: the process is our own child, and nothing else waits for it.
         unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) };
         assert!(seen);
     }

@@ -19,14 +19,14 @@ pub enum Cause {
         /// The sender's process id; 0 for the kernel, and for a process in another pid namespace.
         by: i32,
     },
-    /// The time of [`Reaction::AskAgain`] has passed.
+    /// The duration of [`Reaction::AskAgain`] has passed.
     Time,
 }
 
 /// The decision about a SIGTERM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reaction {
-    /// Continue, and decide again after this time.
+    /// Continue, and decide again after this duration.
     AskAgain(Duration),
     /// Exit with code 0 at once.
     Leave,
@@ -72,10 +72,10 @@ pub fn install(decide: fn(Cause) -> Reaction) -> Result<()> {
     action.sa_sigaction = handler as *const () as usize;
     // Interrupted system calls restart; the handler runs on the thread's alternate stack, if it has one.
     action.sa_flags = libc::SA_SIGINFO | libc::SA_RESTART | libc::SA_ONSTACK;
-    // SAFETY: the handler has the type of SA_SIGINFO and stays as long as the process.
+    // SAFETY: the handler has the type of SA_SIGINFO and exists as long as the process.
     let call = || unsafe { libc::sigaction(libc::SIGTERM, &action, std::ptr::null_mut()) };
     failpoint!("sigaction", checked(call()))
-        .map_err(|errno| refused("sigaction", errno, "the handler for SIGTERM"))
+        .map_err(|errno| refused("sigaction", errno, "the handler for SIGTERM could not be installed"))
         .map(drop)
 }
 
@@ -87,7 +87,7 @@ extern "C" fn handler(_signal: libc::c_int, info: *const libc::siginfo_t, _conte
     let cause = if code == libc::SI_TIMER { Cause::Time } else { Cause::Sent { by } };
     // SAFETY: getpid has no precondition.
     let pid = unsafe { libc::getpid() };
-    // A plain atomic load, because the state was set before the handler was installed.
+    // `get` is only an atomic load, and so async-signal-safe. The state was set before the handler was installed.
     let state = STATE.get().filter(|state| state.pid == pid);
     let reaction = state.map_or(Reaction::Die, |state| (state.decide)(cause));
     match (reaction, state) {

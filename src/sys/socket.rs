@@ -15,10 +15,10 @@ use super::owned::KnownFd;
 use super::{checked, refused, retry_on_intr};
 use crate::error::Result;
 
-/// The hint of the error for a broken connection.
+/// The hint for the error of a broken connection.
 const BROKEN: &str = "the other end is gone, or the network between the machines is down";
 
-/// The hint of the error for a descriptor that no longer names the socket.
+/// The hint for the error of a descriptor that no longer names the socket.
 const REPLACED: &str = "the descriptor was closed or replaced by other code";
 
 /// The outcome of one call that sends or receives.
@@ -138,11 +138,11 @@ impl Socket {
         transfer(retry_on_intr(|| failpoint!("socket_send", checked(call()))), "sendmsg", false)
     }
 
-    /// Receives the available bytes into `first`, and those for which it has no room into `second`. Both are given as
-    /// an address and a number of bytes.
+    /// Receives the available bytes into `first` and, once that is full, into `second`. Both are given as an address
+    /// and a length in bytes.
     ///
     /// # Safety
-    /// The caller owns the bytes of both.
+    /// The caller owns the bytes of `first` and `second`.
     pub unsafe fn receive(&self, first: (*mut u8, usize), second: (*mut u8, usize)) -> Result<Transfer> {
         self.check("recvmsg")?;
         let mut parts = [first, second].map(|(memory, len)| libc::iovec { iov_base: memory.cast(), iov_len: len });
@@ -191,7 +191,7 @@ impl Socket {
             std::net::Shutdown::Write => Shutdown::Write,
             std::net::Shutdown::Both => Shutdown::Both,
         };
-        // The system refuses this only if the connection has ended.
+        // The system refuses this only if the connection has already ended.
         let _ = rustix::net::shutdown(self.as_fd(), how);
     }
 }

@@ -1,4 +1,4 @@
-//! Starting and naming of the crate's threads.
+//! Starting and naming the crate's threads.
 
 use std::ffi::CStr;
 

@@ -4,15 +4,17 @@
 //! A block has the capacity of its size class, but that is only address space: the block has pages only for its
 //! contents. Free blocks are reused last-in first-out, while their pages are warm.
 //!
-//! Idle pages are released in three cases. First, if the low-water mark of a class's idle blocks stays above zero for
-//! [`TRIM_PATIENCE`] windows, the surplus is punched; a window is [`TRIM_WINDOW`] allocations, or fewer if batches are
-//! slow. Second, if sizes vary, a request first reuses a warm block of a slightly larger class; before fresh pages are
-//! reserved, the blocks that have been idle longest are punched until the region exceeds its recent peak by at most an
-//! [`IDLE_SHARE`]th. Third, an idle worker keeps only the pages that its batches under way need, or none if it is ahead
-//! of the program's loop.
+//! Idle blocks are punched, which means that their pages are released, in three cases:
+//! * *Surplus.* If the low-water mark of a class's idle blocks stays above zero for [`TRIM_PATIENCE`] windows, the
+//!   surplus is punched. A window is [`TRIM_WINDOW`] allocations, or fewer if batches are slow.
+//! * *Varying sizes.* A request first reuses a warm block of a slightly larger class. Before fresh pages are reserved,
+//!   the blocks that have been idle longest are punched, until the region exceeds its recent peak by at most an
+//!   [`IDLE_SHARE`]th.
+//! * *Idle worker.* It keeps only the pages that its batches in flight need, or none if it is ahead of the training
+//!   loop.
 //!
 //! If a request finds no idle block of its class and there is no room after the last block, its block is cut from a
-//! larger idle block, or from idle neighbours that are joined: see `join`.
+//! larger idle block, or from idle neighbors that are joined: see `join`.
 
 mod join;
 
@@ -91,7 +93,7 @@ struct FreeList {
     /// The lowest number of idle blocks in this window.
     low: usize,
     /// Number of consecutive windows with a surplus.
-    patience: u8,
+    surplus_windows: u8,
 }
 
 /// The owner's side of a region.
@@ -110,19 +112,19 @@ pub struct Allocator {
     slab_end: u64,
     /// For each block, the number of leading bytes that are in this process's page tables.
     mapped: Vec<u64>,
-    /// Blocks that contain an object of the owner and have been sent in a message since their allocation.
+    /// Blocks with an object of the owner that have been sent in a message since their allocation.
     sent: HashSet<u32>,
     /// Number of allocations until this window ends.
     window: u32,
     /// Number of batches in this window.
     batches: u32,
-    /// The time at which the latest [`TRIM_BATCHES`] batches of this window were complete, or the window's start.
+    /// The time of the last check by [`Allocator::count_batch`] in this window, or of the window's start.
     since: Duration,
     /// Bytes that may be reserved before the next headroom check.
     credit: u64,
-    /// Number of bytes of pages in the region.
+    /// Number of bytes in the region that have pages.
     warm: u64,
-    /// Number of bytes of pages in the region's idle blocks.
+    /// Number of bytes in idle blocks that have pages.
     idle: u64,
     /// The value of `clock` at which each block became idle.
     idle_since: Vec<u64>,
@@ -134,7 +136,7 @@ pub struct Allocator {
 
 impl Allocator {
     /// Creates the allocator of a region that has no live owner. Reuses the blocks that are free; blocks that are held
-    /// come back over the return stack.
+    /// come back through the return stack.
     pub fn new(arena: Arc<Arena>, region: u32) -> Self {
         let count = arena.block_count(region);
         let table = &arena.table(region)[..count as usize];
@@ -183,13 +185,13 @@ impl Allocator {
         self.region
     }
 
-    /// Returns the number of bytes of pages that the region has.
+    /// Returns the number of bytes in the region that have pages.
     pub fn warm_bytes(&self) -> u64 {
         self.warm
     }
 
-    /// Returns the number of bytes of pages in held blocks. The subtraction saturates, because a broken worker may have
-    /// damaged the table.
+    /// Returns the number of bytes in held blocks that have pages. The subtraction saturates, because a broken worker
+    /// may have damaged the table.
     fn in_use(&self) -> u64 {
         self.warm.saturating_sub(self.idle)
     }
@@ -223,14 +225,14 @@ impl Allocator {
         if !self.sent.is_empty() {
             self.sent.remove(&id);
         }
-        // SYNC: block-held (pairs with the Acquire of a fork, `recover` or `retire` that reads the table). The consumer
-        // learns of the block through a ring.
+        // SYNC: block-held (pairs with the Acquires in `mark_if`, `recover` and `is_unseen`). The consumer learns of
+        // the block through a ring.
         self.arena.table(self.region)[id as usize].state.store(holder, Ordering::Release);
         Ok(id)
     }
 
-    /// Allocates a block for an array of the owner, as [`Allocator::allocate`] does. Arrays do not count as allocations
-    /// of the window, which measures how long other blocks stay idle, because a batch may create any number of arrays.
+    /// Allocates a block for an array of the owner, as [`Allocator::allocate`] does. Arrays do not count toward the
+    /// window: it measures how long other blocks stay idle, and a batch may create any number of arrays.
     pub fn allocate_array(&mut self, len: u64) -> Result<u32> {
         self.window += 1;
         self.allocate(len, WORKER)
@@ -260,7 +262,7 @@ impl Allocator {
         self.reserve(id, pages * PAGE)
     }
 
-    /// Records that a block that contains an object of the owner was sent in a message.
+    /// Records that a block with an object of the owner was sent in a message.
     pub fn note_sent(&mut self, id: u32) {
         self.sent.insert(id);
     }
@@ -270,8 +272,8 @@ impl Allocator {
         self.sent.contains(&id)
     }
 
-    /// Returns the class from which a request of `class` takes its block: a slightly larger class if only that has a
-    /// warm block, which is cheaper than fresh pages.
+    /// Returns the class from which a request for `class` takes its block: a slightly larger class if only that one has
+    /// a warm block, because warm pages are cheaper than fresh ones.
     fn warm_class(&self, class: usize) -> usize {
         let warm = |class: &usize| self.free[*class].blocks.len() > self.free[*class].cold;
         let nearest = if class_pages(class) * PAGE < SLAB { class } else { (class + REUSE_CLASSES).min(CLASSES - 1) };
@@ -308,7 +310,7 @@ impl Allocator {
     }
 
     /// Creates a block after the region's last block. If the region or its table is full, cuts the block from a larger
-    /// idle block, or joins idle neighbours into one of at least `min_bytes`.
+    /// idle block, or joins idle neighbors into one of at least `min_bytes`.
     fn create_block(&mut self, class: usize, min_bytes: u64) -> Result<u32> {
         let capacity = class_pages(class) * PAGE;
         if capacity <= self.tail() && self.has_entry()? {
@@ -411,7 +413,8 @@ impl Allocator {
     }
 
     /// Makes room before `fresh` bytes are reserved: while the region's pages would exceed the recent peak by more than
-    /// an [`IDLE_SHARE`]th, punches idle blocks of any class, starting with the block that has been idle longest.
+    /// an [`IDLE_SHARE`]th, punches idle blocks of at least [`SLAB`] bytes. The block that has been idle longest comes
+    /// first.
     fn make_room(&mut self, fresh: u64) {
         let peak = self.peak[0].max(self.peak[1]).max(self.in_use() + fresh);
         let limit = peak + peak / IDLE_SHARE;
@@ -433,7 +436,7 @@ impl Allocator {
         let entry = &self.arena.table(self.region)[id as usize];
         let (offset, warm) = (entry.offset.load(Ordering::Relaxed), entry.warm.load(Ordering::Relaxed));
         // The pages of a small block are not worth a system call, and may have been reserved together with those of its
-        // neighbours.
+        // neighbors.
         if warm < SLAB || self.arena.punch_hole(self.region, offset, offset + warm).is_err() {
             return;
         }
@@ -464,12 +467,12 @@ impl Allocator {
             }
             self.arena.promise(self.region, 0);
             if trimmed {
-                // Without the promises there would be enough memory. A reservation in progress counts twice: as a
-                // promise, and as the pages that it has so far.
+                // True if there would be enough memory without the promises. A reservation in progress counts twice: as
+                // a promise, and as the pages that it has so far.
                 let passing = fresh <= free;
                 return Err(Error::NoMemory { wanted: fresh, limit: room.limit, headroom, passing });
             }
-            // Idle blocks of other sizes may hold the memory that is missing.
+            // Idle blocks of other sizes may hold the missing memory.
             trimmed = true;
             self.trim(0)?;
         }
@@ -519,27 +522,27 @@ impl Allocator {
             let surplus = list.low.saturating_sub(list.cold);
             list.low = list.blocks.len();
             if surplus == 0 {
-                list.patience = 0;
+                list.surplus_windows = 0;
                 continue;
             }
-            list.patience += 1;
-            if list.patience < TRIM_PATIENCE {
+            list.surplus_windows += 1;
+            if list.surplus_windows < TRIM_PATIENCE {
                 continue;
             }
-            list.patience = 0;
+            list.surplus_windows = 0;
             (0..surplus).for_each(|_| self.punch_oldest(class));
         }
         Ok(())
     }
 
-    /// Returns true if a message in this region waits for the program's loop, because the main process opens a message
-    /// only when it delivers the batch.
+    /// Returns true if the worker is ahead of the training loop: at least one message in this region is unopened. The
+    /// main process opens a message when it delivers the batch.
     pub fn is_ahead(&self) -> bool {
         self.states().any(|state| state & (CONSUMER | DELIVERED) == CONSUMER)
     }
 
-    /// Returns true if an allocation of `len` bytes is large and would need fresh pages although the program's loop
-    /// holds a block that would fit.
+    /// Returns true if an allocation of `len` bytes should wait for a block to be returned: the allocation is large and
+    /// would need fresh pages, and the training loop holds a block that would fit.
     pub fn awaits(&mut self, len: u64) -> Result<bool> {
         if len < LARGE {
             return Ok(false);
@@ -563,7 +566,7 @@ impl Allocator {
         table.iter().map(|entry| entry.state.load(Ordering::Relaxed))
     }
 
-    /// Punches idle blocks until the region has at most `budget` bytes of pages or no idle block is left to punch.
+    /// Punches idle blocks until the region has at most `budget` bytes of pages, or no idle block is left to punch.
     /// Called by an idle worker, and by a headroom check that finds too little memory.
     pub fn trim(&mut self, budget: u64) -> Result<()> {
         forks::reap();

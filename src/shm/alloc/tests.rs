@@ -44,8 +44,8 @@ fn a_large_block_is_awaited_while_the_loop_holds_one_that_fits() {
     assert!(!a.awaits(LEN).unwrap(), "nothing is held");
     let id = a.allocate(LEN, CONSUMER).unwrap();
     assert!(a.is_ahead());
-    assert!(!a.awaits(LEN).unwrap(), "the loop does not have it yet");
-    a.arena.clone().delivered(0, id).unwrap();
+    assert!(!a.awaits(LEN).unwrap(), "the loop does not hold it yet");
+    a.arena.clone().mark_delivered(0, id).unwrap();
     assert!(!a.is_ahead());
     assert!(a.awaits(LEN).unwrap() && a.awaits(LEN * 3 / 4).unwrap());
     for other in [LARGE - 1, LEN / 2, LEN + PAGE] {
@@ -94,7 +94,7 @@ fn slow_batches_release_the_pages_of_a_warm_up_before_the_window_ends() {
         4 << 20,
         "quick batches wait for the end of a window"
     );
-    // The low-water mark of the first window is still that of its start; then [`TRIM_PATIENCE`] windows pass.
+    // The low-water mark of the first window is 0, its initial value. Then [`TRIM_PATIENCE`] windows must pass.
     let warm = batches(TRIM_BATCHES * (1 + u32::from(TRIM_PATIENCE)), &later);
     assert_eq!(warm, 2 << 20, "the pages of two blocks stay");
 }
@@ -151,7 +151,7 @@ fn a_full_region_is_an_error_that_names_its_size() {
 }
 
 #[test]
-fn reservations_of_others_count_until_they_are_done() {
+fn other_workers_reservations_count_until_they_end() {
     let arena = Arena::create_sized(1 << 30, 3, 8).unwrap();
     arena.promise(0, 5);
     arena.promise(2, 7);
@@ -164,7 +164,7 @@ fn reservations_of_others_count_until_they_are_done() {
 }
 
 #[test]
-fn callers_of_the_allocator_wait_for_reservations_of_others() {
+fn callers_of_the_allocator_wait_for_other_workers_reservations() {
     let arena = Arena::create_sized(1 << 30, 2, 8).unwrap();
     let mut a = Allocator::new(arena.clone(), 1);
     arena.promise(0, u64::MAX / 2);
@@ -181,7 +181,7 @@ fn callers_of_the_allocator_wait_for_reservations_of_others() {
     assert!(allocated.is_ok() && pauses == 1);
     // A request that would fail even without the other reservations is refused at once.
     let refused = || Err::<(), _>(Error::NoMemory { wanted: 1, limit: String::new(), headroom: 0, passing: false });
-    assert!(retry_while_reserved(refused, |_| panic!("it waits")).is_err());
+    assert!(retry_while_reserved(refused, |_| panic!("it must not wait")).is_err());
 }
 
 #[test]

@@ -22,25 +22,25 @@ use crate::error::{Error, Result};
 use crate::sync::{AtomicU64, Ordering, fence};
 use crate::sys;
 
-/// Number of blocks, over all arenas of this process, that hold delivered tensors. While it is 0, a fork of the main
+/// Number of blocks, across all arenas of this process, that hold delivered tensors. While it is 0, a fork of the main
 /// process has nothing to mark.
 static DELIVERED_BLOCKS: AtomicUsize = AtomicUsize::new(0);
 
-/// Returns the number of blocks that now hold tensors delivered in this process.
+/// Returns the number of blocks that currently hold tensors delivered in this process.
 pub(crate) fn delivered_blocks() -> usize {
     DELIVERED_BLOCKS.load(Ordering::Relaxed)
 }
 
-/// An arena as one process sees it.
+/// One process's view of an arena.
 #[derive(Debug)]
 pub struct Arena {
     map: Arc<sys::map::Mapping>,
     fd: Arc<sys::owned::HomeFd>,
     geometry: Geometry,
-    /// The fork generation of the process that made this object. In its forked children this object is unusable: see
-    /// [`Arena::inherited`].
+    /// The fork generation of the process that made this object. In forked children of that process the object is
+    /// unusable: see [`Arena::inherited`].
     generation: u64,
-    /// True in the process that created the arena, which is the one that releases its pages.
+    /// True in the process that created the arena, which alone may retire it.
     made_here: bool,
     /// True once the arena is retired: no worker will attach to it again.
     retired: AtomicBool,
@@ -52,13 +52,14 @@ pub struct Arena {
 }
 
 impl Arena {
-    /// Creates an arena as large as the system allows, between 1 GiB and 1 TiB (its pages exist only once they are
-    /// touched). If the address space is limited, the arena takes at most half of what is left.
+    /// Creates an arena of eight times the machine's RAM and swap, but at least 64 GiB and at most 1 TiB. If the system
+    /// refuses that size, halves it, down to 1 GiB. If the address space is limited, the arena takes at most half of
+    /// what is left. Untouched pages take no memory.
     pub fn create(needs: Needs) -> Result<Arc<Self>> {
         Self::create_within(ARENA_MAX, needs)
     }
 
-    /// Creates an arena of at most `max_bytes`, halving the size until the system allows it.
+    /// Creates an arena as [`Arena::create`] does, but of at most `max_bytes`.
     pub fn create_within(max_bytes: u64, needs: Needs) -> Result<Arc<Self>> {
         let usual_bytes = (sys::memory::total_ram_and_swap().saturating_mul(8)).clamp(ARENA_USUAL, ARENA_MAX);
         let mut total = usual_bytes.min(max_bytes);
@@ -88,7 +89,8 @@ impl Arena {
         let fd = sys::memfd::create("rustloader", geometry.total)?;
         sys::memfd::seal(fd.as_fd())?;
         let arena = Self::map(fd, geometry, true)?;
-        // Every batch touches the control part. Reserving its pages now makes a lack of memory an error here.
+        // Every batch touches the control part. Reserving its pages now turns a lack of memory into an error here,
+        // instead of a SIGBUS later.
         arena.map.populate(0..geometry.region_head(geometry.regions()) as usize)?;
         let header = arena.header();
         header.workers.store(geometry.workers, Ordering::Relaxed);
@@ -119,7 +121,7 @@ impl Arena {
         );
         let (g, queue) = (&geometry, u32::from(geometry.shared_queue));
         if stored != (MAGIC, VERSION, g.workers, g.ring_slots, g.table_len, g.region_len, queue) {
-            return Err(Error::corrupt(format!("an arena's header reads {stored:x?}, expected {g:?}")));
+            return Err(Error::corrupt(format!("the header of an arena reads {stored:x?}, but {g:?} is expected")));
         }
         Ok(Arc::new(arena))
     }
@@ -147,7 +149,7 @@ impl Arena {
         Arc::new(Self::with_mapping(self.map.clone(), self.fd.clone(), self.geometry, false))
     }
 
-    /// Returns the sizes and offsets.
+    /// Returns the arena's sizes and offsets.
     pub fn geometry(&self) -> &Geometry {
         &self.geometry
     }
@@ -173,7 +175,7 @@ impl Arena {
         &self.slice::<T>(offset, 1)[0]
     }
 
-    /// Returns a slice of `len` values of type `T` at `offset`. `T` must be a type of the layout: one that consists of
+    /// Returns a slice of `len` values of type `T` at `offset`. `T` must be a type of the layout, and so consist of
     /// atomics.
     #[inline]
     fn slice<T>(&self, offset: u64, len: u32) -> &[T] {
@@ -262,7 +264,8 @@ impl Arena {
         self.slice(self.geometry.table(region), self.geometry.table_len)
     }
 
-    /// Returns the number of blocks created in a region, at most the length of its table.
+    /// Returns the number of entries of a region's block table that are in use, with or without a block; at most the
+    /// table's length, even if the word is damaged.
     pub fn block_count(&self, region: u32) -> u32 {
         // SYNC: block-made (pairs with the Release in `Allocator::has_entry`).
         self.region_head(region).blocks.load(Ordering::Acquire).min(self.geometry.table_len)
@@ -280,7 +283,7 @@ impl Arena {
         let region_len = self.geometry.region_len;
         if len > capacity || capacity > region_len || offset > region_len - capacity || !offset.is_multiple_of(PAGE) {
             return Err(Error::corrupt(format!(
-                "{len} bytes of block {id} of region {region}, which has {capacity} bytes at {offset}"
+                "{len} bytes of block {id} of region {region} are used, but it has {capacity} bytes at offset {offset}"
             )));
         }
         let start = (self.geometry.data(region) + offset) as usize;
@@ -297,7 +300,7 @@ impl Arena {
         buffer.reserve(len);
         // SAFETY: `block_memory` has checked that the range is in the mapping; the buffer is outside the mapping and
         // has room for `len` bytes. No reference to the block is created, because a broken process may write to the
-        // block during the copy, which then holds old bytes, new bytes or a mixture. The caller checks them, like
+        // block during the copy. The buffer then holds old bytes, new bytes or a mixture. The caller checks them, like
         // everything that other processes write.
         unsafe {
             std::ptr::copy_nonoverlapping(memory.as_ptr(), buffer.as_mut_ptr(), len);
@@ -339,7 +342,7 @@ impl Arena {
         self.map.populate(begin as usize..end as usize)
     }
 
-    /// Releases to the system the pages of the bytes `from..to` of a region's data.
+    /// Releases the pages of the bytes `from..to` of a region's data to the system.
     pub fn punch_hole(&self, region: u32, from: u64, to: u64) -> Result<()> {
         let start = self.geometry.data(region);
         self.map.remove((start + from) as usize..(start + to) as usize)
@@ -347,7 +350,7 @@ impl Arena {
 
     /// Records that a block holds tensors that were delivered to the user, so that forks mark the block. Returns
     /// [`Error::Corrupt`] unless the consumer holds the block and the block holds no such tensors yet.
-    pub fn delivered(&self, region: u32, id: u32) -> Result<()> {
+    pub fn mark_delivered(&self, region: u32, id: u32) -> Result<()> {
         let state = &self.table(region)[id as usize].state;
         let mut seen = state.load(Ordering::Relaxed);
         loop {
@@ -369,8 +372,8 @@ impl Arena {
         self.release(region, id, CONSUMER);
     }
 
-    /// Clears the holder bits `bits` of a block. If no holder remains, returns the block to its owner over the return
-    /// stack. Does nothing in a forked child. Takes no lock; any thread may call it.
+    /// Clears the holder bits `bits` of a block. If no holder remains, returns the block to its owner through the
+    /// return stack. Does nothing in a forked child. Takes no lock; any thread may call it.
     #[inline]
     pub fn release(&self, region: u32, id: u32, bits: u32) {
         if !self.is_ours() || id >= self.geometry.table_len {
@@ -389,8 +392,8 @@ impl Arena {
     }
 
     /// Wakes the worker that owns `region` if it has been idle for some time, so that it can release the pages of the
-    /// large block that was just returned to it. Does nothing if the workers share a queue, and hence one bell: they
-    /// check for returned blocks on their own.
+    /// large block that was just returned to it. Does nothing if the workers share a queue, because the queue's bell
+    /// cannot wake a particular worker. These workers check for returned blocks periodically.
     fn notify_idle(&self, region: u32) {
         if region >= self.geometry.workers || self.queue_control().is_some() {
             return;
@@ -404,7 +407,7 @@ impl Arena {
         }
     }
 
-    /// Punches all pages of a block that will not be used soon. If that fails, the block keeps its pages.
+    /// Releases the pages of a block that will not be used soon. If that fails, the block keeps its pages.
     fn punch_block(&self, region: u32, entry: &BlockEntry) {
         let offset = entry.offset.load(Ordering::Relaxed).min(self.geometry.region_len);
         let warm = entry.warm.load(Ordering::Relaxed).min(self.geometry.region_len - offset);
@@ -440,15 +443,15 @@ impl Arena {
             control.sleeper.0.asleep.store(0, Ordering::Relaxed);
             control.status.reset();
         }
-        // Workers are started after this, by fork or through a pipe; either way, these stores come before the workers'
-        // loads.
+        // Workers are started after this, by fork or through a pipe. Either way, these stores happen before the
+        // workers' loads.
     }
 
     /// Resets a worker's rings, status page and region for the next process in its slot. Other workers, and the blocks
-    /// in this region that the consumer holds, are unchanged. The worker's process must have ended, in whatever state,
-    /// and its results must have been received; this process then acts as the region's owner. `withdrawn` is called
-    /// with each task that the worker had not taken. Two kinds of block stay held until the arena is retired: those of
-    /// an unpublished message, and those that a child of the worker may read.
+    /// in this region that the consumer holds, are unchanged. The worker's process must have ended, cleanly or not, and
+    /// its results must have been received; this process then acts as the region's owner. `withdrawn` is called with
+    /// each task that the worker had not taken. Two kinds of block stay held until the arena is recovered or retired:
+    /// those of an unpublished message, and those that a child of the worker may read.
     ///
     /// Errors: [`Error::Usage`] if a result is left in the completion ring, [`Error::Corrupt`] if a ring or the region
     /// is damaged.
@@ -479,10 +482,10 @@ impl Arena {
         Ok(())
     }
 
-    /// Recovers the arena after all workers have left cleanly and all results have been released: takes back the blocks
-    /// that only workers held, and keeps about as many warm pages as the batches under way needed. Returns the number
-    /// of bytes of idle warm pages, or `None` if a child of a worker may still read a block: the arena must then not be
-    /// reused.
+    /// Recovers the arena after all workers have left cleanly and all results have been released. Takes back the blocks
+    /// that neither the user's tensors nor forked children use, and keeps about as many warm pages as the batches in
+    /// flight needed. Returns the number of bytes of idle warm pages, or `None` if a child of a worker may still read a
+    /// block: the arena must then not be reused.
     pub fn recover(&self) -> Option<u64> {
         self.parking.begin();
         let mut idle = 0;
@@ -509,8 +512,8 @@ impl Arena {
         Some(idle)
     }
 
-    /// Announces that a worker is about to reserve `bytes` bytes; 0 means that the reservation has ended. Does nothing
-    /// for the main process's region.
+    /// Announces that a worker is about to reserve `bytes` bytes, or, if `bytes` is 0, that the reservation has ended.
+    /// Does nothing for the main process's region.
     pub fn promise(&self, region: u32, bytes: u64) {
         if region < self.geometry.workers {
             // SYNC: pages-or-promise (pairs with the Acquire in `promised_by_others`).
@@ -528,15 +531,15 @@ impl Arena {
         others.map(|worker| self.control(worker).status.promised.load(Ordering::Acquire)).sum()
     }
 
-    /// Returns the number of bytes of pages that a worker's region needs for its batches under way, at least 1 MiB.
+    /// Returns the bytes of warm pages that a worker's region needs for its batches in flight, at least 1 MiB.
     pub fn budget(&self, worker: u32) -> u64 {
         let largest = self.control(worker).status.largest.load(Ordering::Relaxed);
-        largest.saturating_mul(self.geometry.batches_under_way()).max(1 << 20)
+        largest.saturating_mul(self.geometry.batches_in_flight()).max(1 << 20)
     }
 
-    /// Retires the arena, so that no worker attaches to it again. Releases all pages of blocks except those that the
-    /// user's tensors or forked children may still read. From then on, a block loses its pages as soon as it is
-    /// released. Does nothing except in the process that created the arena, and only once.
+    /// Retires the arena, so that no worker attaches to it again. Releases the pages of all blocks except those that
+    /// the user's tensors or forked children may still read. From then on, a block loses its pages as soon as it is
+    /// released. Only the process that created the arena can retire it; other and later calls do nothing.
     pub fn retire(&self) {
         if !self.made_here || !self.is_ours() || self.retired.swap(true, Ordering::AcqRel) {
             return;
@@ -566,7 +569,7 @@ impl Arena {
 
 impl Drop for Arena {
     fn drop(&mut self) {
-        // Forked processes may still map the arena, and without this their mappings would keep its pages in memory.
+        // Forked processes may still map the arena. Without this call, their mappings would keep its pages in memory.
         self.retire();
     }
 }

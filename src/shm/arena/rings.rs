@@ -21,8 +21,8 @@ pub type ArenaRing = Mapped<RingControl, RingSlot>;
 /// The shared queue of an arena.
 pub type ArenaQueue = Mapped<QueueControl, QueueSlot>;
 
-// SAFETY: the pointers represent shared references into memory that `_arena` keeps mapped, and references to `Sync`
-// types are Send; so is `Arc<Arena>`.
+// SAFETY: the pointers stand for shared references into memory that `_arena` keeps mapped. References to `Sync` types
+// are `Send`, and so is `Arc<Arena>`.
 unsafe impl<C: Sync, S: Sync> Send for Mapped<C, S> {}
 
 impl<C, S> Mapped<C, S> {

@@ -4,14 +4,14 @@ use crate::shm::block::{self, DELIVERED};
 use crate::shm::layout::BlockEntry;
 use crate::sync::Ordering;
 
-/// The memory use that an arena's block tables record. All fields but `blocks` count bytes that have pages.
+/// The memory use that an arena's block tables record. All fields except `blocks` count bytes that have pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     /// All bytes with pages.
     pub warm: u64,
     /// Bytes in held blocks.
     pub held: u64,
-    /// Bytes in blocks with tensors delivered to the user.
+    /// Bytes in blocks that hold tensors delivered to the user.
     pub leased: u64,
     /// The sum of the peaks of all regions, which need not have occurred at the same time.
     pub high_water: u64,

@@ -1,7 +1,9 @@
 //! The sizes of an arena, and the offsets of its parts.
 //!
-//! The control part takes about workers² x prefetch_factor x 128 bytes (64 workers: 2 MiB; 1,000: 250 MiB). Its pages
-//! are reserved from the start, so that a lack of memory is an error at once, and not a SIGBUS later.
+//! The control part takes about workers² x prefetch_factor x 128 bytes, before ring sizes are rounded up to a power of
+//! two. With a prefetch_factor of 2 and the rounding, 64 workers need 2 MiB, and 1,000 workers 250 MiB. Snapshots
+//! double the size. The pages of the control part are reserved when the arena is created, so that a lack of memory is
+//! an error at once, and not a SIGBUS later.
 
 use super::{BlockEntry, ControlPage, Header, PAGE, QueueControl, QueueSlot, RegionHead, RingSlot, TraceHead};
 use crate::config::{BYTES_PER_BLOCK, REGION_MIN, TABLE_MAX, TABLE_MIN, TASKS_MAX, TRACE_SLOTS, WORKERS_MAX};
@@ -42,9 +44,9 @@ const fn round_up(value: u64, to: u64) -> u64 {
 }
 
 /// Returns the number of slots of a ring for `outstanding` tasks and four control messages: two that begin an epoch
-/// early, one that begins another epoch, and one that tells the worker to leave. If workers send snapshots, a worker
-/// sends one with each result, one at the start and one at the end of an epoch, one for an error, and one at the start
-/// of the next epoch.
+/// early, one that begins another epoch, and one that tells the worker to leave. The number doubles if workers send
+/// snapshots: one with each result, one at the start and one at the end of an epoch, one for an error, and one at the
+/// start of the next epoch.
 const fn ring_slots_for(outstanding: u32, snapshots: bool) -> u32 {
     let results = outstanding + 4;
     (if snapshots { 2 * results } else { results }).next_power_of_two()
@@ -61,14 +63,15 @@ fn too_many(workers: u32, outstanding: u32, limit: String) -> Error {
 }
 
 impl Geometry {
-    /// Returns the geometry of an arena of `total` bytes, or an error if these leave less than 1 MiB of data per
-    /// region.
+    /// Returns the geometry of an arena of `total` bytes, or an error if less than 1 MiB of data per region would
+    /// remain.
     pub fn new(total: u64, needs: Needs) -> Result<Self> {
         let Needs { workers, outstanding, shared_queue, .. } = needs;
         let ring_slots = Self::ring_slots_of(needs)?;
         Self::lay_out(total, workers, ring_slots, shared_queue).ok_or_else(|| {
-            let limit =
-                format!("they do not fit into the {total} bytes of available address space (RLIMIT_AS, `ulimit -v`)");
+            let limit = format!(
+                "their regions do not fit into the {total} bytes of available address space (RLIMIT_AS, `ulimit -v`)"
+            );
             too_many(workers, outstanding, limit)
         })
     }
@@ -100,14 +103,14 @@ impl Geometry {
             return Err(Error::usage("an arena needs at least one worker"));
         }
         if workers > WORKERS_MAX || outstanding > TASKS_MAX {
-            let limit = format!("the engine has room for {WORKERS_MAX} workers and {TASKS_MAX} batches under way");
+            let limit = format!("the engine has room for {WORKERS_MAX} workers and {TASKS_MAX} batches in flight");
             return Err(too_many(workers, outstanding, limit));
         }
         Ok(ring_slots_for(outstanding, snapshots))
     }
 
-    /// Returns the geometry of a file of `total` bytes, given the values in its header, or an error if these cannot be
-    /// valid.
+    /// Returns the geometry of a file of `total` bytes, given the values in its header, or an error if the values are
+    /// impossible.
     pub fn of_file(total: u64, workers: u32, ring_slots: u32, shared_queue: bool) -> Result<Self> {
         let possible = (1..=WORKERS_MAX).contains(&workers)
             && ring_slots.is_power_of_two()
@@ -115,7 +118,7 @@ impl Geometry {
         let geometry = possible.then(|| Self::lay_out(total, workers, ring_slots, shared_queue)).flatten();
         geometry.ok_or_else(|| {
             Error::corrupt(format!(
-                "a file of {total} bytes whose header says {workers} workers and rings of {ring_slots} slots"
+                "a file of {total} bytes has a header for {workers} workers and rings of {ring_slots} slots"
             ))
         })
     }
@@ -127,7 +130,7 @@ impl Geometry {
 
     /// Returns the number of batches for which one worker needs warm pages at the same time: the outstanding batches,
     /// the batch in progress, the batch that the user holds, and a spare.
-    pub fn batches_under_way(&self) -> u64 {
+    pub fn batches_in_flight(&self) -> u64 {
         u64::from(self.ring_slots / self.workers) + 3
     }
 
@@ -266,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn regions_of_a_wanted_size_are_hardly_smaller_and_never_larger() {
+    fn regions_of_a_requested_size_are_at_most_slightly_smaller() {
         let sizes = [REGION_MIN, 5 << 20, (16 << 20) + PAGE, 1 << 30, (32 << 30) + 7 * PAGE, 500 << 30];
         for (wanted, (workers, shared_queue)) in
             sizes.into_iter().flat_map(|size| [(size, (1, false)), (size, (3, true))])
@@ -297,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn too_small_is_an_error() {
+    fn an_arena_that_is_too_small_is_an_error() {
         let needs = |workers, outstanding| Needs { workers, outstanding, shared_queue: false, snapshots: false };
         let refused = |total, workers, outstanding| Geometry::new(total, needs(workers, outstanding)).unwrap_err();
         assert!(matches!(refused(1 << 30, 0, 8), Error::Usage { .. }));

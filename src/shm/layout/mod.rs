@@ -1,12 +1,12 @@
 //! The arena's layout: `#[repr(C)]` structs of atomics, which refer to each other by offsets, never by pointers.
 //!
 //! ```text
-//! Header | bitmap | queue | ControlPage of worker 0, 1, ... | RegionHead 0 ... n | block table 0 ... n | TraceHead of worker 0, 1, ... |
-//! data of region 0 ... n
+//! Header | bitmap | queue | ControlPage of worker 0, 1, ... | RegionHead 0 ... n | block table 0 ... n |
+//! TraceHead of worker 0, 1, ... | data of region 0 ... n
 //! ```
-//! The queue, a [`QueueControl`] and its slots, exists only if the workers share one. Of `n` workers, only worker `i`
+//! The queue, a [`QueueControl`] and its slots, exists only if the workers share one. With `n` workers, only worker `i`
 //! allocates in region `i`; region `n` belongs to the main process and carries index batches. All shared words are
-//! atomics, so it is well-defined to read words while a broken worker writes them, and readers check the values.
+//! atomics, so it is well-defined to read words while a broken worker writes them. Readers check the values.
 
 mod geometry;
 
@@ -21,13 +21,13 @@ use crate::sync::{AtomicU32, AtomicU64, Ordering};
 pub const MAGIC: u64 = 0x726c_6f61_6465_7201;
 /// The version of this layout. It is stored last, so that an incomplete arena is never used.
 pub const VERSION: u32 = 7;
-/// Bytes of a page. Blocks start at page boundaries; memory is reserved and released in whole pages.
+/// Bytes per page. Blocks start at page boundaries; memory is reserved and released in whole pages.
 pub const PAGE: u64 = 4096;
 /// Number of counters of the main process; see `metrics.rs`.
 pub const COUNTS: usize = 14;
-/// Maximum bytes of an index batch that a worker shows on its status page.
+/// Maximum number of bytes of an index batch that a worker shows on its status page.
 pub const INDEX_BYTES: usize = 64;
-/// Maximum bytes of the loader's name that the main process's page shows.
+/// Maximum number of bytes of the loader's name that the main process's page shows.
 pub const NAME_BYTES: usize = 64;
 
 /// A struct of the layout. It consists only of atomics, so any bytes are a valid value.
@@ -112,7 +112,7 @@ pub struct MainPage {
     pub(crate) epoch_task: AtomicU64,
     /// Number of batches delivered before this epoch.
     pub(crate) epoch_batches: AtomicU64,
-    /// The counters as of the end of the last `next`. The counters of waiting are as of the end of the last wait.
+    /// The counters as of the end of the last `next`; those of waiting as of the end of the last wait.
     pub(crate) counts: [AtomicU64; COUNTS],
     /// The first bytes of the loader's name, zero-padded.
     pub(crate) name: [AtomicU64; NAME_BYTES / 8],
@@ -163,7 +163,7 @@ numbered_enum! {
         Unused = 0 => "unused",
         /// Starting the workers or an epoch.
         Starting = 1 => "starting",
-        /// In `next`, at work.
+        /// In `next`, not waiting.
         Next = 2 => "next",
         /// In `next`, waiting for the first batch of an epoch.
         First = 3 => "first",
@@ -187,10 +187,10 @@ impl MainState {
 #[repr(C)]
 #[derive(Debug, Default)]
 pub struct Sleeper {
-    /// Number of this side's processes that sleep or are about to sleep. Each process adds 1 before it sleeps and
-    /// subtracts 1 afterwards; a process that is killed while it sleeps stays counted.
+    /// Number of this side's threads that sleep or are about to sleep. Each thread adds 1 before it sleeps and
+    /// subtracts 1 afterwards. A thread whose process is killed while it sleeps stays counted.
     pub asleep: AtomicU32,
-    /// The number of times that the bell was rung, wrapping. Workers wait on this word with a futex.
+    /// Number of rings so far, wrapping. Workers wait on this word with a futex.
     pub bell: AtomicU32,
 }
 
@@ -217,7 +217,7 @@ impl RingControl {
 /// Number of words in a slot of a ring.
 pub const SLOT_WORDS: usize = 8;
 
-/// One entry of a ring.
+/// One slot of a ring.
 #[repr(C, align(64))]
 #[derive(Debug, Default)]
 pub struct RingSlot(pub [AtomicU64; SLOT_WORDS]);
@@ -233,7 +233,7 @@ pub struct QueueControl {
     pub sleeper: Line<Sleeper>,
 }
 
-/// One entry of the shared queue.
+/// One slot of the shared queue.
 #[repr(C, align(64))]
 #[derive(Debug, Default)]
 pub struct QueueSlot {
@@ -262,7 +262,7 @@ pub struct StatusPage {
     pub(crate) spent_ns: [AtomicU64; WorkerState::COUNT],
     /// Number of batches and errors sent so far.
     pub(crate) sent: AtomicU64,
-    /// Number of leaves that were sent from where they already were, without a copy.
+    /// Number of leaves that were sent in place, without a copy.
     pub(crate) adopted: AtomicU64,
     /// Number of bytes of the leaves that `adopted` counts.
     pub(crate) adopted_bytes: AtomicU64,
@@ -288,8 +288,8 @@ pub struct StatusPage {
     pub(crate) index_task: AtomicU64,
     /// CPU time of the process, in nanoseconds, when it first left `Starting`; 0 before.
     pub start_cpu_ns: AtomicU64,
-    /// Nanoseconds that the worker's main thread had waited for a core by then; 0 if unknown. Stored before
-    /// `start_cpu_ns`.
+    /// Nanoseconds for which the worker's main thread had waited for a core when `start_cpu_ns` was measured; 0 if
+    /// unknown. Stored before `start_cpu_ns`.
     pub start_queued_ns: AtomicU64,
     /// CPU time of the process, in nanoseconds, during the measured fetches.
     pub(crate) fetch_cpu_ns: AtomicU64,
@@ -307,8 +307,8 @@ impl StatusPage {
     /// Returns true if the worker has begun `task` and not finished it. If the worker has died, the task may then be
     /// the cause.
     pub fn has_begun(&self) -> bool {
-        let is_waiting = [WorkerState::Starting, WorkerState::Idle].map(|state| state as u32).contains(&self.state());
-        !is_waiting
+        let has_no_task = [WorkerState::Starting, WorkerState::Idle].map(|state| state as u32).contains(&self.state());
+        !has_no_task
             && self.task_since_ns.load(Ordering::Relaxed) != 0
             && self.place.load(Ordering::Relaxed) != NOT_BEGUN
     }
@@ -352,19 +352,19 @@ impl StatusPage {
 }
 
 numbered_enum! {
-    /// What a worker that survives a SIGTERM knows of the workers that received one; see `worker/terminate.rs`.
+    /// Whether a SIGTERM has reached this worker, and whether it has reached all workers; see `worker/terminate.rs`.
     pub enum Terminated {
-        /// The worker received none.
+        /// This worker has not received one.
         No = 0 => "no",
-        /// This worker received one, and does not know of another worker that did.
+        /// This worker has received one, and does not know whether others have.
         Alone = 1 => "alone",
-        /// All workers received one.
+        /// All workers have received one.
         Group = 2 => "group",
     }
 }
 
 impl Terminated {
-    /// Returns the name of a value that is stored on a status page; an unknown value counts as `No`.
+    /// Returns the name of a value from a status page; an unknown value counts as `No`.
     pub fn name_of(value: u32) -> &'static str {
         Self::of_number(value).unwrap_or(Self::No).name()
     }
@@ -407,7 +407,7 @@ impl StackFile {
 numbered_enum! {
     /// The activity of a worker.
     pub enum WorkerState {
-        /// Before the loop over tasks, in the first or a later epoch: seeding, `worker_init_fn`, `iter(dataset)`.
+        /// Before the loop over an epoch's tasks: seeding, `worker_init_fn`, `iter(dataset)`.
         Starting = 0 => "starting",
         /// Waiting for a task.
         Idle = 1 => "idle",
@@ -419,7 +419,7 @@ numbered_enum! {
         Pack = 4 => "pack",
         /// Publishing the result and ringing the main process's bell.
         Publish = 5 => "publish",
-        /// Past its last use of the arena.
+        /// No longer using the arena.
         Left = 6 => "left",
     }
 }

@@ -130,7 +130,7 @@ fn waiting(len: u64) -> (Port, u32, u32) {
     let leaves = blocks[1..].iter().map(|&block| (Leaf { block, len }, Keep::No));
     port.send(0, ResultKind::Plain, &leaves.collect::<Vec<_>>(), b"", Timings::default()).unwrap();
     port.release(blocks[0]);
-    port.arena.delivered(0, blocks[1]).unwrap();
+    port.arena.mark_delivered(0, blocks[1]).unwrap();
     port.enter(WorkerState::Idle);
     (port, blocks[1], blocks[2])
 }
@@ -210,7 +210,7 @@ fn the_return_of_a_large_block_is_awaited_briefly() {
     port.arena.release_delivered(0, delivered);
     port.await_return(LEN, pause).unwrap();
     assert_eq!(port.allocate(LEN).unwrap().0, delivered);
-    port.arena.delivered(0, waits).unwrap();
+    port.arena.mark_delivered(0, waits).unwrap();
     port.await_return(LEN, |_| {
         pauses.set(pauses.get() + 1);
         port.arena.release_delivered(0, waits);

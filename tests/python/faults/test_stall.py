@@ -374,7 +374,7 @@ def test_no_stack_is_written_to_a_file_that_got_the_number(told, limits, tmp_pat
     limits(0, 0.3)
     assert taken(DataLoader(ClosesAll(tmp_path), batch_size=None, num_workers=1)) == [0, 1, 2]
     text = about(told, 1)
-    assert "the file for its stack cannot be read" in text and "has another file under the number" in text
+    assert "the file for its stack cannot be read" in text and "now names another file" in text
     assert [file.stat().st_size for file in tmp_path.glob("file *")] == [0] * 60
 
 

@@ -1,5 +1,5 @@
-//! Joining and splitting of idle blocks, for a request that does not fit after a region's last block: its block is cut
-//! from a larger idle block, or is made from idle neighbours.
+//! Joining and splitting of idle blocks, for a request that does not fit after a region's last block. Its block is cut
+//! from a larger idle block, or is joined from idle neighbors.
 //!
 //! **The rule.** Only blocks in the owner's private free lists change their offset or their size. Such a block has no
 //! holder and is not RETURNING, so no other process or thread refers to it by its ID: the ID is on no stack and in no
@@ -7,10 +7,10 @@
 //! with a capacity of 0. Code that walks a table treats such an entry as an idle block without pages, and the owner
 //! reuses the entry for a later block.
 //!
-//! **A killed owner.** The owner may be killed between any two stores, and its successor reads the table. So addresses
-//! are first taken from one block and only then given to another, and blocks never overlap. At worst there is a gap
-//! after an idle block that was about to grow or has just shrunk, and [`places`] adds the gap to that block. The stores
-//! are Release stores so that they keep their order, which matters only to the successor.
+//! **A killed owner.** The owner may be killed between any two stores, and its successor reads the table. So a range of
+//! bytes is first taken from one block and only then given to another, and blocks never overlap. At worst there is a
+//! gap after an idle block that was about to grow or has just shrunk, and [`places`] adds the gap to that block. The
+//! stores are Release stores so that they keep their order, which matters only to the successor.
 
 use std::collections::BTreeMap;
 
@@ -33,8 +33,8 @@ impl Idle {
     }
 }
 
-/// Returns the ID of each block in a table, by offset. If a killed owner left gaps, closes them: the idle block before
-/// a gap takes it.
+/// Returns the ID of each block in a table, by offset. If a killed owner left gaps, closes them by extending the idle
+/// block before each gap.
 pub(super) fn places(table: &[BlockEntry]) -> BTreeMap<u64, u32> {
     let blocks = (0..).zip(table).filter(|(_, entry)| entry.capacity.load(Ordering::Relaxed) > 0);
     let places: BTreeMap<u64, u32> = blocks.map(|(id, entry)| (entry.offset.load(Ordering::Relaxed), id)).collect();
@@ -49,12 +49,12 @@ pub(super) fn places(table: &[BlockEntry]) -> BTreeMap<u64, u32> {
 }
 
 impl Allocator {
-    /// Joins idle neighbours into a block of `capacity` bytes, or, if no run of neighbours is that long, of as many
-    /// bytes as possible but at least `min_bytes`. Returns the block's ID.
+    /// Joins idle neighbors into a block of `capacity` bytes and returns its ID. If no run of neighbors is that long,
+    /// the block is as long as possible, but at least `min_bytes`.
     pub(super) fn join(&mut self, capacity: u64, min_bytes: u64) -> Result<u32> {
         let idle = self.idle_blocks();
         let tail = self.tail();
-        // Prefers the shortest run of neighbours that is long enough; if none is, the longest run.
+        // Prefers the shortest run of neighbors that is long enough; if none is, the longest run.
         let preference = |run: &&[Idle]| match self.room(run) {
             room if room >= capacity => (false, room),
             room => (true, u64::MAX - room),
@@ -106,16 +106,16 @@ impl Allocator {
         self.put(other);
     }
 
-    /// Merges idle neighbours into one block, which is then in no free list and keeps only the warm pages of the first
-    /// neighbour.
+    /// Merges idle neighbors into one block, which is then in no free list and keeps only the warm pages of the first
+    /// neighbor.
     fn merge(&mut self, blocks: &[Idle], min_bytes: u64) -> Result<u32> {
         let arena = self.arena.clone();
         let table = arena.table(self.region);
         let warm = |block: &Idle| table[block.id as usize].warm.load(Ordering::Relaxed);
         let (first, others) = (blocks[0], &blocks[1..]);
         let end = blocks[blocks.len() - 1].end();
-        // Only pages at the start of a block are counted as warm. Pages behind a part without pages would never be
-        // trimmed, so release them now.
+        // Only pages at the start of a block are counted as warm. Pages after a hole would never be trimmed, so release
+        // them now.
         if others.iter().any(|block| warm(block) > 0)
             && arena.punch_hole(self.region, first.offset + warm(&first).min(first.capacity), end).is_err()
         {
@@ -142,7 +142,10 @@ impl Allocator {
     fn remove(&mut self, block: Idle) -> Result<()> {
         let list = &mut self.free[class_within(block.capacity)];
         let Some(place) = list.blocks.iter().position(|id| *id == block.id) else {
-            return Err(Error::corrupt(format!("the capacity of block {} of region {}", block.id, self.region)));
+            return Err(Error::corrupt(format!(
+                "the capacity of block {} of region {} has changed",
+                block.id, self.region
+            )));
         };
         list.blocks.remove(place);
         list.cold -= usize::from(place < list.cold);
@@ -168,15 +171,15 @@ impl Allocator {
         self.arena.geometry().region_len.saturating_sub(self.fresh)
     }
 
-    /// Returns the number of bytes of a run of idle neighbours. If the run ends with the region's last block, the
-    /// unused bytes after that block count, too.
+    /// Returns the number of bytes of a run of idle neighbors. If the run ends with the region's last block, the unused
+    /// bytes after that block count too.
     fn room(&self, run: &[Idle]) -> u64 {
         let bytes = run.iter().fold(0, |sum: u64, block| sum.saturating_add(block.capacity));
         let is_last = run.last().is_some_and(|block| block.end() == self.fresh);
         bytes.saturating_add(if is_last { self.tail() } else { 0 })
     }
 
-    /// Returns the error for a request of `len` bytes that the region has no room for.
+    /// Returns the error for a request of `len` bytes that does not fit into the region.
     pub(super) fn full_error(&self, len: u64) -> Error {
         let idle = self.idle_blocks();
         let bytes = idle.iter().fold(self.tail(), |sum, block| sum.saturating_add(block.capacity));

@@ -43,8 +43,8 @@ fn warm_bytes_of(table: &[BlockEntry], ids: impl IntoIterator<Item = u32>) -> u6
     ids.into_iter().map(|id| table[id as usize].warm.load(Ordering::Relaxed)).sum()
 }
 
-/// Checks that the blocks cover the region up to `fresh` without a gap, that each idle block is exactly once in the
-/// free list of its class, that no other block is in a free list, and that the owner's private records match the table.
+/// Checks that the blocks cover the region up to `fresh` without a gap, and that the owner's private records match the
+/// table. Each idle block must be in the free list of its class, exactly once; no other block may be in a free list.
 fn check(a: &Allocator) {
     let table = a.arena.table(a.region);
     let blocks = blocks(a);
@@ -92,7 +92,7 @@ fn fill(a: &mut Allocator, len: u64) -> Vec<u32> {
 }
 
 #[test]
-fn idle_neighbours_become_one_block_and_the_remainder_stays_idle() {
+fn idle_neighbors_become_one_block_and_the_remainder_stays_idle() {
     let mut a = allocator();
     let ids = fill(&mut a, 64 * KIB);
     let (offset, _) = block_of(&a, ids[3]);
@@ -131,8 +131,8 @@ fn idle_blocks_with_a_held_one_between_them_are_not_joined() {
 fn a_full_region_says_what_is_in_use_and_what_is_idle() {
     let error = Error::RegionFull { wanted: 9, size: 20, idle: 12, longest: 8 };
     assert!(error.to_string().starts_with(
-        "cannot get 9 bytes of shared memory for a batch: each worker's region of the shared memory has 20 bytes; in this one, \
-         8 bytes are in use and 12 bytes are idle, at most 8 of them in one piece; use a smaller batch_size"
+        "cannot get 9 bytes of shared memory for a batch: each worker's region of the shared memory has 20 bytes; in \
+         this one, 8 bytes are in use and 12 bytes are idle, at most 8 of them in one piece; use a smaller batch_size"
     ));
 }
 
@@ -188,7 +188,7 @@ fn pages_of_joined_blocks_are_released() {
 }
 
 #[test]
-fn entries_of_joined_blocks_are_used_again() {
+fn entries_of_joined_blocks_are_reused() {
     let mut a = allocator();
     let mut entries = 0;
     for round in 0..20 {
@@ -207,7 +207,7 @@ fn entries_of_joined_blocks_are_used_again() {
 
 #[test]
 fn a_killed_owner_leaves_no_gap_and_no_overlap() {
-    // Makes a full region in which four neighbours are idle: those after `before` held blocks, or the last four.
+    // Makes a full region in which four neighbors are idle: those after `before` held blocks, or the last four.
     let make = |before: usize, at_the_end: bool| {
         let mut a = allocator();
         let mut ids = fill(&mut a, 64 * KIB);
@@ -218,7 +218,7 @@ fn a_killed_owner_leaves_no_gap_and_no_overlap() {
         idle.iter().for_each(|id| a.release(*id));
         (idle, a)
     };
-    // The owner is killed while it joins the four neighbours, in the middle or at the end of the region. The blocks
+    // The owner is killed while it joins the four neighbors, in the middle or at the end of the region. The blocks
     // after the first disappear one by one, the last block first; `gone` of them have disappeared.
     for (at_the_end, gone) in [false, true].into_iter().flat_map(|end| (0..4).map(move |gone| (end, gone))) {
         let (ids, a) = make(3, at_the_end);
@@ -346,7 +346,7 @@ fn run(acts: Vec<Act>) {
             Act::Deliver(which) if !held.is_empty() => {
                 let at = which % held.len();
                 let may = held[at].bits & CONSUMER != 0 && !held[at].delivered;
-                assert_eq!(arena.delivered(0, held[at].id).is_ok(), may);
+                assert_eq!(arena.mark_delivered(0, held[at].id).is_ok(), may);
                 held[at].delivered |= may;
             }
             Act::Fork(which) if !held.is_empty() => {
@@ -403,7 +403,7 @@ proptest! {
     }
 }
 
-/// Random numbers by SplitMix64.
+/// A SplitMix64 generator of random numbers.
 struct Random(u64);
 
 impl Random {
@@ -423,9 +423,9 @@ impl Random {
     }
 }
 
-/// Simulates 64 workers that make 100,000 batches in all, with log-normal sizes from 4 KiB to 1 MiB. On a scale of
-/// 1:1024, these are batches of up to 1 GiB. Each worker has four batches under way, and the loop keeps some of them
-/// longer. A region has room for four batches of the largest size.
+/// Simulates 64 workers that make 100,000 batches in all, with log-normal sizes from 4 KiB to 1 MiB. This is a 1:1024
+/// model of batches of up to 1 GiB. Each worker has four batches in flight, and the loop keeps some of them longer. A
+/// region has room for four batches of the largest size.
 #[test]
 fn batches_of_log_normal_sizes_fit() {
     const WORKERS: u32 = 64;
@@ -439,16 +439,16 @@ fn batches_of_log_normal_sizes_fit() {
     let mut random = Random(1);
     let (mut refused, mut entries) = (0, 0);
     for batch in 0..100_000 {
-        let (owner, under_way) = &mut owners[batch % WORKERS as usize];
+        let (owner, in_flight) = &mut owners[batch % WORKERS as usize];
         let len = ((16.0 * KIB as f64 * (1.5 * random.normal()).exp()) as u64).clamp(4 * KIB, LARGEST);
-        if under_way.len() >= 4 {
+        if in_flight.len() >= 4 {
             // Usually the oldest batch is released.
             let which = if random.next().is_multiple_of(8) { random.next() as usize % 4 } else { 0 };
-            let id: u32 = under_way.remove(which).unwrap();
+            let id: u32 = in_flight.remove(which).unwrap();
             arena.release(owner.region(), id, CONSUMER);
         }
         match owner.allocate(len, CONSUMER) {
-            Ok(id) => under_way.push_back(id),
+            Ok(id) => in_flight.push_back(id),
             Err(Error::RegionFull { .. }) => refused += 1,
             Err(error) => panic!("{error}"),
         }
