@@ -111,10 +111,10 @@ class _Watch:
 
     def __init__(self, figures: Ledger, workers: int) -> None:
         self._ledger, self._workers = figures, workers
-        self._before, self._times_before = figures.figures(), figures.processor_times()
+        self._before, self._times_before = figures.totals(), figures.processor_times()
 
     def epoch(self) -> Epoch:
-        after, times = self._ledger.figures(), _time(self._ledger.processor_times())
+        after, times = self._ledger.totals(), _time(self._ledger.processor_times())
         counts, before = after.counts.since(self._before.counts), _time(self._times_before)
         busy = _busy(after) - _busy(self._before)
         return Epoch(
@@ -133,7 +133,7 @@ class _Watch:
     def tasks(self, after: Totals | None = None) -> list[int]:
         """Returns the number of batches that each worker has made since the start of the epoch."""
         before = [worker.tasks for worker in self._before.workers]
-        now = [worker.tasks for worker in (after or self._ledger.figures()).workers]
+        now = [worker.tasks for worker in (after or self._ledger.totals()).workers]
         return [tasks - earlier for tasks, earlier in zip(now, before + [0] * len(now), strict=False)]
 
 

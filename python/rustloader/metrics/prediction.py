@@ -99,8 +99,7 @@ class _Model:
 class Prediction(NamedTuple):
     """A reorder window for the shared queue, and the predicted gain.
 
-    ``window`` is None if the current window is to be kept. ``gain`` is the predicted speed as a multiple of the current
-    speed.
+    ``window`` is None to keep the current window. ``gain`` is the predicted speed as a multiple of the current speed.
     """
 
     window: int | None
@@ -108,7 +107,7 @@ class Prediction(NamedTuple):
 
 
 def predict(durations: Sequence[float], now: Scheduler, step: float, lower_bound: float = 0.0) -> Prediction | None:
-    """Returns the smallest reorder window with which the shared queue is nearly as fast as with the best one.
+    """Returns the smallest reorder window with which the shared queue is nearly as fast as with the best window.
 
     Only the current window and larger ones are tried.
 
@@ -116,8 +115,8 @@ def predict(durations: Sequence[float], now: Scheduler, step: float, lower_bound
         durations: seconds of work on recent batches, in order.
         now: the current settings.
         step: seconds between two calls of ``next``.
-        lower_bound: seconds that all batches together take at least, whatever the settings; for instance, their
-            processor time divided by the number of cores.
+        lower_bound: minimum seconds for all batches under any settings, such as their processor time divided by the
+            number of cores.
 
     Returns:
         The window, and the gain over the current settings; None if there are too few durations.
