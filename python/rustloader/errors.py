@@ -1,4 +1,4 @@
-"""Errors about workers and failed samples. All are RuntimeErrors. Those that torch also raises have torch's messages."""
+"""Errors about workers and failed samples. All are RuntimeErrors. Those that torch also raises have torch's texts."""
 
 from typing import Any
 

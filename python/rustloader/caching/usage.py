@@ -10,7 +10,7 @@ class CacheUsage:
     Attributes:
         hits: Number of samples that were read from the cache.
         misses: Number of samples that the dataset had to make.
-        samples_bytes: Bytes of the samples in the cache.
+        samples_bytes: Size of the samples in the cache, in bytes.
         bytes_left: Bytes that the cache may still use.
         bytes_unused: Bytes that the cache has lost to processes that were killed while they wrote, and to samples that
             two processes made at the same time.
