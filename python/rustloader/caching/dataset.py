@@ -174,7 +174,7 @@ class CachedDataset(Wrapper):
             )
             logger.info(text, usage.limit, kept)
         else:
-            text = "cache(): there is no room for more samples: %d bytes of samples are kept; the others are made each time"
+            text = "cache(): no room for more samples: %d bytes of samples are kept; the others are made each time"
             logger.warning(text, kept)
 
     def _probe(self, row: int, sample: Any, make_again: Callable[[], Any]) -> None:
