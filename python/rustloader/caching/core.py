@@ -61,7 +61,7 @@ def cache(
         key: A name under which the ranks of this machine share this cache, such as "train". The first rank creates the
             cache, and the others use it. All ranks must pass the same dataset, and make their calls with a key in the
             same order. The ranks are those that ``torchrun``, Slurm or MPI defines.
-        path: A file for the samples, which later runs reuse, on a local disk or in /dev/shm. Several programs may use
+        path: A file for the samples, on a local disk or in /dev/shm. Later runs reuse it, and several programs may use
             it at the same time. After a crash, the undamaged part of the file is used.
         version: A version of everything on which the samples in the file depend, such as the preprocessing. A file with
             a different ``version`` is refused.

@@ -28,7 +28,7 @@ def open_table(path: str, dataset: Any, rows: int, memory: int | None, version: 
 
     Raises:
         OSError: The file cannot be opened, enlarged or mapped.
-        ValueError: The file is not a cache, belongs to another dataset or version, or does not fit into the space.
+        ValueError: The file is not a cache, belongs to another dataset or version, or would exceed the available space.
     """
     meta = {"dataset": type(dataset).__qualname__[:_MAX_TEXT], "version": version}
     if len(version) > _MAX_TEXT:

@@ -1,4 +1,4 @@
-"""Recommends scheduling options, from statistics."""
+"""Recommends scheduling options, based on statistics."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def shared_queue(stats: StatsFields, workers: int) -> Prediction | None:
     now = Scheduler(workers, outstanding, window, settings.dispatch == "shared_queue")
     step = (stats.step_seconds + stats.own_seconds) / stats.batches
     shares = dataset_shares(stats)
-    # Even if all cores share the work evenly, its processor time takes at least this long.
+    # Even spread evenly over all cores, the work takes at least this long.
     lower_bound = 0.0 if shares is None else shares.cpu * sum(stats.recent_seconds) / stats.cores
     prediction = predict(stats.recent_seconds, now, step, lower_bound)
     return prediction if prediction is not None and prediction.gain >= _MIN_GAIN else None
@@ -54,10 +54,10 @@ def worker_threads(stats: StatsFields, workers: int, needed: int | None, shares:
     """Returns the ``worker_threads`` to try; None if more threads would not help, or the settings are unknown.
 
     Args:
-        stats: statistics of workers that wait for storage.
-        workers: number of workers.
-        needed: number of workers that the training step needs; None without a step.
-        shares: breakdown of the workers' time in the dataset.
+        stats: Statistics of workers that wait for storage.
+        workers: Number of workers.
+        needed: Number of workers that the training step needs; None without a step.
+        shares: Breakdown of the workers' time in the dataset.
     """
     settings = stats.scheduling
     if settings is None or not settings.per_sample:

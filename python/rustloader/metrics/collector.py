@@ -71,7 +71,11 @@ _COUNTERS: _Table = (
         "Time spent waiting for the first batch of each epoch.",
         lambda it: it.counter("first_seconds"),
     ),
-    ("blocked_seconds", "Part of wait_seconds: later batches were ready.", lambda it: it.counter("blocked_seconds")),
+    (
+        "blocked_seconds",
+        "Part of wait_seconds during which later batches were ready.",
+        lambda it: it.counter("blocked_seconds"),
+    ),
     ("next_seconds", "Time in next(), including waits.", lambda it: it.counter("next_seconds")),
     ("step_seconds", "Time between calls of next() in one epoch.", lambda it: it.counter("step_seconds")),
     ("restarts", "Workers restarted after a death.", lambda it: it.fault_count("restarts")),
@@ -188,9 +192,11 @@ class LoaderCollector(Collector):
     def _loader_states(self, accounts: list[tuple[str, Account]]) -> Iterator[Any]:
         """Yields the verdict and the batch size of the latest loader on the engine with each name."""
         verdicts = GaugeMetricFamily(
-            _PREFIX + "verdict", "1 for the bottleneck of the loader.", labels=["rank", "loader", "kind"]
+            _PREFIX + "verdict", "1 for the kind of the loader's bottleneck.", labels=["rank", "loader", "kind"]
         )
-        sizes = GaugeMetricFamily(_PREFIX + "batch_size", "Samples of a full batch.", labels=["rank", "loader"])
+        sizes = GaugeMetricFamily(
+            _PREFIX + "batch_size", "Number of samples in a full batch.", labels=["rank", "loader"]
+        )
         for name, account in accounts:
             served = [it for it in account.entries if it.ledger.iterators]
             if not served:

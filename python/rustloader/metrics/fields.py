@@ -325,7 +325,7 @@ class CacheEstimate:
 
 @dataclass(frozen=True)
 class CoreUsers:
-    """The users of the processor cores while the workers of the latest iterator ran.
+    """The use of the processor cores while the workers of the latest iterator ran.
 
     Each attribute is a share of all cores, from 0 to 1.
 

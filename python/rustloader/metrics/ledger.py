@@ -117,7 +117,7 @@ class Ledger:
         return watched[-1] if watched else None
 
     def end_workers(self) -> None:
-        """Saves the processor times of an iterator's workers before they exit. Does nothing in a loader's ledger."""
+        """Saves the processor times of an iterator's workers before they exit. Does nothing for a loader's ledger."""
         if self._parent is not None:
             for workers in self._processes[1]:
                 workers.end()
@@ -167,7 +167,7 @@ class Ledger:
 _ledgers: WeakTable[Ledger] = WeakTable(on_end=Ledger.end_workers)
 find = _ledgers.find
 
-# Functions to call when a loader gets a ledger, with the loader and the ledger.
+# Functions to call with a loader and its ledger when the ledger is created.
 new_ledger_hooks: list[Callable[[LoaderLike, Ledger], object]] = []
 
 

@@ -117,7 +117,7 @@ class WorkerMemory:
 
 
 def _faulted(pid: int, start: str | None = None) -> int | None:
-    """Returns the bytes that the minor page faults of a process have added, without huge pages.
+    """Returns the bytes that the minor page faults of a process have added, not counting huge pages.
 
     Returns None if the process has ended, or if the start time differs because another process has the pid now.
     """

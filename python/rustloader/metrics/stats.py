@@ -59,7 +59,7 @@ class Stats(StatsFields):
             ``rustloader.cache``.
         cache_estimate: The estimated size of a cache of all samples; None if there is a cache, or if the size
             is unknown.
-        core_users: What used the processor cores while the workers of the latest iterator ran; None if unknown.
+        core_users: Use of the processor cores while the workers of the latest iterator ran; None if unknown.
         fallbacks: Iterators that ran on torch's own loop. No other field includes their work.
         note: The reason why the engine has no statistics, with the remedy; empty if it has some.
 
@@ -90,8 +90,8 @@ class Stats(StatsFields):
 
         Args:
             flat: False (the default) returns nested dicts and lists. True returns only the numbers, as floats, with
-                names such as ``waited_seconds`` and ``workers_0_fetch_seconds``, and leaves out ``recent_seconds`` and
-                the lists in ``faults``.
+                names such as ``waited_seconds`` and ``workers_0_fetch_seconds``, and omits ``recent_seconds`` and the
+                lists in ``faults``.
 
         Returns:
             The statistics by name.

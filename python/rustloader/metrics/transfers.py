@@ -81,7 +81,7 @@ class Transfers:
                 self.stats = replace(self.stats, note=_NO_COPIES)
 
     def note_pageable(self, why: str) -> bool:
-        """Records why batches are not pinned. Returns True if the reason differs from the last one."""
+        """Records why batches are not pinned. Returns True if the reason differs from the previous one."""
         with self._lock:
             is_new = self.stats.pageable != why
             self.stats = replace(self.stats, pageable=why)

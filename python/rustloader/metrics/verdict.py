@@ -234,7 +234,7 @@ def _waiting(stats: StatsFields, loop: float, more_do_not_help: bool) -> Verdict
     tasks = sum(worker.tasks for worker in stats.workers)
     busy = sum(worker.busy_seconds for worker in stats.workers)
     if not tasks:
-        sentence = "No verdict: there are no statistics of the workers yet. Ask again after more batches."
+        sentence = "No verdict: there are no statistics from the workers yet. Ask again after more batches."
         return Verdict("unknown", sentence, _waiting_text(stats, loop))
     per_task, count = busy / tasks, _worker_count(stats)
     pinning = stats.pinning

@@ -28,7 +28,8 @@ class Shares(NamedTuple):
 def dataset_shares(stats: StatsFields) -> Shares | None:
     """Returns the shares of the workers' time in the dataset; None if they are unknown.
 
-    The time for which a fetch waits for a core is not measured. Its share is assumed to be the same as in all work.
+    The time for which fetches wait for a core is not measured. Its share of the fetch time is assumed to equal its
+    share of all busy time.
     """
     queued = queued_share(stats)
     measured = sum(worker.fetch_measured_seconds for worker in stats.workers)

@@ -29,12 +29,12 @@ STATUS_AFTER = 1.0
 # Seconds after which a spawned worker stops waiting for its turn to import torch. Without this limit, workers could
 # deadlock: the program's main module may wait for other workers when it is imported during a worker's turn.
 GATE_SECONDS = 10.0
-# CPU time that each worker may spend per epoch on snapshots of its dataset's state: a fixed number of seconds, so that
-# a small state is captured after every batch from the start, plus a share of the time since the epoch started, so that
-# a large state lowers the batch rate by no more than this share.
+# CPU time that each worker may spend per epoch on snapshots of its dataset's state: a fixed number of seconds, plus a
+# share of the time since the epoch started. The former allows a snapshot of a small state after every batch from the
+# start. The latter is the maximum share by which a large state lowers the batch rate.
 SNAPSHOT_ALLOWANCE = 0.02
 SNAPSHOT_SHARE = 0.005
-# Number of a worker's batches after which a state of an iterable dataset that has not changed is reported.
+# Number of a worker's batches after which it is reported that the state of an iterable dataset has not changed.
 FROZEN_AFTER = 64
 # Seconds until the restart of a worker that has died twice without making a batch in between. Each further death in a
 # row doubles the time, up to the maximum.

@@ -1,7 +1,8 @@
 """The state that rustloader keeps for a loader from one iterator to the next.
 
 Copies and pickles of a loader must include three parts of this state, so they are attributes of the loader: the options
-that its constructor was given, the epochs with ``seed_by``, and the number of workers that "auto" has set. All other
+that its constructor was given, the base seed and epoch count of ``seed_by``, and the number of workers that "auto" has
+set. All other
 parts are in a `LoaderState` in a weak table, so that the loader has no further attributes that torch's lacks.
 """
 

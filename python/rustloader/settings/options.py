@@ -102,8 +102,8 @@ class Options:
     """
 
     in_order: bool | None = _field(
-        "False delivers batches as they are ready (default: None, the loader's own setting).",
-        "deliver batches as they are ready (in_order=False)",
+        "False delivers batches as soon as they are ready (default: None, the loader's own setting).",
+        "deliver batches as soon as they are ready (in_order=False)",
         unset=(True,),
         kind=Bool(),
         flag="--out-of-order",
@@ -319,13 +319,13 @@ def check_workers(given: dict[str, Any], num_workers: int, persistent: bool) -> 
         action = option.needs_workers
         if num_workers and option.needs_persistent and value and not persistent:
             raise ValueError(
-                f"{name}={value} needs persistent workers: others end with their epoch and cannot {action}; set "
-                f"persistent_workers=True, or leave {name} out"
+                f"{name}={value} needs persistent workers: other workers end with their epoch and cannot {action}; "
+                f"set persistent_workers=True, or omit {name}"
             )
         if not num_workers and action and value:
             raise ValueError(
                 f"{name}={value} needs workers: with num_workers=0 the program's own process makes the samples, and "
-                f"there is no worker to {action}; set num_workers to 1 or more, or leave {name} out"
+                f"there is no worker to {action}; set num_workers to 1 or more, or omit {name}"
             )
 
 

@@ -148,7 +148,7 @@ def open_store(store: SharedStore) -> Any:
     opener = _OPENERS.get(store.kind)
     if opener is None:
         raise ValueError(
-            f"shared objects of kind {store.kind} are unknown here: use the version of rustloader that made this one"
+            f"shared objects of kind {store.kind} are unknown here: use the version of rustloader that made them"
         )
     return opener(store)
 
