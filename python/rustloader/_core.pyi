@@ -262,8 +262,8 @@ class Engine:
         ``back`` batches and the errors after them. After the end, returns the last position. Lock-free.
 
         ``answers`` must be the number of all answers, or one less if the last answer has not reached the caller.
-        ValueError: ``answers`` is another number, or ``back`` is greater than 9 or than the number of delivered
-        batches."""
+        ValueError: ``answers`` is another number, or ``back`` is greater than ``BACK_BATCHES`` or than the number of
+        delivered batches."""
 
     def trace(self, sink: TraceSink, source: int, level: int) -> bool:
         """Starts a trace. In its records, ``source`` identifies this engine. Level 1 records batches; level 2 records
@@ -295,7 +295,7 @@ class Engine:
         pin: Callable[[Any], Any],
         failure: Callable[[Exception], Any],
     ) -> None:
-        """Starts the pin thread. Must be called after the workers were started. ``device.pinning.Pinner`` documents the
+        """Starts the pin thread. Must be called after the workers have started. ``device.pinning.Pinner`` documents the
         functions."""
 
     def pinning(self) -> bool:
@@ -488,7 +488,7 @@ class Death:
     ``answers`` is the number of results, including errors, that the processes of this worker have published in this
     epoch. ``has_begun`` is True if the worker had started the task; it is False while the worker starts or replays
     batches. ``place`` is the sample that the worker was working on, as a position in the index batch
-    (`Port.at_sample`), or None. ``generation`` is the number of processes that the worker had before. ``stalled`` is
+    (`Port.at_sample`), or None. ``generation`` is the number of earlier processes of the worker. ``stalled`` is
     True if the worker was killed because it exceeded ``stall_timeout``. ``first_task`` is the number of the epoch's
     first task, as in ``RESUME``.
     """
@@ -619,7 +619,7 @@ class Port:
         process was signaled, and it ends. Returns False if the system refuses the signal handler."""
 
     def offer_stack(self) -> None:
-        """Lets the main process request a dump of this process's stacks, which faulthandler writes, with a signal."""
+        """Lets the main process request, with a signal, that faulthandler dumps this process's stacks."""
 
     def receive(self) -> tuple[int, int, Any]:
         """Waits, without the GIL, for the next message. Returns its code, a task's number, and a value.
@@ -658,7 +658,7 @@ class Port:
 
     def enter_thread(self) -> None:
         """Makes NumPy allocate the calling thread's large arrays in this worker's region, too. `use_numpy_arena` must
-        have succeeded in another thread before."""
+        already have succeeded in another thread."""
 
     def take_refusal(self) -> MemoryError | None:
         """If an array of the current task could be allocated neither in the region nor elsewhere, returns the error,
