@@ -252,7 +252,7 @@ def test_nothing_to_share_is_told(caplog):
     small = Images(["a", "bc"], transform=len)
     assert share(small) is small
     (line,) = lines(caplog, logging.WARNING)
-    assert "nothing in Images is shared: its attributes, and those of the datasets in it, include no list, tuple" in line
+    assert "nothing in Images is shared: its attributes, and those of the datasets in it, include no list" in line
     assert "of at least 1048576 bytes (threshold)" in line and "the largest is Images.paths, with about" in line
     caplog.clear()
     assert share(small, threshold=10**9) is small and "1000000000 bytes (threshold)" in caplog.text
