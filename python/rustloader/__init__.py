@@ -2,7 +2,7 @@
 
 The loader:
     DataLoader: Loads batches with worker processes. Takes torch's arguments; delivers torch's batches in torch's order.
-    StatefulDataLoader: Loads batches, too, and can save and restore its position in the epoch.
+    StatefulDataLoader: Does the same, and can save and restore its position in the epoch.
 
 Loaders that a framework builds:
     install, uninstall: Make every DataLoader of torch in this process use the engine, and undo this.
@@ -11,9 +11,9 @@ Loaders that a framework builds:
     Options: The options of ``install``.
 
 Memory:
-    share: Copies a list, a dict, an array or a tensor into memory that all workers read without a copy.
+    share: Copies a list, a dict, an array or a tensor into memory that all workers read without copying it.
     cache: Keeps the samples of a dataset in memory that all workers share, so that each sample is made only once.
-    CachedDataset, CacheUsage: The result of ``cache``, and the content and counters of a cache.
+    CachedDataset, CacheUsage: The result of ``cache``, and the sizes and counters of a cache.
 
 To a device:
     prefetch_to_device: Copies the batches of a loader to a device while the program computes.
@@ -29,7 +29,7 @@ Errors:
     LoaderTimeoutError: Raised after ``timeout`` seconds without a batch.
 
 Statistics:
-    stats: Returns the statistics of a loader as ``Stats``; ``stats(loader).verdict()`` names what limits the loader.
+    stats: Returns the statistics of a loader as ``Stats``; ``stats(loader).verdict()`` names the bottleneck.
     report: Calls a function with the statistics every few seconds.
     report_ranks: Returns the measurements of all ranks as a ``RankReport``, which names the slowest rank.
     serve_metrics: Serves the metrics of all loaders to Prometheus; returns a ``MetricsServer``.
@@ -163,7 +163,7 @@ if not sys.platform.startswith("linux"):
 elif importlib.util.find_spec("rustloader._core") is None:
     raise ImportError(
         f"rustloader in {os.path.dirname(__file__)} has no compiled extension (_core.abi3.so): this installation is "
-        "broken. Install it again; in a source tree, build it: make build",
+        "broken. Install it again; in a source tree, run `make build`",
         name="rustloader._core",
     )
 

@@ -90,10 +90,10 @@ __version__: Final[str]
 
 # Size of the smallest arena in bytes. If the address space is limited, an arena takes at most half of it.
 ARENA_MIN: Final[int]
-# Upper bounds, in seconds, of the classes into which `Totals.waits` sorts waits.
+# Upper bounds, in seconds, of the buckets of the histogram `Totals.waits`.
 WAIT_BOUNDS: Final[tuple[float, ...]]
 
-# Size in bytes of the header of a cache's file, which precedes the index, and the version of the file's format.
+# Size in bytes of the header of a cache file, which precedes the index, and the version of the file format.
 CACHE_HEADER: Final[int]
 CACHE_VERSION: Final[int]
 
@@ -103,9 +103,9 @@ BACK_BATCHES: Final[int]
 # Leaves smaller than this number of bytes are part of the message, and are copied on delivery.
 INLINE_LIMIT: Final[int]
 
-# The names of the kinds of events in a trace, indexed by the number of the kind; and the values that stand for the main
-# process and the pin thread where otherwise a worker's ID is stored: see `TraceSink`.
+# The names of the kinds of events in a trace, by the number of the kind.
 TRACE_KINDS: Final[list[str]]
+# Values of `who` in `TraceSink` that stand for the main process and the pin thread.
 TRACE_MAIN: Final[int]
 TRACE_PINNER: Final[int]
 
@@ -131,7 +131,7 @@ class Foresight(Protocol):
     ``iterator.early_epochs.EpochPredictor``."""
 
     def begin(self) -> bytes | None:
-        """Returns the message with which the next call of ``Engine.begin`` is expected; None if this cannot be
+        """Returns the message that the next call of ``Engine.begin`` is expected to send; None if it cannot be
         predicted."""
 
     def __next__(self) -> Any: ...
@@ -141,8 +141,8 @@ class StallWarning(Protocol):
     """A function that logs a warning about a stuck worker.
 
     ``index`` is the worker's index batch, or None. ``why_not`` is the reason why ``stack`` is None. If the worker has
-    exceeded ``stall_timeout``, ``exceeds`` is the value of this option, and whether the worker was killed; otherwise
-    None. ``supervision.stalls.warn`` documents all arguments."""
+    exceeded ``stall_timeout``, ``exceeds`` is a pair: the value of this option, and whether the worker was killed.
+    ``supervision.stalls.warn`` documents all arguments."""
 
     def __call__(
         self,
@@ -177,9 +177,9 @@ class Engine:
         """Creates an engine without workers.
 
         ``loads`` unpickles a result and its out-of-band objects, ``dump_index`` pickles an index batch, and
-        ``is_interrupt`` returns True if a signal handler raised an error. With the setting ``snapshots``, each worker
-        sends a snapshot of its state at the start of an epoch (`Port.send_snapshot`). With ``max_restarts``, a worker's
-        death is answered with ``VACANT``, and the worker can be replaced. With ``stall_timeout``, a method that waits
+        ``is_interrupt`` returns True if a signal handler raised the error. With the setting ``snapshots``, each worker
+        sends a snapshot of its state at the start of an epoch (`Port.send_snapshot`). With ``max_restarts``, the answer
+        to a worker's death is ``VACANT``, and the worker can be replaced. With ``stall_timeout``, a method that waits
         kills any worker that takes longer than this for one batch."""
 
     def shipment(self) -> tuple[int, int, tuple[int, int, int, bool], tuple[int, int]]:
@@ -225,8 +225,8 @@ class Engine:
         foresight: Foresight | None = None,
     ) -> None:
         """Starts an epoch, and puts a code and its value into ``answer``: ``END`` if the epoch has started. For every
-        epoch except the first, sends ``message`` to the workers and waits for their answers. A worker that has not yet
-        answered for the previous epoch gets no second message. ``first_worker`` gets the first task, unless the workers
+        epoch except the first, sends ``message`` to the workers and waits for their replies. A worker that has not yet
+        replied for the previous epoch gets no second message. ``first_worker`` gets the first task, unless the workers
         share a queue. After ``VACANT``, a call with the same message continues the start. ValueError: there is no such
         worker.
 
@@ -262,8 +262,8 @@ class Engine:
         ``back`` batches and the errors after them. After the end, returns the last position. Lock-free.
 
         ``answers`` must be the number of all answers, or one less if the last answer has not reached the caller.
-        ValueError: ``answers`` is another number, or ``back`` is greater than 9 or than the number of delivered
-        batches."""
+        ValueError: ``answers`` is another number, or ``back`` is greater than ``BACK_BATCHES`` or than the number of
+        delivered batches."""
 
     def trace(self, sink: TraceSink, source: int, level: int) -> bool:
         """Starts a trace. In its records, ``source`` identifies this engine. Level 1 records batches; level 2 records
@@ -295,7 +295,7 @@ class Engine:
         pin: Callable[[Any], Any],
         failure: Callable[[Exception], Any],
     ) -> None:
-        """Starts the pin thread. Must be called after the workers were started. ``device.pinning.Pinner`` documents the
+        """Starts the pin thread. Must be called after the workers have started. ``device.pinning.Pinner`` documents the
         functions."""
 
     def pinning(self) -> bool:
@@ -330,7 +330,7 @@ class Engine:
 
     def close(self, exiting: bool = False) -> None:
         """Asks the workers to exit. Also wakes a ``next`` that waits, unless ``exiting`` is set, which means that the
-        interpreter exits. Lock-free."""
+        interpreter is exiting. Lock-free."""
 
     def stay(self) -> None:
         """Blocks the calling thread forever if it is a daemon thread and the iterator was closed with ``exiting``.
@@ -355,8 +355,8 @@ class Engine:
         Lock-free."""
 
     def finish(self) -> None:
-        """Releases all resources. Must be called after the workers have ended. If a ``next`` is running, it releases
-        them when it returns. Lock-free."""
+        """Releases all resources. Must be called after the workers have ended. If a ``next`` is running, they are
+        released when it returns. Lock-free."""
 
 @final
 class Counts:
@@ -486,9 +486,9 @@ class Death:
     description of the signal. ``index`` is the index batch that the worker was working on; if it was not working on
     any, its first outstanding index batch, or None. ``task`` is the ordinal of that index batch in this epoch.
     ``answers`` is the number of results, including errors, that the processes of this worker have published in this
-    epoch. ``has_begun`` is True if the worker had started the task, which it has not while it starts or replays
-    batches. ``place`` is the position in the index batch of the sample that the worker was working on
-    (`Port.at_sample`), or None. ``generation`` is the number of processes that the worker had before. ``stalled`` is
+    epoch. ``has_begun`` is True if the worker had started the task; it is False while the worker starts or replays
+    batches. ``place`` is the sample that the worker was working on, as a position in the index batch
+    (`Port.at_sample`), or None. ``generation`` is the number of earlier processes of the worker. ``stalled`` is
     True if the worker was killed because it exceeded ``stall_timeout``. ``first_task`` is the number of the epoch's
     first task, as in ``RESUME``.
     """
@@ -510,7 +510,7 @@ class Death:
 class Position:
     """The delivered tasks of an epoch, which are identified by their ordinals.
 
-    ``low`` is the first task that is not delivered, not counting tasks that an exhausted worker left out. ``ahead``
+    ``low`` is the first task that is not delivered, not counting tasks that an exhausted worker skipped. ``ahead``
     lists the delivered tasks after ``low``, in ascending order. ``per_worker`` has the number of answers of each
     worker. ``last_worker`` is the worker that gave the last answer; None before the first answer.
     """
@@ -548,7 +548,7 @@ class Progress:
 
 @final
 class Meter:
-    """The counters of one iterator, which remain available after its end, or the sums of those of several ended
+    """The counters of one iterator, which remain available after its end, or the summed counters of several ended
     iterators."""
 
     def __new__(cls) -> Meter: ...
@@ -615,11 +615,11 @@ class Port:
 
     def survive_group_signal(self, main: int, alone: float) -> bool:
         """Makes this process survive a SIGTERM to the whole process group, so that the main process can react. ``main``
-        is the pid of the main process. If no other worker receives a SIGTERM within ``alone`` seconds, the signal was
-        sent to this process only, and the process ends. Returns False if the system refuses the signal handler."""
+        is the pid of the main process. If no other worker receives a SIGTERM within ``alone`` seconds, only this
+        process was signaled, and it ends. Returns False if the system refuses the signal handler."""
 
     def offer_stack(self) -> None:
-        """Lets the main process request a dump of this process's stacks, which faulthandler writes, with a signal."""
+        """Lets the main process request, with a signal, that faulthandler dumps this process's stacks."""
 
     def receive(self) -> tuple[int, int, Any]:
         """Waits, without the GIL, for the next message. Returns its code, a task's number, and a value.
@@ -628,14 +628,14 @@ class Port:
         value is the exception that unpickling the index batch raised. With ``RESUME``, the next epoch starts: the
         number is that of the epoch's first task, and the value is the message of ``Engine.begin``. ``EARLY`` and
         ``REWIND`` have the same number and value as ``RESUME``. ``EARLY`` precedes the tasks of an epoch that starts
-        before the current one has ended, and must not be answered. ``REWIND`` starts an epoch in place of one that was
+        before the current one has ended, and must not be answered. ``REWIND`` starts an epoch instead of one that was
         started early. With ``LEAVE``, the worker must exit."""
 
     def at_sample(self, place: int) -> None:
-        """Shows the position in the index batch of the sample that is fetched next, in case the worker dies at it."""
+        """Publishes which sample is fetched next, as a position in the index batch, in case the worker dies at it."""
 
     def send(self, task: int, batch: list[Any], leaves_are_ours: bool) -> bool:
-        """Sends a plain batch, which is the only item of a list. If the batch must be pickled instead, sends nothing
+        """Sends a plain batch, given as the only item of a list. If the batch must be pickled instead, sends nothing
         and returns False. Every batch must be pickled if tensors or arrays have a custom reducer; ``leaves_are_ours``
         is then False. MemoryError: there is no room.
 
@@ -658,7 +658,7 @@ class Port:
 
     def enter_thread(self) -> None:
         """Makes NumPy allocate the calling thread's large arrays in this worker's region, too. `use_numpy_arena` must
-        have succeeded in another thread before."""
+        already have succeeded in another thread."""
 
     def take_refusal(self) -> MemoryError | None:
         """If an array of the current task could be allocated neither in the region nor elsewhere, returns the error,
@@ -680,7 +680,7 @@ class Port:
         """Acknowledges the message that starts a new epoch (``RESUME``)."""
 
     def progress(self, *, ends: bool = False) -> None:
-        """Records that a batch of a replay starts or, with ``ends``, that the replay ends. The time that counts towards
+        """Records that a batch of a replay starts or, with ``ends``, that the replay ends. The time that counts toward
         ``stall_timeout`` restarts now. During a replay, the worker has not started its task (``Death.has_begun``)."""
 
     def leave(self) -> None:
@@ -707,11 +707,11 @@ class Port:
         torch."""
 
     def gather(self, tensors: Any, index: Any) -> list[torch.Tensor] | None:
-        """Does the same as the function ``gather``, but puts the result into the arena."""
+        """Does the same as the module's function ``gather``, but puts the result into the arena."""
 
     def gather_cached(self, table: CacheTable, index: Any) -> Any:
         """Collates cached samples into the arena, as default_collate would. Returns None, which leaves the batch to
-        torch, if a sample is missing, or if the samples do not all have the same form, or one that can be gathered."""
+        torch, if a sample is missing, if the forms of the samples differ, or if their form cannot be gathered."""
 
 @final
 class IndexStream:
@@ -743,6 +743,8 @@ class IndexStream:
 
 @final
 class StoppableIndices:
+    """An index batch whose iteration stops when the loader shuts down; see `Port.stoppable`."""
+
     def __len__(self) -> int: ...
     def __iter__(self) -> Any: ...
 
@@ -756,6 +758,8 @@ class ArrayTensor:
 
 @final
 class TimedCollate:
+    """A ``collate_fn`` whose time is measured; see `Port.timed`."""
+
     def __call__(self, batch: Any) -> Any: ...
     def __getattr__(self, name: str) -> Any: ...
 
@@ -816,10 +820,10 @@ def observed() -> bool:
     reports are active."""
 
 def set_reporting(reporting: bool) -> None:
-    """Sets whether reports are active, which makes ``observed`` return True."""
+    """Sets whether reports are active. ``observed`` returns True while they are."""
 
 def figures(meters: list[Meter]) -> Totals:
-    """Returns the combined counters of several iterators. The meter of the latest iterator must be last in the list."""
+    """Returns the combined counters of several iterators. The meter of the latest iterator must be the last item."""
 
 def inspect_arena(fd: int) -> Observed | None:
     """Reads the state of another process's iterator from the descriptor of its arena. Returns None while no iterator
@@ -856,7 +860,7 @@ def move_storage(function: Callable[..., Any], storage: torch.UntypedStorage, *a
     """Calls ``function(storage, *args, **kwargs)``, which may move the storage to other memory.
 
     If the old memory belongs to this package, the storage keeps that memory alive for arrays and DLPack views that were
-    made of its tensors.
+    made from its tensors.
     """
 
 @final
@@ -891,7 +895,7 @@ class CacheTable:
 
     @staticmethod
     def create(rows: int, limit: int) -> CacheTable:
-        """Makes an empty table in memory, of at most ``limit`` bytes."""
+        """Creates an empty table in memory, of at most ``limit`` bytes."""
 
     @staticmethod
     def format(fd: int, rows: int, limit: int, meta: bytes) -> None:
@@ -912,7 +916,7 @@ class CacheTable:
         """Returns the size in bytes of a table with this number of rows and no samples."""
 
     def some_rows(self, most: int) -> list[int]:
-        """Returns up to ``most`` rows that have a sample, from all parts of the table."""
+        """Returns up to ``most`` rows that have a sample, spread over the table."""
 
     def grow(self, limit: int) -> None:
         """Raises the limit to ``limit``, which must be the file's length. The table must then be opened again."""
@@ -953,11 +957,11 @@ class CacheTable:
         """Marks a row as one whose sample cannot be kept."""
 
     def take_probe(self) -> bool:
-        """Returns True if the caller must make its sample twice, to compare the two. Returns True only for the first
-        few calls in all processes together."""
+        """Returns True if the caller must make its sample twice, to compare the two: for the first few calls, counted
+        across all processes."""
 
     def is_news(self, bit: int) -> bool:
-        """Returns True if this is the first call with this bit in all processes together."""
+        """Returns True if this is the first call with this bit across all processes."""
 
     def usage(self) -> dict[str, int]:
         """Returns the counters of the table, as keyword arguments of ``CacheUsage``."""
@@ -1055,15 +1059,16 @@ class WarmPages:
     def __new__(cls) -> WarmPages: ...
     def announce(self, workers: int) -> None:
         """Announces a loader with this number of workers. If another loader is freed before this one starts its first
-        epoch, this one may inherit its memory."""
+        epoch, this one may inherit the memory of the other."""
 
 @final
 class TraceSink:
-    """Writes the events of a trace to files.
+    """A sink that writes the events of a trace to files.
 
     A record has 40 bytes, in five little-endian words. The first contains ``source`` (32 bits), ``who`` (24 bits) and
     the kind (8 bits); the next two are the start and the length in nanoseconds of the monotonic clock; the last two are
-    numbers. `TRACE_KINDS` has the names of the kinds. ``who`` is a worker's ID, `TRACE_MAIN` or `TRACE_PINNER`."""
+    ``number`` and ``extra``. `TRACE_KINDS` has the names of the kinds. ``who`` is a worker's ID, `TRACE_MAIN` or
+    `TRACE_PINNER`."""
 
     def __new__(cls, files: list[int], seconds: float) -> TraceSink:
         """Takes the descriptors of empty files. If there are two files, the sink switches between them every
@@ -1091,7 +1096,7 @@ def descends(pid: int) -> bool:
     invalid pid."""
 
 def _trim_pool() -> int:
-    """Releases all arenas in the pool. Returns how many there were."""
+    """Releases all arenas in the pool. Returns their number."""
 
 def _roundtrip(
     obj: Any,

@@ -1,4 +1,4 @@
-"""Errors about workers and failed samples. Each is a RuntimeError. If torch also raises it, it has torch's message."""
+"""Errors about workers and failed samples. All are RuntimeErrors. Those that torch also raises have torch's texts."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ class WorkerDiedError(RuntimeError):
         text: The message.
         worker_id: The worker's ID, from 0.
         pid: The process ID of the worker.
-        exitcode: The exit code, or the negative number of the signal that killed the worker; None if unknown.
-        index: The index batch that the worker was to fetch, as the sampler yielded it; None if the worker had none.
-        restarts: Number of times that the worker was restarted before.
+        exitcode: The exit code, or the negated number of the signal that killed the worker; None if unknown.
+        index: The index batch that the worker should have fetched, as the sampler yielded it; None if it had none.
+        restarts: Number of times that the worker had been restarted.
 
     Examples:
         >>> error = rustloader.WorkerDiedError("it died", worker_id=1, pid=4711, exitcode=-9)

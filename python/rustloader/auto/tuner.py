@@ -111,12 +111,12 @@ class Tuner:
 class _Watch:
     """The measurements of an iterator since the start of an epoch."""
 
-    def __init__(self, source: Ledger, workers: int) -> None:
-        self._ledger, self._workers = source, workers
-        self._before, self._times_before = source.figures(), source.processor_times()
+    def __init__(self, ledger: Ledger, workers: int) -> None:
+        self._ledger, self._workers = ledger, workers
+        self._before, self._times_before = ledger.totals(), ledger.processor_times()
 
     def epoch(self) -> Epoch:
-        after, times = self._ledger.figures(), _time(self._ledger.processor_times())
+        after, times = self._ledger.totals(), _time(self._ledger.processor_times())
         counts, before = after.counts.since(self._before.counts), _time(self._times_before)
         busy = _busy(after) - _busy(self._before)
         return Epoch(
@@ -135,7 +135,7 @@ class _Watch:
     def tasks(self, after: Totals | None = None) -> list[int]:
         """Returns the number of batches that each worker has made since the start of the epoch."""
         before = [worker.tasks for worker in self._before.workers]
-        now = [worker.tasks for worker in (after or self._ledger.figures()).workers]
+        now = [worker.tasks for worker in (after or self._ledger.totals()).workers]
         return [tasks - earlier for tasks, earlier in zip(now, before + [0] * len(now), strict=False)]
 
 

@@ -36,7 +36,7 @@ class _ContentPickler(pickle.Pickler):
 
 
 def _stand_in(*parts: Any) -> Any:
-    """Returns the parts that stand for a tensor or array in a pickle. Such pickles are only compared."""
+    """Returns the parts that stand for a tensor or array in a pickle. Such pickles are compared and never loaded."""
     return parts
 
 
@@ -53,8 +53,8 @@ def are_equal(sample: Any, again: Any) -> bool:
     try:
         if _content(sample) == _content(again):
             return True
-        # Pickles of equal objects can differ in which of their parts are the same object. Pickles of copies made by
-        # unpickling do not.
+        # Pickles of equal objects can differ, because they record which parts are the same object. So copies made by
+        # unpickling are compared. If even two copies of one sample differ, nothing can be determined.
         first, repeated, second = (_content(pickle.loads(dumps(obj))) for obj in (sample, sample, again))
         return first == second or first != repeated
     except Exception:
@@ -62,7 +62,7 @@ def are_equal(sample: Any, again: Any) -> bool:
 
 
 def first_difference(table: CacheTable, dataset: Any) -> int | None:
-    """Makes some samples of the table again and returns a row where the sample differs, or None. Restores the
+    """Makes some samples of the table again and returns a row whose sample differs, or None. Restores the random number
     generators afterwards. Ignores errors of the dataset, because a later access raises them.
     """
     generators = GeneratorStates()

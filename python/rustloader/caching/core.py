@@ -27,14 +27,14 @@ def cache(
     path: str | os.PathLike[str] | None = None,
     version: str = "",
 ) -> CachedDataset:
-    """Keeps the samples of a map-style dataset in memory that all workers of this machine share.
+    """Keeps the samples of a map-style dataset in memory that all workers on this machine share.
 
-    ``cached[i]`` is ``then(dataset[i])``. ``dataset[i]`` is made once and then read from memory, in later epochs and in
-    every worker. ``then`` is called each time. So slow steps with a constant result belong in the dataset (reading,
-    decoding, resizing), and random steps belong in ``then`` (cropping, flipping, noise).
+    ``cached[i]`` is ``then(dataset[i])``. ``dataset[i]`` is made once; later epochs and all workers read it from
+    memory. ``then`` is called each time. So slow steps with a constant result belong in the dataset (reading, decoding,
+    resizing), and random steps belong in ``then`` (cropping, flipping, noise).
 
-    No process waits for another: a process that misses a sample makes it, even if another process is making the same
-    sample. A process that is killed leaves no part of a sample in the cache. At its limit the cache accepts no more
+    No process waits for another: a process that does not find a sample makes it, even if another process is making the
+    same sample. A process that is killed leaves no partial sample in the cache. At its limit the cache accepts no more
     samples and continues to serve those that it has. It also accepts no more samples when the machine or a memory
     cgroup is nearly out of memory; the log reports this.
 
@@ -55,13 +55,13 @@ def cache(
         dataset: A dataset with ``__getitem__`` and ``__len__``. The cache covers the indices from 0 to ``len(dataset) -
             1`` at the time of this call; the samples at other indices are made each time.
         memory: Maximum size of the cache in bytes, as a number or a string such as "8GiB". Default: half of the
-            available memory, divided by the ranks of this machine unless they share the cache; with ``path``, half of
-            the available space there. Memory is used only as samples are added.
+            available memory, divided among the ranks of this machine unless they share the cache; with ``path``, half
+            of the available space there. Memory is used only as samples are added.
         then: A function of one argument that is applied to each sample after the cache.
         key: A name under which the ranks of this machine share this cache, such as "train". The first rank creates the
             cache, and the others use it. All ranks must pass the same dataset, and make their calls with a key in the
             same order. The ranks are those that ``torchrun``, Slurm or MPI defines.
-        path: A file for the samples, which later runs reuse, on a local disk or in /dev/shm. Several programs may use
+        path: A file for the samples, on a local disk or in /dev/shm. Later runs reuse it, and several programs may use
             it at the same time. After a crash, the undamaged part of the file is used.
         version: A version of everything on which the samples in the file depend, such as the preprocessing. A file with
             a different ``version`` is refused.

@@ -34,7 +34,7 @@ def usage_of(table: CacheTable) -> CacheUsage:
 
 
 def cached_of(dataset: Any, table: CacheTable, then: Callable[[Any], Any] | None, origin: Origin) -> CachedDataset:
-    """Returns the cached dataset, with ``__getitems__`` if the dataset makes batches itself."""
+    """Returns the cached dataset, which has ``__getitems__`` if the dataset makes batches itself."""
     inner = dataset
     # A Subset makes batches only if its dataset does.
     while type(inner) is Subset:
@@ -121,7 +121,7 @@ class CachedDataset(Wrapper):
 
     def _make_sample(self, index: Any) -> Any:
         """Makes a sample, and keeps it if the cache has a row for it. With ``then``, making the sample does not change
-        the random generators."""
+        the random number generators."""
         row = self._row(index)
         if row is None:
             return self.dataset[index]
@@ -174,9 +174,7 @@ class CachedDataset(Wrapper):
             )
             logger.info(text, usage.limit, kept)
         else:
-            text = (
-                "cache(): there is no room for more samples: %d bytes of them are kept; the others are made each time"
-            )
+            text = "cache(): no room for more samples: %d bytes of samples are kept; the others are made each time"
             logger.warning(text, kept)
 
     def _probe(self, row: int, sample: Any, make_again: Callable[[], Any]) -> None:
@@ -204,17 +202,17 @@ class _CachedBatches(CachedDataset):
     def __getitems__(self, indices: Any) -> Any:
         indices = list(indices)
         samples = [self._cached_sample(index) for index in indices]
-        missing = [place for place, sample in enumerate(samples) if sample is _MISSING]
+        missing = [position for position, sample in enumerate(samples) if sample is _MISSING]
         if missing:
             generators = None if self.then is None else GeneratorStates()
             try:
-                made = self.dataset.__getitems__([indices[place] for place in missing])
+                made = self.dataset.__getitems__([indices[position] for position in missing])
                 if not isinstance(made, list) or len(made) != len(missing):
                     return self._whole_batch(indices, made if len(missing) == len(indices) else None)
-                for place, sample in zip(missing, made, strict=True):
-                    samples[place] = sample
-                    if (row := self._row(indices[place])) is not None:
-                        self._keep(row, sample, partial(self._make_sample_again, indices[place]))
+                for position, sample in zip(missing, made, strict=True):
+                    samples[position] = sample
+                    if (row := self._row(indices[position])) is not None:
+                        self._keep(row, sample, partial(self._make_sample_again, indices[position]))
             finally:
                 if generators is not None:
                     generators.restore()
@@ -225,8 +223,8 @@ class _CachedBatches(CachedDataset):
         The cache keeps none of it."""
         if self.then is not None:
             raise TypeError(
-                f"then= needs samples, and __getitems__ of {type(self.dataset).__name__} does not return a list with "
-                "one for each index"
+                f"then= needs samples, but __getitems__ of {type(self.dataset).__name__} does not return a list with "
+                "one sample for each index"
             )
         return self.dataset.__getitems__(indices) if batch is None else batch
 

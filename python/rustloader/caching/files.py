@@ -28,7 +28,7 @@ def open_table(path: str, dataset: Any, rows: int, memory: int | None, version: 
 
     Raises:
         OSError: The file cannot be opened, enlarged or mapped.
-        ValueError: The file is not a cache, or a cache of another dataset or version, or there is no space for it.
+        ValueError: The file is not a cache, belongs to another dataset or version, or would exceed the available space.
     """
     meta = {"dataset": type(dataset).__qualname__[:_MAX_TEXT], "version": version}
     if len(version) > _MAX_TEXT:
@@ -101,7 +101,7 @@ def _compare(path: str, head: tuple[int, int, bytes], rows: int, meta: dict[str,
     layout, stored_rows, stored_meta = head
     if layout != CACHE_VERSION:
         raise ValueError(
-            f"{path} has version {layout} of the cache's format, but this rustloader reads {CACHE_VERSION}: give "
+            f"{path} has version {layout} of the cache format, but this rustloader reads {CACHE_VERSION}: give "
             "another path, or remove the file"
         )
     try:
@@ -121,7 +121,7 @@ def _compare(path: str, head: tuple[int, int, bytes], rows: int, meta: dict[str,
 
 
 def _is_unfinished(fd: int, length: int) -> bool:
-    """Returns True if the process that created a file was killed before the file became a table, or if the file is
+    """Returns True if the process that created a file was killed before the file became a cache, or if the file is
     shorter than a header."""
     head = os.pread(fd, CACHE_HEADER, 0)
     if head.startswith(_MAGIC):

@@ -7,7 +7,7 @@ import resource
 from rustloader._core import CacheTable, memory_limits
 from rustloader.system import local_ranks, procfs
 
-# Minimum number of bytes for samples, in addition to the index, in a default limit. It keeps the cache useful even on a
+# Minimum number of bytes for samples in a default limit, in addition to the index. It keeps the cache useful even on a
 # tiny machine.
 _MIN_BYTES = 1 << 20
 _PAGE = 4096
@@ -30,7 +30,7 @@ def of_memory(rows: int, wanted: int | None, is_shared: bool) -> int:
         resource_name = "memory" if available <= space else "address space (RLIMIT_AS, `ulimit -v`)"
         raise ValueError(
             f"memory={wanted} bytes is too large: {maximum} bytes of {resource_name} are available; give a smaller "
-            "number, or none for half of the available bytes"
+            "number, or omit it for half of the available bytes"
         )
     return _checked(rows, wanted)
 

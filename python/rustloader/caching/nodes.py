@@ -22,18 +22,18 @@ class Origin(NamedTuple):
     version: str
 
 
-# The names of tables and, on other machines, the open tables by name: a process opens each table only once.
+# The names of tables and, on other machines, the open tables by name, so that a process opens each table only once.
 _names: weakref.WeakKeyDictionary[CacheTable, str] = weakref.WeakKeyDictionary()
 _tables: weakref.WeakValueDictionary[str, CacheTable] = weakref.WeakValueDictionary()
 
 
 def name_of(table: CacheTable) -> str:
-    """Returns the name of a table, which is unique among all caches. The first call for a table makes it."""
+    """Returns the name of a table, which is unique among all caches. The first call for a table creates the name."""
     return _names.setdefault(table, secrets.token_hex(16))
 
 
 def table_of(name: str, dataset: Any, rows: int, origin: Origin) -> CacheTable:
-    """Returns this machine's table with a name. The first worker that needs the table creates it."""
+    """Returns this machine's table with the given name. The first worker that needs the table creates it."""
     table = _tables.get(name)
     if table is None:
         table = _open(name, dataset, rows, origin)

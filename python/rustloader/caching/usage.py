@@ -10,9 +10,9 @@ class CacheUsage:
     Attributes:
         hits: Number of samples that were read from the cache.
         misses: Number of samples that the dataset had to make.
-        samples_bytes: Bytes of the samples in the cache.
+        samples_bytes: Size of the samples in the cache, in bytes.
         bytes_left: Bytes that the cache may still use.
-        bytes_unused: Bytes that the cache has lost to processes that were killed while they wrote, and to samples that
+        bytes_unused: Bytes that the cache has lost to processes that were killed while writing, and to samples that
             two processes made at the same time.
         refused: Number of samples that the cache cannot keep, because they cannot be pickled.
         damaged: Number of samples that were damaged in the file, and are made again.

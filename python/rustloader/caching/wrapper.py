@@ -59,5 +59,5 @@ def check(dataset: Any, then: Any, key: Any, path: Any, version: Any) -> None:
         raise TypeError(f"key must be a str, got {key!r}")
     if key is not None and path is not None:
         raise ValueError(
-            "cache() takes a key or a path, not both: ranks that give the same path already share the file"
+            "cache() takes a key or a path, not both: ranks that pass the same path already share the file"
         )

@@ -57,7 +57,7 @@ def install(values: dict[str, Any]) -> None:
         if present is not OurIter and present is not TorchIter:
             raise RuntimeError(
                 f"torch.utils.data.dataloader.{_NAME} was replaced by {full_name(present)}; "
-                "call rustloader.install() before that is imported"
+                "call rustloader.install() before the code that replaces it runs"
             )
         before = options.current()
         options.add(values)
@@ -85,7 +85,7 @@ def uninstall() -> None:
         options.replace({})
         _follow_stateful()
         if IterType.stand_in is None:
-            if torch_dataloader._MultiProcessingDataLoaderIter is OurIter:  # the program has put it back
+            if torch_dataloader._MultiProcessingDataLoaderIter is OurIter:  # the program itself has put it there
                 torch_dataloader._MultiProcessingDataLoaderIter = TorchIter  # type: ignore[misc]
             return
         IterType.stand_in = None
@@ -136,10 +136,10 @@ def installed(values: dict[str, Any]) -> Installed:
 
 
 class _Entered:
-    """A ``with`` statement that has been entered and not yet left.
+    """A ``with`` statement that has been entered and not yet exited.
 
     Attributes:
-        before: The options to restore when it is left; None if the engine was not installed before.
+        before: The options to restore when it is exited; None if the engine was not installed before.
     """
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ _entered: list[_Entered] = []
 @contextlib.contextmanager
 def _installed(values: dict[str, Any]) -> Iterator[None]:
     # If the interpreter's exit ends the `with` statement, nothing is restored, because the globals of this module may
-    # already be None. For the same reason, the function is looked up now.
+    # already be None. For the same reason, `is_finalizing` is looked up now.
     is_finalizing = sys.is_finalizing
     with _lock:
         own = _Entered()
@@ -168,8 +168,8 @@ def _installed(values: dict[str, Any]) -> Iterator[None]:
 
 
 def _leave(own: _Entered) -> None:
-    """Restores the state from before a ``with`` statement. If another thread has entered such a statement since and has
-    not left it, passes on the state, which that statement restores later."""
+    """Restores the state from before a ``with`` statement. If another thread has since entered such a statement and not
+    exited it, leaves it to that statement to restore the state later."""
     position = _entered.index(own)
     _entered.remove(own)
     if position < len(_entered):

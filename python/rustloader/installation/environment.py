@@ -87,7 +87,7 @@ class _AfterTorch(AfterImport):
 
 
 class _Here:
-    """An object that, when unpickled, imports this package from the folder from which this process has imported it."""
+    """An object that, when unpickled, imports this package from the folder that this process uses."""
 
     def __reduce__(self) -> Any:
         parent = os.path.dirname(FOLDER)
@@ -95,8 +95,8 @@ class _Here:
 
 
 def _follow_in_children() -> None:
-    """Makes the processes that multiprocessing spawns apply the variable, too: adds an object to their preparation data
-    that imports this package. A process unpickles these data before it imports the program's main module."""
+    """Makes the processes that multiprocessing spawns apply the variable, too. Adds a `_Here` to their preparation
+    data, which a process unpickles before it imports the program's main module."""
     prepare = spawn.get_preparation_data
 
     def get_preparation_data(name: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ class Replacement:
 
     Args:
         original: The class to replace.
-        substitute: The class that takes its place.
+        substitute: The class that replaces it.
         name: Name of the original class in log messages.
 
     Attributes:
@@ -49,12 +49,12 @@ class Replacement:
         self.in_place = True
         older = list(_derived(self.original, self.substitute))
         homes = {cls.__module__ for cls in older} - {self.original.__module__}
-        self._kept.update({(id(namespace), key): namespace for _, namespace, key, _ in _places(self.substitute)})
+        self._kept.update({(id(namespace), key): namespace for _, namespace, key, _ in _references(self.substitute)})
         self._forget_home()
         rebound = []
-        for module, namespace, key, value in _places(self.original):
-            # Except in modules that define derived classes: the code of these classes may refer to their base class by
-            # name, as in `Base.__init__(self)`.
+        for module, namespace, key, value in _references(self.original):
+            # Modules that define derived classes are skipped, because the code of these classes may refer to their base
+            # class by name, as in `Base.__init__(self)`.
             if module not in homes:
                 namespace[key] = self._replaced(value)
                 rebound.append(f"{module}.{key}")
@@ -65,7 +65,7 @@ class Replacement:
         if not self.in_place:
             return
         self.in_place = False
-        for _, namespace, key, value in _places(self.substitute):
+        for _, namespace, key, value in _references(self.substitute):
             if (id(namespace), key) not in self._kept:
                 namespace[key] = self._restored(value)
         self._kept.clear()
@@ -122,7 +122,7 @@ def full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _places(wanted: type) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
+def _references(wanted: type) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
     """Yields the global names of loaded modules that refer to a class or to a tuple that contains it, each as (name of
     the module, its namespace, global name, value). Skips the modules of rustloader."""
     for module_name, module in list(sys.modules.items()):
@@ -139,7 +139,7 @@ def _places(wanted: type) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
 
 
 def _derived(cls: Any, substitute: type) -> Iterator[type]:
-    """Yields all classes that are derived from a class, directly or not, except the substitute and its subclasses."""
+    """Yields all classes that derive from a class, directly or indirectly, except the substitute and its subclasses."""
     for derived in cls.__subclasses__():
         if derived is not substitute:
             yield derived

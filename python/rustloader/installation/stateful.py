@@ -16,7 +16,7 @@ logger = logging.getLogger("rustloader")
 
 _PACKAGE = "torchdata.stateful_dataloader"
 _CLASS = "StatefulDataLoader"
-# If torchdata is not installed: the names of torchdata's modules, and the modules of rustloader that take their place.
+# torchdata's modules, and the modules of rustloader that stand in for them if torchdata is not installed.
 _SUBMODULES = {
     f"{_PACKAGE}.sampler": "rustloader.stateful_dataloader.sampler",
     f"{_PACKAGE}.stateful": "rustloader.stateful_dataloader.stateful",
@@ -39,11 +39,11 @@ def put_in() -> None:
     if _added or (_replacement and _replacement.in_place):
         return
     try:
-        installed = _is_there()
+        installed = _is_installed()
         package = importlib.import_module(_PACKAGE) if installed else None
     except ImportError as error:
         raise RuntimeError(
-            f"{_PACKAGE} cannot be imported ({error}); repair or uninstall torchdata, or leave stateful=True out"
+            f"{_PACKAGE} cannot be imported ({error}); repair or uninstall torchdata, or omit stateful=True"
         ) from error
     if package is None:
         _add_modules()
@@ -64,7 +64,7 @@ def take_out() -> None:
     _added.clear()
 
 
-def _is_there() -> bool:
+def _is_installed() -> bool:
     """Returns True if torchdata is installed and has the package ``torchdata.stateful_dataloader``. Raises ImportError
     if the import of torchdata fails for another reason."""
     try:
@@ -85,7 +85,7 @@ def _replace(package: types.ModuleType) -> None:
     if present is not own and present is not _replacement.original:
         raise RuntimeError(
             f"{_PACKAGE}.{_CLASS} was replaced by {full_name(present)}; "
-            "call rustloader.install(stateful=True) before that is imported"
+            "call rustloader.install(stateful=True) before the code that replaces it runs"
         )
     _replacement.put_in(f"torchdata's {_CLASS} is rustloader's")
 

@@ -53,22 +53,22 @@ class Account:
 
     def add(self, entry: LoaderEntry) -> None:
         """Adds a loader, unless the account already has it."""
-        if any(it.ledger is entry.ledger for it in self.entries):
+        if any(known.ledger is entry.ledger for known in self.entries):
             return
         self.absorb_final()
         self.entries.append(entry)
         cached = entry.cached()
         if cached is not None and not any(cache.table() is cached.table for cache in self._caches):
-            self.caches()
+            self.caches()  # adds the counts of caches that are gone by now to `_gone_caches`
             # A reopened cache file still has its earlier counts, which `_gone_caches` already includes.
-            has_gone = self._gone_caches is not None
-            self._caches.append(_Cache(cached.table, usage_of(cached.table) if has_gone else CacheUsage()))
+            any_gone = self._gone_caches is not None
+            self._caches.append(_Cache(cached.table, usage_of(cached.table) if any_gone else CacheUsage()))
 
     def absorb_final(self) -> None:
         """Merges the entries whose counters are final into the totals of loaders that are gone."""
-        for it in [it for it in self.entries if it.is_final]:
-            self._gone.absorb(it.ledger)
-            self.entries.remove(it)
+        for entry in [entry for entry in self.entries if entry.is_final]:
+            self._gone.absorb(entry.ledger)
+            self.entries.remove(entry)
 
     def ledgers(self) -> list[Ledger]:
         """Returns the total counters of loaders that are gone, then those of each remaining loader.
@@ -87,7 +87,7 @@ class Account:
 
 
 class _Cache:
-    """A cache and its latest usage, from which the hits and misses in ``since`` are subtracted."""
+    """A cache and its latest usage, less the hits and misses in ``since``."""
 
     def __init__(self, table: CacheTable, since: CacheUsage) -> None:
         self.table = weakref.ref(table)
@@ -108,8 +108,8 @@ class _Cache:
 class Accounts:
     """The accounts of a process, by name.
 
-    They cover the live loaders that have started an epoch by the time this object is created, and the loaders that
-    start their first epoch between then and ``close``.
+    They cover the live loaders that have already started an epoch when this object is created, and the loaders that
+    start their first epoch before ``close``.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Recommends scheduling options, from statistics."""
+"""Recommends scheduling options, based on statistics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_THREADS, _USUAL_THREADS = 64, 16
 def shared_queue(stats: StatsFields, workers: int) -> Prediction | None:
     """Returns the reorder window to try with ``dispatch="shared_queue"``, and its predicted gain.
 
-    Returns None if there is nothing to gain, the option has no effect, or the statistics are insufficient.
+    Returns None if there is too little to gain, the option has no effect, or the statistics are insufficient.
     """
     settings = stats.scheduling
     if settings is None or not settings.in_order or not settings.map_style or not stats.batches or workers < 2:
@@ -28,7 +28,7 @@ def shared_queue(stats: StatsFields, workers: int) -> Prediction | None:
     now = Scheduler(workers, outstanding, window, settings.dispatch == "shared_queue")
     step = (stats.step_seconds + stats.own_seconds) / stats.batches
     shares = dataset_shares(stats)
-    # The processor time of the work, spread over all cores, takes at least this long.
+    # Even spread evenly over all cores, the work takes at least this long.
     lower_bound = 0.0 if shares is None else shares.cpu * sum(stats.recent_seconds) / stats.cores
     prediction = predict(stats.recent_seconds, now, step, lower_bound)
     return prediction if prediction is not None and prediction.gain >= _MIN_GAIN else None
@@ -51,13 +51,13 @@ def shared_queue_text(stats: StatsFields, prediction: Prediction) -> str:
 
 
 def worker_threads(stats: StatsFields, workers: int, needed: int | None, shares: Shares) -> int | None:
-    """Returns the ``worker_threads`` to try; None if more threads do not help, or the settings are unknown.
+    """Returns the ``worker_threads`` to try; None if more threads would not help, or the settings are unknown.
 
     Args:
-        stats: statistics of workers that wait for storage.
-        workers: number of workers.
-        needed: number of workers that the training step needs; None without a step.
-        shares: breakdown of the workers' time in the dataset.
+        stats: Statistics of workers that wait for storage.
+        workers: Number of workers.
+        needed: Number of workers that the training step needs; None without a step.
+        shares: Breakdown of the workers' time in the dataset.
     """
     settings = stats.scheduling
     if settings is None or not settings.per_sample:

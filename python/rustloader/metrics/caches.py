@@ -12,7 +12,7 @@ from rustloader.caching.usage import CacheUsage
 from rustloader.metrics.fields import CacheEstimate, StatsFields
 from rustloader.system.protocols import IteratorLike, LoaderLike
 
-# Maximum number of nested datasets that are searched for a cached one.
+# Maximum nesting depth at which a cached dataset is found.
 _MAX_DEPTH = 8
 
 
@@ -25,7 +25,7 @@ def usage(dataset: Any) -> CacheUsage | None:
 def find(dataset: Any) -> CachedDataset | None:
     """Returns the cached dataset: the dataset itself, or one inside torch's Subset and ConcatDataset.
 
-    Of a ConcatDataset, only the first dataset is searched. Returns None if there is no cached dataset.
+    Searches only the first dataset of a ConcatDataset. Returns None if there is no cached dataset.
     """
     for _ in range(_MAX_DEPTH):
         if isinstance(dataset, CachedDataset):
@@ -40,7 +40,7 @@ def find(dataset: Any) -> CachedDataset | None:
 
 
 def fields_of(source: LoaderLike | IteratorLike, dataset: Any, stats: StatsFields) -> dict[str, Any]:
-    """Returns the cache's field of ``Stats``: ``cache``, or ``cache_estimate`` if there is no cache."""
+    """Returns the field of ``Stats`` for the cache: ``cache``, or ``cache_estimate`` if there is no cache."""
     current = usage(dataset)
     if current is not None:
         return {"cache": current}

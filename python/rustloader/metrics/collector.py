@@ -64,50 +64,58 @@ _Table = tuple[tuple[str, str, Callable[[Any], float]], ...]
 # its value.
 _COUNTERS: _Table = (
     ("batches", "Batches delivered to the loop.", lambda it: it.counter("batches")),
-    ("bytes", "Bytes of these batches.", lambda it: it.counter("bytes")),
+    ("bytes", "Size of the delivered batches in bytes.", lambda it: it.counter("bytes")),
     ("epochs", "Epochs begun.", lambda it: it.counter("epochs")),
     (
         "first_wait_seconds",
         "Time spent waiting for the first batch of each epoch.",
         lambda it: it.counter("first_seconds"),
     ),
-    ("blocked_seconds", "Part of the other waits: later batches were ready.", lambda it: it.counter("blocked_seconds")),
-    ("next_seconds", "Time in next(), waits included.", lambda it: it.counter("next_seconds")),
-    ("step_seconds", "Time between two calls of next() in one epoch.", lambda it: it.counter("step_seconds")),
-    ("restarts", "Workers that were started again after a death.", lambda it: it.fault_count("restarts")),
+    (
+        "blocked_seconds",
+        "Part of wait_seconds during which later batches were ready.",
+        lambda it: it.counter("blocked_seconds"),
+    ),
+    ("next_seconds", "Time in next(), including waits.", lambda it: it.counter("next_seconds")),
+    ("step_seconds", "Time between calls of next() in one epoch.", lambda it: it.counter("step_seconds")),
+    ("restarts", "Workers restarted after a death.", lambda it: it.fault_count("restarts")),
     ("stalls", "Part of the restarts: the worker was stuck.", lambda it: it.fault_count("stalls")),
-    ("skipped_samples", "Samples that failed and were left out.", lambda it: it.fault_count("skipped")),
+    ("skipped_samples", "Samples that failed and were skipped.", lambda it: it.fault_count("skipped")),
     ("replaced_samples", "Samples that failed and were replaced.", lambda it: it.fault_count("replaced")),
-    ("fallback_iterators", "Iterators that ran on torch's own loop, uncounted.", lambda it: it.fallbacks),
+    ("fallback_iterators", "Iterators on torch's own loop, whose batches are not counted.", lambda it: it.fallbacks),
 )
 _GAUGES: _Table = (
     ("workers", "Running workers.", lambda it: sum(worker.alive for totals in it.live for worker in totals.workers)),
-    ("ready_batches", "Batches that workers have finished and the loop has not taken.", lambda it: it.gauge("ready")),
-    ("arena_bytes", "Bytes of shared memory with pages.", lambda it: it.gauge("warm")),
+    ("ready_batches", "Finished batches that the loop has not taken yet.", lambda it: it.gauge("ready")),
+    ("arena_bytes", "Shared memory with resident pages, in bytes.", lambda it: it.gauge("warm")),
 )
 # The metrics of a dataset's cache.
 _CACHE_COUNTERS: _Table = (
-    ("cache_hits", "Samples read from the cache, by all its processes.", lambda it: it.hits),
-    ("cache_misses", "Samples that the dataset had to make, in all its processes.", lambda it: it.misses),
+    ("cache_hits", "Samples read from the cache, in all processes.", lambda it: it.hits),
+    ("cache_misses", "Samples that the dataset had to make, in all processes.", lambda it: it.misses),
 )
 _CACHE_GAUGES: _Table = (
-    ("cache_bytes", "Bytes of the samples in the cache.", lambda it: it.samples_bytes),
-    ("cache_limit_bytes", "Bytes that the cache may take.", lambda it: it.limit),
+    ("cache_bytes", "Size of the samples in the cache, in bytes.", lambda it: it.samples_bytes),
+    ("cache_limit_bytes", "Maximum size of the cache in bytes.", lambda it: it.limit),
 )
 _WORKER_COUNTERS: _Table = (
     ("worker_batches", "Batches sent by the worker.", lambda it: it.tasks),
-    ("worker_starting_seconds", "Time before the first tasks of epochs.", lambda it: it.starting),
+    ("worker_starting_seconds", "Time before the first task of each epoch.", lambda it: it.starting),
     ("worker_fetch_seconds", "Time in the dataset.", lambda it: it.fetch),
     ("worker_collate_seconds", "Time in collate_fn.", lambda it: it.collate),
     ("worker_pack_seconds", "Time spent writing batches into shared memory.", lambda it: it.pack + it.publish),
     ("worker_idle_seconds", "Time spent waiting for tasks.", lambda it: it.idle),
-    ("worker_fetch_cpu_seconds", "Processor time of the measured fetches.", lambda it: it.fetch_cpu),
-    ("worker_fetch_measured_seconds", "Time of the measured fetches.", lambda it: it.fetch_measured),
+    ("worker_fetch_cpu_seconds", "Processor time of the fetches that were measured.", lambda it: it.fetch_cpu),
+    (
+        "worker_fetch_measured_seconds",
+        "Time in the fetches whose processor time was measured.",
+        lambda it: it.fetch_measured,
+    ),
 )
 
 
 class LoaderCollector(Collector):
-    """Reads the counters of all loaders on each request.
+    """A collector that reads the counters of all loaders on each request.
 
     Args:
         accounts: The loaders by name.
@@ -129,52 +137,52 @@ class LoaderCollector(Collector):
         accounts = self._accounts.items()
         for _, account in accounts:
             account.absorb_final()
-        read = [(name, _read_account(account)) for name, account in accounts]
-        yield from self._families(CounterMetricFamily, _COUNTERS, read)
-        yield from self._families(GaugeMetricFamily, _GAUGES, read)
-        cached = [(name, usage) for name, it in read if (usage := _summed(it.caches)) is not None]
+        readings = [(name, _read_account(account)) for name, account in accounts]
+        yield from self._families(CounterMetricFamily, _COUNTERS, readings)
+        yield from self._families(GaugeMetricFamily, _GAUGES, readings)
+        cached = [(name, usage) for name, it in readings if (usage := _summed(it.caches)) is not None]
         yield from self._families(CounterMetricFamily, _CACHE_COUNTERS, cached)
         yield from self._families(GaugeMetricFamily, _CACHE_GAUGES, cached)
-        yield self._wait_histogram(read)
-        yield from self._worker_families(read)
+        yield self._wait_histogram(readings)
+        yield from self._worker_families(readings)
         yield from self._loader_states(accounts)
 
-    def _never_falling(self, value: float, *key: str) -> float:
+    def _monotonic(self, value: float, *key: str) -> float:
         """Returns the value of a counter, or its last value if that is larger."""
         self._last_values[key] = max(self._last_values.get(key, 0.0), value)
         return self._last_values[key]
 
-    def _families(self, kind: Any, table: Any, read: list[tuple[str, Any]]) -> Iterator[Any]:
+    def _families(self, kind: Any, table: Any, readings: list[tuple[str, Any]]) -> Iterator[Any]:
         for name, text, value in table:
             family = kind(_PREFIX + name, text, labels=["rank", "loader"])
-            for loader, it in read:
+            for loader, it in readings:
                 number = value(it)
                 if kind is CounterMetricFamily:
-                    number = self._never_falling(number, name, loader)
+                    number = self._monotonic(number, name, loader)
                 family.add_metric([self._rank, loader], number)
             yield family
 
-    def _wait_histogram(self, read: list[tuple[str, _Reading]]) -> Any:
-        text = "Time that the loop waited in each next() but the first one of an epoch."
+    def _wait_histogram(self, readings: list[tuple[str, _Reading]]) -> Any:
+        text = "Time that the loop waited in each next() except the first of an epoch."
         family = HistogramMetricFamily(_PREFIX + "wait_seconds", text, labels=["rank", "loader"])
-        for loader, it in read:
-            numbers = [sum(each) for each in zip(*(totals.waits for totals in (it.gone, *it.live)), strict=True)]
-            buckets = list(zip(_BOUNDS, accumulate(numbers), strict=True))
-            waited = self._never_falling(it.counter("waited_seconds"), "wait_seconds", loader)
+        for loader, it in readings:
+            counts = [sum(each) for each in zip(*(totals.waits for totals in (it.gone, *it.live)), strict=True)]
+            buckets = list(zip(_BOUNDS, accumulate(counts), strict=True))
+            waited = self._monotonic(it.counter("waited_seconds"), "wait_seconds", loader)
             family.add_metric([self._rank, loader], buckets, waited)
         return family
 
-    def _worker_families(self, read: list[tuple[str, _Reading]]) -> Iterator[Any]:
+    def _worker_families(self, readings: list[tuple[str, _Reading]]) -> Iterator[Any]:
         labels = ["rank", "loader", "worker"]
         for name, text, value in _WORKER_COUNTERS:
             family = CounterMetricFamily(_PREFIX + name, text, labels=labels)
-            for loader, it in read:
+            for loader, it in readings:
                 for number, totals in enumerate(it.workers()):
-                    seconds = self._never_falling(sum(map(value, totals)), name, loader, str(number))
-                    family.add_metric([self._rank, loader, str(number)], seconds)
+                    total = self._monotonic(sum(map(value, totals)), name, loader, str(number))
+                    family.add_metric([self._rank, loader, str(number)], total)
             yield family
         memory = GaugeMetricFamily(_PREFIX + "worker_resident_bytes", "Resident memory of the worker.", labels=labels)
-        for loader, it in read:
+        for loader, it in readings:
             for number, totals in enumerate(it.workers()):
                 used = [resident(worker.pid) or 0 for worker in totals if worker.alive]
                 if used:
@@ -182,11 +190,13 @@ class LoaderCollector(Collector):
         yield memory
 
     def _loader_states(self, accounts: list[tuple[str, Account]]) -> Iterator[Any]:
-        """Yields the metrics of verdicts and batch sizes, for the latest loader on the engine with each name."""
+        """Yields the verdict and the batch size of the latest loader on the engine with each name."""
         verdicts = GaugeMetricFamily(
-            _PREFIX + "verdict", "1 for the bottleneck of the loader.", labels=["rank", "loader", "kind"]
+            _PREFIX + "verdict", "1 for the kind of the loader's bottleneck.", labels=["rank", "loader", "kind"]
         )
-        sizes = GaugeMetricFamily(_PREFIX + "batch_size", "Samples of a full batch.", labels=["rank", "loader"])
+        sizes = GaugeMetricFamily(
+            _PREFIX + "batch_size", "Number of samples in a full batch.", labels=["rank", "loader"]
+        )
         for name, account in accounts:
             served = [it for it in account.entries if it.ledger.iterators]
             if not served:
@@ -201,11 +211,11 @@ class LoaderCollector(Collector):
 
 def _read_account(account: Account) -> _Reading:
     ledgers = account.ledgers()
-    gone, *live = [it.figures() for it in ledgers]
+    gone, *live = [it.totals() for it in ledgers]
     return _Reading(
         gone,
         live,
-        [it.faults.figures() for it in ledgers],
+        [it.faults.stats() for it in ledgers],
         sum(sum(it.fallbacks.values()) for it in ledgers),
         account.caches(),
     )
@@ -220,8 +230,8 @@ def _summed(usages: list[CacheUsage]) -> CacheUsage | None:
 
 def _verdict_of(entry: LoaderEntry) -> str:
     ledger, loader = entry.ledger, entry.loader()
-    alive = sum(worker.alive for worker in ledger.figures().workers)
+    alive = sum(worker.alive for worker in ledger.totals().workers)
     # Skips the dataset and the memory of workers, which take longer to read and do not affect the kind of verdict.
     stats = stats_of_ledger(ledger, alive, reads_memory=False)
     copies = None if loader is None else transfers.find(loader)
-    return (stats if copies is None else replace(stats, transfers=copies.figures)).verdict().kind
+    return (stats if copies is None else replace(stats, transfers=copies.stats)).verdict().kind

@@ -1,4 +1,4 @@
-"""Finds the attributes of a dataset that workers copy merely by reading them: large containers of Python objects.
+"""Finds attributes of a dataset that workers copy merely by reading them: large containers of Python objects.
 
 Python updates an object's reference count whenever it reads the object, so copy-on-write gives each forked worker its
 own copy of the memory. An array or tensor is a single object, so its data stays shared.
@@ -29,7 +29,7 @@ MIN_LARGE_BYTES = 16 << 20
 _MAX_NAMED = 5
 # Limits of the search: seconds of CPU time, number of objects, nesting depth.
 _MAX_SECONDS, _MAX_OBJECTS, _MAX_DEPTH = 0.05, 10_000, 8
-# Maximum number of items of a container that is searched item by item. Larger containers are only measured.
+# Containers with at most this many items are searched item by item. Larger ones are only measured.
 _MAX_SEARCHED_ITEMS = 64
 # Number of items sampled from a container, from each container inside it, and so on.
 _SAMPLED = (128, 16, 8)
@@ -43,13 +43,13 @@ def find(dataset: Any) -> tuple[LargeAttribute, ...]:
     Runs none of the dataset's code and takes little time. Sizes are estimated from a few items.
     """
     containers = []
-    end = time.thread_time() + _MAX_SECONDS
+    deadline = time.thread_time() + _MAX_SECONDS
     seen: set[int] = set()
     waiting = [("dataset", dataset, 0)]
     for path, value, depth in waiting:
         if id(value) in seen or isinstance(value, _LEAVES) or value is None:
             continue
-        if len(seen) >= _MAX_OBJECTS or time.thread_time() > end:
+        if len(seen) >= _MAX_OBJECTS or time.thread_time() > deadline:
             break
         seen.add(id(value))
         try:
@@ -104,7 +104,7 @@ def _items_size(container: Any, level: int) -> float:
         items: list[Any] = [item for pair in pairs for item in pair]
         count = 2 * len(container)
     else:
-        items = [container[place * len(container) // sampled] for place in range(sampled)]
+        items = [container[number * len(container) // sampled] for number in range(sampled)]
         items = items if len(container) > sampled else list(container)
         count = len(container)
     distinct = {id(item): item for item in items if not _is_shared_constant(item)}

@@ -15,7 +15,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from rustloader._core import Meter, WorkerTotals
-from rustloader._core import figures as figures_of
+from rustloader._core import figures as totals_of
 from rustloader.metrics.fields import CoreUsers
 from rustloader.metrics.memory import Allowance, WorkerMemory
 from rustloader.system.cores import busy_seconds, share_of_cores
@@ -52,8 +52,8 @@ NO_TIME = WorkTime()
 def time_of_process(pid: int, start: str | None = None) -> ProcessorTime | None:
     """Returns the processor time of a process, including its threads and the children that it has waited for.
 
-    Returns None if the system does not report it. ``start`` is an earlier result of `start_time`: if it is given, the
-    result is also None if another process has the pid by now.
+    Returns None if the system does not report it. ``start`` is an earlier result of `start_time`. If ``start`` is given
+    and another process has the pid by now, the result is None as well.
     """
     # Read before the processor clock. If the process ends in between, the result is None, not a time without `queued`.
     queued = _queued_seconds(pid)
@@ -63,7 +63,7 @@ def time_of_process(pid: int, start: str | None = None) -> ProcessorTime | None:
     fields = stat(pid)
     if start is not None and fields[STARTED : STARTED + 1] != [start]:
         return None
-    # Fields 13 and 14 are cutime and cstime, in clock ticks.
+    # Items 13 and 14 are cutime and cstime (fields 16 and 17 in proc(5)), in clock ticks.
     return ProcessorTime(own + sum(map(int, fields[13:15])) / os.sysconf("SC_CLK_TCK"), queued)
 
 
@@ -81,19 +81,19 @@ def start_time(pid: int) -> str | None:
     return fields[STARTED] if len(fields) > STARTED else None
 
 
-def time_of_work(time: ProcessorTime | None, figures: WorkerTotals) -> WorkTime:
+def time_of_work(time: ProcessorTime | None, totals: WorkerTotals) -> WorkTime:
     """Returns the part of a worker's processor time that was spent on batches: the time since its first task.
 
     Args:
         time: The processor time of the process; None if unknown.
-        figures: The worker's counters.
+        totals: The worker's counters.
     """
-    if not figures.start_cpu:
+    if not totals.start_cpu:
         return WorkTime(0.0, 0.0)
     if time is None:
-        return WorkTime(unmeasured=figures.fetch + figures.collate + figures.pack + figures.publish)
-    queued = None if time.queued is None else max(0.0, time.queued - figures.start_queued)
-    return WorkTime(max(0.0, time.cpu - figures.start_cpu), queued)
+        return WorkTime(unmeasured=totals.fetch + totals.collate + totals.pack + totals.publish)
+    queued = None if time.queued is None else max(0.0, time.queued - totals.start_queued)
+    return WorkTime(max(0.0, time.cpu - totals.start_cpu), queued)
 
 
 def _queued_seconds(pid: int) -> float | None:
@@ -102,7 +102,7 @@ def _queued_seconds(pid: int) -> float | None:
 
 
 class _Moment(NamedTuple):
-    """The clock, the processor time of all processes (None if unknown), and that of this process, in seconds."""
+    """The monotonic clock, and the processor time of all processes (None if unknown) and of this one, in seconds."""
 
     time: float
     busy: float | None
@@ -141,17 +141,14 @@ class Workers:
             self._ended = self.times()
 
     def core_users(self) -> CoreUsers | None:
-        """Returns what has used the cores from the start of the processes until their end, or until now.
-
-        Returns None if unknown.
-        """
+        """Returns what used the cores from the start of the workers until ``end``, or until now; None if unknown."""
         if self._ended is not None:
             return self._users
         start, now, workers = self._start, _Moment.now(), 0.0
-        for time_, figures in zip(self.times(), figures_of([self._meter]).workers, strict=False):
+        for time_, totals in zip(self.times(), totals_of([self._meter]).workers, strict=False):
             if time_.cpu is None:
                 return None
-            workers += time_.cpu + figures.start_cpu
+            workers += time_.cpu + totals.start_cpu
         if start.busy is None or now.busy is None:
             return None
         main = now.main - start.main
@@ -162,9 +159,9 @@ class Workers:
 
     def keep(self, worker_id: int) -> None:
         """Saves the times of a process that has ended, before its counters are reset. A second call does nothing."""
-        figures = figures_of([self._meter]).workers
-        if worker_id < len(figures):
-            time = _time_of(self._processes[worker_id], figures[worker_id])
+        workers = totals_of([self._meter]).workers
+        if worker_id < len(workers):
+            time = _time_of(self._processes[worker_id], workers[worker_id])
             self._processes[worker_id] = None
             self._replaced[worker_id] = _sum(self._replaced[worker_id], time)
 
@@ -176,21 +173,21 @@ class Workers:
         """Returns the private memory of the latest processes in bytes, by worker number; None if unknown."""
         if self._ended is None:
             self._memory.update(self._processes)
-        return self._memory.figures()
+        return self._memory.sizes()
 
     def times(self) -> list[WorkTime]:
         """Returns the processor times, by worker number."""
         if self._ended is not None:
             return self._ended
-        workers = figures_of([self._meter]).workers
-        # `map` stops at the shorter list, because in a forked child there may be no counters.
+        workers = totals_of([self._meter]).workers
+        # In a forked child there may be no counters. `map` then stops at the shorter list.
         times = sum_by_worker(self._replaced, list(map(_time_of, self._processes, workers)))
         # If another thread has called `end` meanwhile, some processes may have ended before they were read.
         return times if self._ended is None else self._ended
 
 
-def _time_of(process: tuple[int, str | None] | None, figures: WorkerTotals) -> WorkTime:
-    return NO_TIME if process is None else time_of_work(time_of_process(*process), figures)
+def _time_of(process: tuple[int, str | None] | None, totals: WorkerTotals) -> WorkTime:
+    return NO_TIME if process is None else time_of_work(time_of_process(*process), totals)
 
 
 def sum_by_worker(first: list[WorkTime], second: list[WorkTime]) -> list[WorkTime]:

@@ -29,7 +29,7 @@ class Faults:
     """The faults of all iterators of a loader, or of one iterator.
 
     Args:
-        parent: The loader's faults, if these are an iterator's. Whatever is counted here is counted there, too.
+        parent: The loader's faults, if these are an iterator's. Everything counted here is also counted there.
     """
 
     def __init__(self, parent: Faults | None = None) -> None:
@@ -74,8 +74,8 @@ class Faults:
         self._skipped += other._skipped
         self._replaced += other._replaced
 
-    def figures(self) -> FaultStats:
-        """Returns the faults so far."""
+    def stats(self) -> FaultStats:
+        """Returns the counts and descriptions so far."""
         return FaultStats(
             restarts=self._restarts,
             stalls=self._stalls,

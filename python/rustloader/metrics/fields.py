@@ -10,7 +10,7 @@ from rustloader.metrics.transfers import TransferStats
 # No `from __future__ import annotations`: field annotations must be types, not strings.
 @dataclass(frozen=True)
 class WorkerStats:
-    """Holds the statistics of one worker; for a loader, the sums over all workers that have had this number.
+    """The statistics of one worker; for a loader, the sums over all workers that have had this number.
 
     Times are wall time unless stated otherwise.
 
@@ -25,7 +25,7 @@ class WorkerStats:
         idle_seconds: Time spent waiting for tasks.
         fetch_seconds: Time spent in the dataset.
         collate_seconds: Time spent in ``collate_fn``.
-        pack_seconds: Time spent writing batches into the arena, or pickling them, and publishing them.
+        pack_seconds: Time spent writing batches into the arena or pickling them, and publishing them.
         cpu_seconds: Processor time in seconds since the first task, including all threads and child processes that
             have ended. It is much less than ``busy_seconds - unmeasured_seconds`` if the worker waits for storage. None
             if unknown: the system does not report it, or the worker was killed.
@@ -84,7 +84,7 @@ class WorkerStats:
 
 @dataclass(frozen=True)
 class SlowBatch:
-    """Describes one of the slowest batches, or a batch that held up later ones.
+    """One of the slowest batches, or a batch that held up later ones.
 
     Attributes:
         index: Index batch as a string, shortened if it is long.
@@ -116,7 +116,7 @@ class SlowBatch:
 
 @dataclass(frozen=True)
 class LargeAttribute:
-    """Describes a large list, tuple or dict in a dataset. Merely reading its objects makes forked workers copy them.
+    """A large list, tuple or dict in a dataset. Merely reading its objects makes forked workers copy them.
 
     Attributes:
         path: Its path in the dataset, for instance "dataset.dataset.samples".
@@ -140,7 +140,7 @@ class LargeAttribute:
 
 @dataclass(frozen=True)
 class ArenaStats:
-    """Describes the shared memory of the running iterators.
+    """The use of shared memory by the running iterators.
 
     Attributes:
         leased_bytes: Size of the blocks that tensors in the main process use.
@@ -164,7 +164,7 @@ class ArenaStats:
 
 @dataclass(frozen=True)
 class CopyStats:
-    """Counts the data that workers copied into the arena, and the data that they sent without copying.
+    """The amounts of data that workers copied into the arena, and that they sent without copying.
 
     Tensors built by ``default_collate`` are in the arena, and so are large arrays that NumPy allocates in a worker. A
     worker copies such data only if something other than the batch refers to it.
@@ -193,7 +193,7 @@ class CopyStats:
 
 @dataclass(frozen=True)
 class PinningStats:
-    """Holds the statistics of the thread that pins batches.
+    """The statistics of the thread that pins batches.
 
     Attributes:
         running: Whether the thread is running.
@@ -213,7 +213,7 @@ class PinningStats:
 
 @dataclass(frozen=True)
 class Fallback:
-    """Counts the iterators that fell back to torch's own loop for one reason.
+    """The number of iterators that fell back to torch's own loop for one reason.
 
     Attributes:
         reason: Why the engine could not serve the iterators.
@@ -233,7 +233,7 @@ class Fallback:
 
 @dataclass(frozen=True)
 class FaultStats:
-    """Counts the faults from which epochs recovered: worker restarts and failed samples.
+    """The faults from which epochs recovered: worker restarts and failed samples.
 
     Attributes:
         restarts: Number of worker restarts, with ``max_restarts``.
@@ -269,19 +269,19 @@ class FaultStats:
 
 @dataclass(frozen=True)
 class SchedulingStats:
-    """Holds the settings of the latest iterator on the engine, including the options of ``install()``.
+    """The settings of the latest iterator on the engine, including the options of ``install()``.
 
     Attributes:
         prefetch_factor: Maximum number of outstanding batches per worker.
         in_order: Whether batches are delivered in order.
         dispatch: "round_robin" or "shared_queue".
-        reorder_window: Limit of the batches that are outstanding or wait for an earlier batch: an int limits their
+        reorder_window: Limit on the batches that are outstanding or wait for an earlier batch: an int limits their
             number, a string their size in bytes; None means ``prefetch_factor`` x ``num_workers`` batches.
         worker_threads: Number of samples of a batch that a worker fetches concurrently.
         map_style: Whether the dataset is map-style.
         batch_size: Samples per batch; None with a custom batch sampler, or without batching.
         per_sample: Whether a worker fetches samples one by one, so that ``worker_threads`` has an effect.
-        auto_workers: Number of workers that ``num_workers="auto"`` has chosen; None without it.
+        auto_workers: Number of workers that ``num_workers="auto"`` chose; None without it.
         remote: Whether the workers run on other machines.
 
     Examples:
@@ -305,7 +305,7 @@ class SchedulingStats:
 
 @dataclass(frozen=True)
 class CacheEstimate:
-    """Estimates how large a cache of all samples would be, based on the batches delivered so far.
+    """The estimated size of a cache of all samples, based on the batches delivered so far.
 
     Attributes:
         bytes: Approximate size of all samples in bytes, in the form in which batches contain them.
@@ -325,7 +325,7 @@ class CacheEstimate:
 
 @dataclass(frozen=True)
 class CoreUsers:
-    """Describes what used the processor cores while the workers of the latest iterator ran.
+    """The use of the processor cores while the workers of the latest iterator ran.
 
     Each attribute is a share of all cores, from 0 to 1.
 

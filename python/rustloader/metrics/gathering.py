@@ -1,4 +1,4 @@
-"""``rustloader.report_ranks()``: gathers the statistics of all ranks on demand."""
+"""``rustloader.report_ranks()``: the statistics of all ranks, gathered on demand."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ def report_ranks(source: Any = None, group: Any = None) -> RankReport:
 
     All ranks of the process group must call this function at the same point in the program, as with any
     ``torch.distributed`` collective. A call makes one ``all_gather_object`` of a few hundred bytes per rank; nothing
-    runs between calls.
-    Without ``torch.distributed``, the report contains only this process.
+    runs between calls. Without ``torch.distributed``, the report contains only this process.
 
     Args:
-        source: This rank's loader or iterator, as for ``rustloader.stats()`` (default: None, the loader in this
+        source: This rank's loader or iterator, as for ``rustloader.stats()`` (default: None, the loader of this
             process that has delivered the most batches).
         group: Process group to gather from (default: None, all ranks).
 
@@ -68,22 +67,22 @@ def _is_initialized() -> bool:
 def _busiest() -> Stats | None:
     """Returns the statistics of the loader with the most batches; None if the engine has served no loader."""
     ledgers = {id(it): it for _, it in ledger.loader_ledgers() if it.iterators}.values()
-    busiest = max(ledgers, key=lambda it: it.figures().counts.batches, default=None)
-    return None if busiest is None else stats_of_ledger(busiest, sum(it.alive for it in busiest.figures().workers))
+    busiest = max(ledgers, key=lambda it: it.totals().counts.batches, default=None)
+    return None if busiest is None else stats_of_ledger(busiest, sum(it.alive for it in busiest.totals().workers))
 
 
-def _rank_stats(figures: Stats | None) -> RankStats:
+def _rank_stats(loader_stats: Stats | None) -> RankStats:
     rank, host = global_rank(), socket.gethostname()
-    if figures is None or not figures.batches or figures.note:
-        return RankStats(rank, host, "" if figures is None else figures.name)
-    verdict = figures.verdict()
+    if loader_stats is None or not loader_stats.batches or loader_stats.note:
+        return RankStats(rank, host, "" if loader_stats is None else loader_stats.name)
+    verdict = loader_stats.verdict()
     return RankStats(
         rank=rank,
         host=host,
-        loader=figures.name,
-        batches=figures.batches,
-        seconds=figures.next_seconds + figures.step_seconds,
-        next_seconds=figures.next_seconds,
+        loader=loader_stats.name,
+        batches=loader_stats.batches,
+        seconds=loader_stats.next_seconds + loader_stats.step_seconds,
+        next_seconds=loader_stats.next_seconds,
         kind=verdict.kind,
         sentence=verdict.sentence,
     )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rustloader._core import Meter, Totals
-from rustloader._core import figures as figures_of
+from rustloader._core import figures as totals_of
 from rustloader.metrics.cpu_time import Workers, WorkTime, sum_by_worker
 from rustloader.metrics.faults import Faults
 from rustloader.metrics.fields import SchedulingStats
@@ -45,7 +45,7 @@ class Ledger:
     A ledger keeps neither the loader nor its iterators alive.
 
     Args:
-        parent: The loader's ledger, if this is an iterator's. Whatever this ledger counts is counted there, too.
+        parent: The loader's ledger, if this is an iterator's. Everything counted here is also counted there.
         name: The loader's name.
         given_name: The name that the program gave the loader (``name=``); None if it gave none.
     """
@@ -56,7 +56,7 @@ class Ledger:
         self._parent = parent
         # Number of iterators that the engine has served.
         self.iterators = 0
-        # Settings of the latest such iterator.
+        # Settings of the latest of these iterators.
         self.scheduling: SchedulingStats | None = None
         # Number of iterators on torch's own loop, by reason.
         self.fallbacks: dict[str, int] = {}
@@ -66,7 +66,7 @@ class Ledger:
         self._allowance: Allowance = Allowance() if parent is None else parent._allowance
         self._ended = Meter()
         self._meters: list[Meter] = []
-        # Times of ended processes, and processes that may be running. Both are replaced at once, because other threads
+        # Times of ended processes, and processes that may be running. Both are replaced together, because other threads
         # read them.
         self._processes: tuple[list[WorkTime], tuple[Workers, ...]] = [], ()
 
@@ -78,7 +78,7 @@ class Ledger:
             self._parent.serve(scheduling)
 
     def note_workers(self, count: int) -> None:
-        """Records the number of workers to which num_workers="auto" has changed the latest iterator."""
+        """Records the number of workers that num_workers="auto" has chosen for the latest iterator."""
         if self.scheduling is not None:
             self.scheduling = dataclasses.replace(self.scheduling, auto_workers=count)
         if self._parent is not None:
@@ -156,18 +156,18 @@ class Ledger:
         self.faults.absorb(other.faults)
         self._ended.absorb([other._ended, *other._meters])
 
-    def figures(self) -> Totals:
+    def totals(self) -> Totals:
         """Returns the sums over all engines."""
         # Reads both attributes without a call in between; during a call, another thread could move counters from one to
         # the other.
-        return figures_of([self._ended, *self._meters])
+        return totals_of([self._ended, *self._meters])
 
 
 # When an iterator is destroyed, the last processor times of its workers are saved.
 _ledgers: WeakTable[Ledger] = WeakTable(on_end=Ledger.end_workers)
 find = _ledgers.find
 
-# Functions to call when a loader gets a ledger, with the loader and the ledger.
+# Functions to call with a loader and its ledger when the ledger is created.
 new_ledger_hooks: list[Callable[[LoaderLike, Ledger], object]] = []
 
 

@@ -23,7 +23,7 @@ from rustloader.system.procfs import resident
 _NO_WORKERS = (
     "with num_workers=0, torch's own loop runs and there is nothing to accelerate; set num_workers to use the engine"
 )
-_TORCH_ITERATOR = "this is torch's own iterator; call rustloader.install() before it is made"
+_TORCH_ITERATOR = "this is torch's own iterator; call rustloader.install() before creating it"
 _NOTHING_YET = "no iterator has used the engine so far; iterate over a rustloader.DataLoader, or call install() first"
 _TORCH_LOOP = "torch's own loop made the batches: "
 
@@ -51,9 +51,9 @@ def stats(source: Any) -> Stats:
         8
     """
     copies = transfers.find(source)
-    source = loader_in(source, _has_figures)
+    source = loader_in(source, _has_stats)
     copies = copies or transfers.find(source)
-    transfer_stats = TransferStats() if copies is None else copies.figures
+    transfer_stats = TransferStats() if copies is None else copies.stats
     # Only loaders and iterators on the engine have a ledger.
     ledger = find(source)
     if isinstance(source, _BaseDataLoaderIter):
@@ -71,8 +71,8 @@ def stats(source: Any) -> Stats:
     if ledger is not None:
         fallbacks = tuple(Fallback(reason, count) for reason, count in ledger.fallbacks.items())
         if ledger.iterators:
-            figures = stats_of_ledger(ledger, workers, fallbacks, _dataset_of(source))
-            return replace(figures, transfers=transfer_stats, **caches.fields_of(source, _dataset_of(source), figures))
+            known = stats_of_ledger(ledger, workers, fallbacks, _dataset_of(source))
+            return replace(known, transfers=transfer_stats, **caches.fields_of(source, _dataset_of(source), known))
     if fallbacks:
         note = _TORCH_LOOP + "; ".join(fallback.reason for fallback in fallbacks)
     return Stats(
@@ -81,14 +81,14 @@ def stats(source: Any) -> Stats:
         cores=usable_cores(),
         batches=getattr(source, "_num_yielded", 0),
         transfers=transfer_stats,
-        faults=FaultStats() if ledger is None else ledger.faults.figures(),
+        faults=FaultStats() if ledger is None else ledger.faults.stats(),
         fallbacks=fallbacks,
         cache=caches.usage(_dataset_of(source)),
         note=note,
     )
 
 
-def _has_figures(source: Any) -> bool:
+def _has_stats(source: Any) -> bool:
     ledger = find(source)
     return ledger is not None and bool(ledger.iterators or ledger.fallbacks)
 
@@ -118,8 +118,8 @@ def stats_of_ledger(
         dataset: Dataset to search for large attributes; None to skip the search.
         reads_memory: Whether to read the private memory of the workers, which takes milliseconds per GB.
     """
-    figures = ledger.figures()
-    counts = figures.counts
+    totals = ledger.totals()
+    counts = totals.counts
     # Read after the counters. Otherwise the processor time of the latest work would be missing, and that work would
     # look like waiting.
     times = ledger.processor_times()
@@ -132,25 +132,25 @@ def stats_of_ledger(
         num_workers=num_workers,
         cores=usable_cores(),
         iterators=ledger.iterators,
-        **fields_of_counts(counts, figures.workers),
+        **fields_of_counts(counts, totals.workers),
         workers=tuple(
             _stats_of_worker(
                 number,
-                totals,
+                worker,
                 times[number] if number < len(times) else NO_TIME,
                 private[number] if number < len(private) else None,
                 is_remote,
             )
-            for number, totals in enumerate(figures.workers)
+            for number, worker in enumerate(totals.workers)
         ),
-        slowest=tuple(map(_slow_batch, figures.slowest)),
-        blocking=tuple(map(_slow_batch, figures.blocking)),
-        recent_seconds=tuple(figures.recent),
+        slowest=tuple(map(_slow_batch, totals.slowest)),
+        blocking=tuple(map(_slow_batch, totals.blocking)),
+        recent_seconds=tuple(totals.recent),
         scheduling=ledger.scheduling,
         large_attributes=copied.find(dataset) if has_grown else (),
-        arena=ArenaStats(figures.leased, figures.warm, figures.high_water, figures.blocks),
-        pinning=PinningStats(figures.pin_threads > 0, counts.pinned, counts.pinning_seconds),
-        faults=ledger.faults.figures(),
+        arena=ArenaStats(totals.leased, totals.warm, totals.high_water, totals.blocks),
+        pinning=PinningStats(totals.pin_threads > 0, counts.pinned, counts.pinning_seconds),
+        faults=ledger.faults.stats(),
         core_users=None if processes is None or is_remote else processes.core_users(),
         fallbacks=fallbacks,
     )

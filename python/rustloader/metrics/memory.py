@@ -1,8 +1,8 @@
 """Private memory of workers.
 
 The kernel counts this memory page by page, which takes milliseconds per GB. So it is read only when statistics are
-taken and before workers end, only for processes whose page faults show much growth since the last reading, and
-for at most 1 % of the time.
+taken and before workers end, and only for processes whose page faults show much growth since the last reading. The
+readings take at most 1 % of the time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rustloader.system import procfs
 
 # Index of the number of minor page faults among the fields of /proc/PID/stat that `procfs.stat` returns.
 _MINOR_FAULTS_FIELD = 7
-# Minimum number of bytes that page faults must add since the last reading before there is another.
+# Minimum number of bytes that page faults must add between two readings.
 _FAULTED_STEP = 16 << 20
 # Maximum share of the time to spend on readings.
 _TIME_SHARE = 0.01
@@ -43,7 +43,7 @@ def private_bytes(pid: int, rollup: dict[str, int] | None = None) -> int | None:
 
 
 class Allowance:
-    """Limits the time spent on readings to one reading plus a share of the time since this object was created."""
+    """A limit on the time spent on readings: one reading, plus a share of the time since this object was created."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
@@ -80,7 +80,7 @@ class WorkerMemory:
         self._readings: list[_Reading | None] = [None] * count
 
     def update(self, processes: Sequence[tuple[int, str | None] | None]) -> None:
-        """Reads the memory of the running processes that have grown enough, those that grew most first.
+        """Reads the memory of the running processes that have grown enough, in descending order of growth.
 
         Stops when the allowance is spent. Processes that have ended keep their last values.
 
@@ -98,7 +98,7 @@ class WorkerMemory:
             if faulted - known.faulted >= _FAULTED_STEP:
                 due.append((faulted - known.faulted, number))
             if known.faulted == 0:
-                # Each private page was added by a page fault, so few faulted bytes can serve as the size.
+                # A page fault added each private page, so the faulted bytes serve as the size while they are few.
                 known = known._replace(private_bytes=faulted if faulted < _FAULTED_STEP else None)
             self._readings[number] = known
         for _, number in sorted(due, reverse=True):
@@ -111,13 +111,13 @@ class WorkerMemory:
             if faulted is not None and private is not None:
                 self._readings[number] = _Reading(known.pid, faulted, private)
 
-    def figures(self) -> list[int | None]:
+    def sizes(self) -> list[int | None]:
         """Returns the private memory in bytes, by worker number; None if unknown."""
         return [None if known is None else known.private_bytes for known in self._readings]
 
 
 def _faulted(pid: int, start: str | None = None) -> int | None:
-    """Returns the bytes that the minor page faults of a process have added, without huge pages.
+    """Returns the bytes that the minor page faults of a process have added, not counting huge pages.
 
     Returns None if the process has ended, or if the start time differs because another process has the pid now.
     """

@@ -1,8 +1,8 @@
 """Predicts how long a loader would take with another dispatch policy or reorder window.
 
-The recorded durations of recent batches are replayed in a model of the scheduler: greedy list scheduling (R. L. Graham,
-"Bounds on multiprocessing timing anomalies", SIAM Journal on Applied Mathematics 17, 1969) or round robin, with a
-bounded window, and a training loop that takes the batches in order. Transport takes no time in the model.
+The recorded durations of recent batches are replayed in a model of the scheduler. It dispatches by greedy list
+scheduling (R. L. Graham, "Bounds on multiprocessing timing anomalies", SIAM Journal on Applied Mathematics 17, 1969) or
+round robin, with a bounded window. The training loop takes the batches in order. Transport takes no time.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Scheduler(NamedTuple):
     """The settings of the model.
 
     Attributes:
-        workers: number of workers, 1 or more.
-        outstanding: maximum number of outstanding batches: prefetch_factor x workers.
-        window: maximum number of batches that are outstanding or in the reorder buffer.
-        shared: whether the first free worker takes the next batch; otherwise batch i goes to worker i modulo
+        workers: Number of workers, 1 or more.
+        outstanding: Maximum number of outstanding batches: prefetch_factor x workers.
+        window: Maximum number of batches that are outstanding or in the reorder buffer.
+        shared: Whether the first free worker takes the next batch; otherwise batch i goes to worker i modulo
             ``workers``.
     """
 
@@ -40,9 +40,9 @@ def makespan(durations: Sequence[float], scheduler: Scheduler, step: float) -> f
     """Returns the seconds from the first submission until the loop takes the last batch.
 
     Args:
-        durations: seconds of work on each batch, in order.
-        scheduler: the settings.
-        step: seconds between two calls of ``next``, during which the main process submits nothing.
+        durations: Seconds of work on each batch, in order.
+        scheduler: The settings.
+        step: Seconds between two calls of ``next``, during which the main process submits nothing.
 
     Example:
         >>> makespan([3.0, 1.0, 1.0, 1.0], Scheduler(workers=2, outstanding=4, window=4, shared=True), 0.0)
@@ -99,8 +99,7 @@ class _Model:
 class Prediction(NamedTuple):
     """A reorder window for the shared queue, and the predicted gain.
 
-    ``window`` is None if the current window is to be kept. ``gain`` is the predicted speed as a multiple of the current
-    speed.
+    ``window`` is None to keep the current window. ``gain`` is the predicted speed as a multiple of the current speed.
     """
 
     window: int | None
@@ -108,16 +107,16 @@ class Prediction(NamedTuple):
 
 
 def predict(durations: Sequence[float], now: Scheduler, step: float, lower_bound: float = 0.0) -> Prediction | None:
-    """Returns the smallest reorder window with which the shared queue is nearly as fast as with the best one.
+    """Returns the smallest reorder window with which the shared queue is nearly as fast as with the best window.
 
     Only the current window and larger ones are tried.
 
     Args:
-        durations: seconds of work on recent batches, in order.
-        now: the current settings.
-        step: seconds between two calls of ``next``.
-        lower_bound: seconds that all batches together take at least, whatever the settings; for instance, their
-            processor time divided by the number of cores.
+        durations: Seconds of work on recent batches, in order.
+        now: The current settings.
+        step: Seconds between two calls of ``next``.
+        lower_bound: Minimum seconds for all batches under any settings, such as their processor time divided by the
+            number of cores.
 
     Returns:
         The window, and the gain over the current settings; None if there are too few durations.

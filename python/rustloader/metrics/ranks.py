@@ -1,4 +1,4 @@
-"""The result of ``rustloader.report_ranks()``: compares the loaders of all ranks."""
+"""The result of ``rustloader.report_ranks()``: a comparison of the loaders of all ranks."""
 
 # No `from __future__ import annotations`: field annotations must be types, not strings.
 import statistics
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from rustloader.metrics.verdict import VerdictKind
 from rustloader.system.formatting import duration
 
-# The slowest rank delays the others if its loop spends at least this share of its time in `next`, and at least this
-# many times the others' median time in `next` per batch.
+# The slowest rank delays the others if its loop spends at least this share of its time in `next`, and if its time in
+# `next` per batch is at least this many times the median of the others.
 _WAIT_SHARE, _SLOWER_FACTOR = 0.1, 1.2
 
 
 @dataclass(frozen=True)
 class RankStats:
-    """Holds the statistics of one rank's loader so far.
+    """The statistics of one rank's loader so far.
 
     Attributes:
         rank: Global rank.
@@ -55,7 +55,7 @@ class RankStats:
 
 @dataclass(frozen=True)
 class RankReport:
-    """Holds the statistics of all ranks; ``print`` shows them as a table.
+    """The statistics of all ranks, which ``print`` shows as a table.
 
     Attributes:
         ranks: One entry per rank, in order of global rank.

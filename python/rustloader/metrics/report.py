@@ -26,8 +26,8 @@ def _forget_all() -> None:
 def report(source: Any, callback: Callable[[Stats], object], every: float = 10.0) -> Iterator[None]:
     """Calls a function with a loader's statistics every ``every`` seconds, while the body of a ``with`` statement runs.
 
-    No thread is used: the callback runs in the training loop, at the start of the first ``next`` of a rustloader
-    iterator after ``every`` seconds, and once more at the end of the body. If the callback fails, that ``next`` raises
+    No thread is used: the callback runs in the training loop, when ``next`` of a rustloader iterator is called and
+    ``every`` seconds have passed. It runs once more at the end of the body. If the callback fails, that ``next`` raises
     its error, and no batch is lost. The callback's time counts as part of the training step. With ``num_workers=0``
     the callback runs only at the end.
 

@@ -1,4 +1,4 @@
-"""The main statistics as a flat dict with a few stable names."""
+"""The main statistics as a flat dict with stable names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def scalars(stats: StatsFields) -> dict[str, float]:
     """Computes the result of ``Stats.scalars()``."""
     loop = stats.next_seconds + stats.step_seconds
     waited = stats.first_seconds + stats.waited_seconds
-    figures: dict[str, float] = {
+    values: dict[str, float] = {
         "batches": stats.batches,
         "bytes": stats.bytes,
         "epochs": stats.epochs,
@@ -36,10 +36,10 @@ def scalars(stats: StatsFields) -> dict[str, float]:
     }
     if stats.cache is not None:
         lookups = stats.cache.hits + stats.cache.misses
-        figures |= {
+        values |= {
             "cache_hits": stats.cache.hits,
             "cache_misses": stats.cache.misses,
             "cache_hit_share": stats.cache.hits / lookups if lookups else 0.0,
             "cache_bytes": stats.cache.samples_bytes,
         }
-    return {name: float(value) for name, value in figures.items()}
+    return {name: float(value) for name, value in values.items()}

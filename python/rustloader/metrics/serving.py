@@ -17,9 +17,9 @@ _servers: set[MetricsServer] = set()
 
 
 class MetricsServer:
-    """Serves the metrics of this process until the server is closed. Created by ``rustloader.serve_metrics()``.
+    """An HTTP server for the metrics of this process, started by ``rustloader.serve_metrics()``.
 
-    The server is also a context manager that closes it at the end of the body.
+    Used as a context manager, it closes at the end of the body.
 
     Attributes:
         port: The port on which the server listens.
@@ -94,7 +94,7 @@ def serve_metrics(port: int, address: str = "127.0.0.1") -> MetricsServer:
     """Serves the metrics of all loaders in this process over HTTP, for Prometheus and compatible systems.
 
     This needs prometheus_client: ``pip install 'rustloader[metrics]'``. A thread answers ``/metrics`` from the
-    counters that ``rustloader.stats()`` reads; no others are kept. Loaders are identified by their names
+    counters that ``rustloader.stats()`` reads; there are no separate counters. Loaders are identified by their names
     (``name=``). A loader's counts are kept after the program drops it, so counters never decrease. The page on metrics
     lists all metrics.
 
@@ -102,7 +102,7 @@ def serve_metrics(port: int, address: str = "127.0.0.1") -> MetricsServer:
     ``port=9400``, local rank 3 has port 9403. Forked children, including workers, do not serve.
 
     The server has no authentication and no encryption. By default, only programs on this machine can connect. With any
-    other ``address``, everyone who can reach it sees the names of loaders, their source files and their rates.
+    other ``address``, anyone who can reach it sees the names of loaders, their source files and their rates.
 
     Args:
         port: Port of local rank 0; 0 means a free port for each rank.
@@ -114,7 +114,7 @@ def serve_metrics(port: int, address: str = "127.0.0.1") -> MetricsServer:
     Raises:
         ImportError: prometheus_client is not installed.
         OSError: The port is in use, or the address does not belong to this machine.
-        ValueError: ``port`` is not between 0 and 65535.
+        ValueError: ``port``, or ``port`` plus the local rank, is not between 0 and 65535.
 
     Examples:
         >>> server = rustloader.serve_metrics(port=0)
@@ -140,9 +140,9 @@ def serve_metrics(port: int, address: str = "127.0.0.1") -> MetricsServer:
     try:
         return MetricsServer(own_port, address)
     except OSError as error:
-        note = f"serve_metrics() could not listen on {address}, port {own_port}, the port plus the local rank. "
+        note = f"serve_metrics() could not listen on {address}, port {own_port} (the given port plus the local rank). "
         if error.errno == errno.EADDRINUSE and any(server.port == own_port for server in [*_servers]):
-            note += "A server of this process listens there and serves all its loaders; close() it first"
+            note += "A server of this process already listens there and serves all its loaders; close() it first"
         else:
             note += "If the processes on this machine have no LOCAL_RANK, give each a different port, or port=0"
         error.add_note(note)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # `_core` exists only on Linux
 # No `from __future__ import annotations`: field annotations must be types, not strings.
 @dataclass(frozen=True, repr=False)
 class Stats(StatsFields):
-    """Holds the statistics of a loader or an iterator so far, as returned by ``rustloader.stats()``.
+    """The statistics of a loader or an iterator so far, as returned by ``rustloader.stats()``.
 
     ``print(stats)`` shows text, a notebook shows tables. Times are in seconds of the monotonic clock. The training loop
     takes ``next_seconds + step_seconds``. Neither includes the time between two epochs.
@@ -59,7 +59,7 @@ class Stats(StatsFields):
             ``rustloader.cache``.
         cache_estimate: The estimated size of a cache of all samples; None if there is a cache, or if the size
             is unknown.
-        core_users: What used the processor cores while the workers of the latest iterator ran; None if unknown.
+        core_users: Use of the processor cores while the workers of the latest iterator ran; None if unknown.
         fallbacks: Iterators that ran on torch's own loop. No other field includes their work.
         note: The reason why the engine has no statistics, with the remedy; empty if it has some.
 
@@ -90,8 +90,8 @@ class Stats(StatsFields):
 
         Args:
             flat: False (the default) returns nested dicts and lists. True returns only the numbers, as floats, with
-                names such as ``waited_seconds`` and ``workers_0_fetch_seconds``, and leaves out ``recent_seconds`` and
-                the lists in ``faults``.
+                names such as ``waited_seconds`` and ``workers_0_fetch_seconds``, and omits ``recent_seconds`` and the
+                lists in ``faults``.
 
         Returns:
             The statistics by name.
@@ -120,8 +120,8 @@ class Stats(StatsFields):
 
         Examples:
             >>> stats = rustloader.Stats(batches=4, next_seconds=1.0, waited_seconds=1.0, step_seconds=3.0)
-            >>> figures = stats.scalars()
-            >>> figures["batches"], figures["wait_share"], figures["batches_per_second"]
+            >>> scalars = stats.scalars()
+            >>> scalars["batches"], scalars["wait_share"], scalars["batches_per_second"]
             (4.0, 0.25, 1.0)
         """
         return scalars(self)

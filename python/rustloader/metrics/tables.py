@@ -18,7 +18,7 @@ _MAX_LISTED, _MAX_WORKERS = 3, 16
 def headline(stats: StatsFields) -> str:
     """Returns a one-line summary."""
     if stats.note:
-        return f"no figures: {stats.note}"
+        return f"no statistics: {stats.note}"
     bytes_ = f" ({size(stats.bytes)})" if stats.bytes else ""
     epochs, workers = count_of(stats.epochs, "epoch"), count_of(stats.num_workers, "worker")
     auto = " (auto)" if stats.scheduling is not None and stats.scheduling.auto_workers is not None else ""
@@ -74,8 +74,8 @@ def _arena_text(stats: StatsFields) -> str:
     return ", ".join(texts + ([count_of(arena.blocks, "block")] if arena.blocks else []))
 
 
-def _other_figures(stats: StatsFields) -> Iterator[tuple[str, str]]:
-    """Yields the remaining nonzero statistics, each as a name and a text, without the times of loop and workers."""
+def _other_stats(stats: StatsFields) -> Iterator[tuple[str, str]]:
+    """Yields the nonzero statistics other than the times of the loop and the workers, each as a name and a text."""
     for task in stats.slowest[:_MAX_LISTED]:
         yield "slow batch", f"{duration(task.seconds)} on worker {task.worker}: {short_index(task.index)}"
     for task in stats.blocking[:_MAX_LISTED]:
@@ -113,14 +113,14 @@ def _other_figures(stats: StatsFields) -> Iterator[tuple[str, str]]:
         sample = "a sample" if failure.index is None else f"sample {failure.index}"
         yield failure.action, f"{sample}: {(failure.error_text.splitlines() or [''])[0]}"
     for fallback in stats.fallbacks:
-        where = "" if stats.note else ", not in these figures"
+        where = "" if stats.note else ", not in these statistics"
         yield "torch's loop", f"{count_of(fallback.count, 'iterator')}{where}: {fallback.reason}"
     if stats.note and stats.batches:
         yield "torch's loop", f"{count_of(stats.batches, 'batch')} so far"
 
 
 def lines(stats: StatsFields) -> Iterator[str]:
-    """Yields the lines of the printed form, which leaves out zeros."""
+    """Yields the lines of the printed form, which omits zeros."""
 
     def line(name: str, text: str) -> str:
         return f"  {name:14}{text}"
@@ -137,12 +137,12 @@ def lines(stats: StatsFields) -> Iterator[str]:
             yield line(f"worker {worker.id}", text)
         if len(stats.workers) > _MAX_WORKERS:
             yield line("...", f"{count_of(len(stats.workers) - _MAX_WORKERS, 'more worker')}")
-    for name, text in _other_figures(stats):
+    for name, text in _other_stats(stats):
         yield line(name, text)
 
 
 def html(stats: StatsFields, verdict: Verdict) -> str:
-    """Returns HTML tables for a notebook. They set no colours, so they suit light and dark themes."""
+    """Returns HTML tables for a notebook. They set no colors, so they suit light and dark themes."""
     parts = [f"<p><b>{escape(headline(stats))}</b>"]
     if not stats.note:
         parts.append(f"<br>{escape(verdict.sentence)}<br><small>{escape(verdict.reason)}</small>")
@@ -153,7 +153,7 @@ def html(stats: StatsFields, verdict: Verdict) -> str:
         parts.append(_table(("loop", "time", "share", ""), rows))
     if not stats.note and stats.workers:
         parts.append(_worker_table(stats))
-    if others := list(_other_figures(stats)):
+    if others := list(_other_stats(stats)):
         parts.append(_table((), others))
     return f"<div>{''.join(parts)}</div>"
 

@@ -11,7 +11,7 @@ from rustloader.system.weak_table import WeakTable
 # No `from __future__ import annotations`: field annotations must be types, not strings.
 @dataclass(frozen=True)
 class TransferStats:
-    """Counts the copies that ``prefetch_to_device`` made of the delivered batches.
+    """The copies that ``prefetch_to_device`` made of the delivered batches.
 
     Times are measured on the device, with events. They are 0 on a device without streams.
 
@@ -53,19 +53,19 @@ class Transfers:
     """The copies of a loader's batches to a device.
 
     Attributes:
-        figures: The counts. The object is replaced at each change, because other threads may read it at any time.
+        stats: The counts. The object is replaced at each change, because other threads may read it at any time.
     """
 
     def __init__(self) -> None:
-        self.figures = TransferStats()
+        self.stats = TransferStats()
         # Two prefetchers of a loader may run in two threads. Reentrant, because a signal handler may run a prefetcher.
         self._lock = threading.RLock()
 
     def note_copy(self, nbytes: int, seconds: float, waited: float) -> None:
         """Counts the finished copy of a batch."""
         with self._lock:
-            now = self.figures
-            self.figures = replace(
+            now = self.stats
+            self.stats = replace(
                 now,
                 batches=now.batches + 1,
                 bytes=now.bytes + nbytes,
@@ -77,14 +77,14 @@ class Transfers:
     def note_host(self) -> None:
         """Records that batches stay on the CPU, unless a batch has already been copied."""
         with self._lock:
-            if not self.figures.batches:
-                self.figures = replace(self.figures, note=_NO_COPIES)
+            if not self.stats.batches:
+                self.stats = replace(self.stats, note=_NO_COPIES)
 
     def note_pageable(self, why: str) -> bool:
-        """Records why batches are not pinned. Returns True if the reason differs from the last one."""
+        """Records why batches are not pinned. Returns True if the reason differs from the previous one."""
         with self._lock:
-            is_new = self.figures.pageable != why
-            self.figures = replace(self.figures, pageable=why)
+            is_new = self.stats.pageable != why
+            self.stats = replace(self.stats, pageable=why)
             return is_new
 
 
@@ -105,7 +105,7 @@ def limit_texts(transfers: TransferStats, loop: float) -> tuple[str, str]:
     each, per_second = transfers.seconds / transfers.batches, transfers.bytes / transfers.seconds
     reason = f"the program's stream waits for copies for {transfers.waited_seconds / loop:.0%} of the loop's time; "
     reason += f"a batch of {size(round(transfers.bytes / transfers.batches))} takes {duration(each)} to copy, "
-    reason += f"{size(round(per_second))} per second"
+    reason += f"at {size(round(per_second))} per second"
     if transfers.pageable:
         return f"The copy to the device is the bottleneck: {transfers.pageable}.", reason
     sentence = "The copy to the device is the bottleneck: send fewer bytes, such as uint8 images that the device "

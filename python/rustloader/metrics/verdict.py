@@ -31,16 +31,16 @@ VerdictKind = Literal[
 
 # Minimum number of batches for a verdict. The first batches come from workers that have just started.
 _MIN_BATCHES = 20
-# Share of the loop's time spent waiting above which the loader is the bottleneck.
+# The loader is the bottleneck if the loop spends more than this share of its time waiting.
 _WAIT_SHARE = 0.1
-# Thresholds of the share of time for which workers are busy. Below the first, workers may not be the bottleneck; below
+# Thresholds for the share of time for which workers are busy. Below the first, workers may not be the bottleneck; below
 # the second, they are not.
 _BUSY_SHARE, _HARDLY_BUSY_SHARE = 0.7, 0.3
 # Maximum number of batches or attributes that a sentence names.
 _MAX_NAMED = 3
 # Size of a batch in bytes below which the latency of a network matters rather than its bandwidth.
 _SMALL_BATCH = 1 << 17
-# Used as the number of cores of other machines, which is unknown, so that it sets no limit.
+# Stands for the unknown number of cores on other machines, so that it sets no limit.
 _UNKNOWN_CORES = 1 << 30
 # A loop has a training step if it spends at least this many seconds per batch, and at least this share of its time,
 # outside `next`.
@@ -50,7 +50,7 @@ _MAIN_SHARE = 0.5
 # Assumed rate at which a worker reads and gathers samples from a cache, in bytes per second, and the minimum predicted
 # gain for advice on a cache.
 _CACHE_RATE, _CACHE_GAIN = 1e9, 1.5
-# Limits of the advised number of workers that wait for storage: per core, and as a multiple of the current number.
+# Limits on the recommended number of workers that wait for storage: per core, and as a multiple of the current number.
 _MAX_PER_CORE, _MAX_STEP_UP = 4, 4
 
 _OWN_WORK_TEXT = (
@@ -64,7 +64,7 @@ _AUTO_TEXT = 'num_workers="auto" decides at the next iter() whether to add worke
 
 @dataclass(frozen=True, repr=False)
 class Verdict:
-    """Names the bottleneck of a loader and the remedy.
+    """The bottleneck of a loader, and the remedy.
 
     Attributes:
         kind: The bottleneck: "step" (the training step), "workers" (too few of them), "dataset" (its own work, which
@@ -167,7 +167,9 @@ def _sharing_advice(stats: StatsFields) -> str:
         f"{large.path} ({described_attribute(large)})" for large in stats.large_attributes[:_MAX_NAMED]
     )
     first = stats.large_attributes[0].path
-    text = f"Workers have up to {size(largest)} of private memory each, with copies of the Python objects of {named}"
+    text = (
+        f"Workers have up to {size(largest)} of private memory each, including copies of the Python objects of {named}"
+    )
     return f"{text}: set {first} = rustloader.share({first}) before creating the loader."
 
 
@@ -204,7 +206,7 @@ def _judge(stats: StatsFields, more_do_not_help: bool) -> Verdict:
 def _main(stats: StatsFields, times: str) -> Verdict:
     sampler = stats.sampler_seconds / stats.batches
     opening = (stats.own_seconds - stats.sampler_seconds) / stats.batches
-    reason = f"{times}; of next() {duration(sampler)} in the sampler, {duration(opening)} opening the batch"
+    reason = f"{times}; within next(), {duration(sampler)} in the sampler and {duration(opening)} opening the batch"
     if sampler > opening:
         what = "the sampler takes longer than the training step. Use a faster sampler"
     elif stats.copies.pickled > stats.batches / 2:
@@ -232,7 +234,7 @@ def _waiting(stats: StatsFields, loop: float, more_do_not_help: bool) -> Verdict
     tasks = sum(worker.tasks for worker in stats.workers)
     busy = sum(worker.busy_seconds for worker in stats.workers)
     if not tasks:
-        sentence = "No verdict: there are no figures of the workers. Ask again after more batches."
+        sentence = "No verdict: there are no statistics from the workers yet. Ask again after more batches."
         return Verdict("unknown", sentence, _waiting_text(stats, loop))
     per_task, count = busy / tasks, _worker_count(stats)
     pinning = stats.pinning
@@ -244,7 +246,7 @@ def _waiting(stats: StatsFields, loop: float, more_do_not_help: bool) -> Verdict
             )
             reason += f"worker {duration(per_task)}, with {count_of(count, 'worker')}"
             sentence = "Pinning is the bottleneck: use smaller batches, or plain ones (tensors in dicts, lists or "
-            sentence += "tuples), or leave out pin_memory where it gains nothing."
+            sentence += "tuples), or turn off pin_memory where it gains nothing."
             return Verdict("pinning", sentence, reason)
     busy_share = min(1.0, busy / (count * loop))
     if busy_share < _BUSY_SHARE and stats.blocked_seconds > stats.waited_seconds / 2:
@@ -257,9 +259,7 @@ def _waiting(stats: StatsFields, loop: float, more_do_not_help: bool) -> Verdict
     if _is_remote(stats) and busy_share < _BUSY_SHARE:
         return _network(stats, loop, busy_share, per_task)
     if busy_share < _HARDLY_BUSY_SHARE:
-        reason = (
-            f"{_waiting_text(stats, loop)}, although the workers are at work for only {busy_share:.0%} of the time; "
-        )
+        reason = f"{_waiting_text(stats, loop)}, although the workers are busy for only {busy_share:.0%} of the time; "
         reason += f"a worker takes {duration(per_task)} per batch"
         sentence = "Inter-process transport is the bottleneck; use fewer, larger batches."
         return Verdict("transport", sentence, reason)
@@ -273,12 +273,12 @@ def _network(stats: StatsFields, loop: float, busy_share: float, per_task: float
     rate, not_waiting = _worker_count(stats) / per_task, loop - stats.waited_seconds
     wanted = min(rate, stats.batches / not_waiting) if _has_step(stats, loop) else rate
     rates = f"{stats.bytes / loop / 1e6:.3g} of {wanted * size / 1e6:.3g} MB/s"
-    reason = f"{_waiting_text(stats, loop)}, and the workers are at work for {busy_share:.0%} of the time; a batch has "
-    reason += f"{size / 1e6:.3g} MB, and takes a worker {duration(per_task)}"
+    reason = f"{_waiting_text(stats, loop)}, and the workers are busy for {busy_share:.0%} of the time; a batch is "
+    reason += f"{size / 1e6:.3g} MB and takes a worker {duration(per_task)}"
     if size < _SMALL_BATCH:
-        remedy = "Its latency matters, because batches are small: use larger ones, or a larger prefetch_factor."
+        remedy = "Its latency matters, because batches are small: use larger batches, or a larger prefetch_factor."
     else:
-        remedy = "Send fewer bytes (uint8 in place of float32, converted on the GPU), or use workers of this machine."
+        remedy = "Send fewer bytes (uint8 instead of float32, converted on the GPU), or use workers on this machine."
     return Verdict("network", f"The network is the bottleneck: {rates}. {remedy}", reason)
 
 
@@ -300,8 +300,8 @@ def _workers(stats: StatsFields, loop: float, per_task: float, more_do_not_help:
     if shares is None:
         reason += "whether the workers wait for storage is unknown"
     else:
-        reason += f"of their time in the dataset the workers compute for {shares.cpu:.0%}, "
-        reason += f"wait for a core for {shares.queued:.0%} and for something else for {shares.waiting:.0%}"
+        reason += f"in the dataset, the workers compute for {shares.cpu:.0%} of the time, wait for a core for "
+        reason += f"{shares.queued:.0%} and for something else for {shares.waiting:.0%}"
     needed = None if pace is None else max(math.ceil(round(per_task / pace, 3)), count + 1)
     if pack > _MAIN_SHARE * per_task:
         sentence = "Inter-process transport is the bottleneck: packing takes the workers most of their time. Let "
@@ -406,10 +406,10 @@ def _computing(
     if _is_auto(stats) and count < cores:
         sentence += f" {_AUTO_TEXT}"
     elif more_do_not_help:
-        sentence += " More workers were measured, and do not help."
+        sentence += " A measurement showed that more workers do not help."
     elif number is not None:
         sentence += f" Use num_workers={number}"
-        sentence += "." if number == needed else f": that uses all {cores} cores, and is not enough for this step."
+        sentence += "." if number == needed else f": that uses all {cores} cores and is still not enough for this step."
     elif count >= cores:
         sentence += f" More workers do not help: there {'is' if cores == 1 else 'are'} {count_of(cores, 'core')}."
     else:
@@ -424,7 +424,7 @@ def _head_of_line(stats: StatsFields, loop: float, busy_share: float, per_task: 
     reason = (
         f"{_waiting_text(stats, loop)}, {stats.blocked_seconds / stats.waited_seconds:.0%} of it while later batches "
     )
-    reason += f"were ready; the workers are at work for {busy_share:.0%} of the time"
+    reason += f"were ready; the workers are busy for {busy_share:.0%} of the time"
     prediction = advice.shared_queue(stats, _worker_count(stats))
     remedies = ["in_order=False"]
     if prediction is not None:

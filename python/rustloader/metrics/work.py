@@ -28,7 +28,8 @@ class Shares(NamedTuple):
 def dataset_shares(stats: StatsFields) -> Shares | None:
     """Returns the shares of the workers' time in the dataset; None if they are unknown.
 
-    The time for which a fetch waits for a core is not measured. Its share is assumed to be the same as in all work.
+    The time for which fetches wait for a core is not measured. Its share of the fetch time is assumed to equal its
+    share of all busy time.
     """
     queued = queued_share(stats)
     measured = sum(worker.fetch_measured_seconds for worker in stats.workers)
@@ -39,11 +40,11 @@ def dataset_shares(stats: StatsFields) -> Shares | None:
 
 
 def queued_share(stats: StatsFields) -> float | None:
-    """Returns the time spent waiting for a core as a share of the time at work; None if unknown."""
+    """Returns the time spent waiting for a core as a share of the busy time; None if unknown."""
     known = [worker for worker in stats.workers if worker.queued_seconds is not None]
     busy = sum(worker.busy_seconds - worker.unmeasured_seconds for worker in known)
-    # The sum includes the waits at the starts of later epochs and after wake-ups. It is better too high than too low,
-    # because the missing part would look like waiting for storage.
+    # The sum includes the waits at the starts of later epochs and after wake-ups. Too high is better than too low,
+    # because a missing part would look like waiting for storage.
     return sum(worker.queued_seconds or 0.0 for worker in known) / busy if busy > 0 else None
 
 
@@ -70,7 +71,7 @@ def slow_worker(stats: StatsFields) -> tuple[WorkerStats, float] | None:
     slowest = workers[-1]
     # By chance, a normal worker may have received all of the few slow batches. Then its slowest batch takes far longer
     # than its mean.
-    typical = [task for task in stats.slowest if task.worker == slowest.id]
-    if slowest.busy_seconds / slowest.tasks < SLOW * usual or not typical:
+    slow_batches = [task for task in stats.slowest if task.worker == slowest.id]
+    if slowest.busy_seconds / slowest.tasks < SLOW * usual or not slow_batches:
         return None
-    return (slowest, usual) if typical[0].seconds < SLOW * 2 * slowest.busy_seconds / slowest.tasks else None
+    return (slowest, usual) if slow_batches[0].seconds < SLOW * 2 * slowest.busy_seconds / slowest.tasks else None

@@ -12,7 +12,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 _INPUT_ATTRIBUTES = {"dataset", "sampler", "batch_sampler"}
 
 
-def loader_in(source: Any, has_figures: Callable[[Any], bool]) -> Any:
+def loader_in(source: Any, has_stats: Callable[[Any], bool]) -> Any:
     """Returns the loader that ``source`` wraps, or ``source`` itself.
 
     A wrapper is an iterable that has exactly one loader among its attributes, and no statistics of its own. Wrappers
@@ -20,11 +20,11 @@ def loader_in(source: Any, has_figures: Callable[[Any], bool]) -> Any:
     prefetcher (``loader``).
     """
     seen = {id(source)}
-    while not has_figures(source) and _is_iterable(source):
+    while not has_stats(source) and _is_iterable(source):
         inner = {
             id(it): it
             for name, it in vars(source).items()
-            if name not in _INPUT_ATTRIBUTES and _is_loader(it, has_figures)
+            if name not in _INPUT_ATTRIBUTES and _is_loader(it, has_stats)
         }
         if len(inner) != 1 or seen & inner.keys():
             break
@@ -38,6 +38,6 @@ def _is_iterable(value: Any) -> bool:
     return has_attributes and not isinstance(value, (type, _BaseDataLoaderIter))
 
 
-def _is_loader(value: Any, has_figures: Callable[[Any], bool]) -> bool:
+def _is_loader(value: Any, has_stats: Callable[[Any], bool]) -> bool:
     # fastai's loaders are not subclasses of torch.utils.data.DataLoader, but they have statistics.
-    return isinstance(value, DataLoader) or (has_figures(value) and not isinstance(value, _BaseDataLoaderIter))
+    return isinstance(value, DataLoader) or (has_stats(value) and not isinstance(value, _BaseDataLoaderIter))

@@ -85,7 +85,7 @@ def _installed(loader: LoaderLike) -> dict[str, Any]:
         if own in option.unset:
             values[name] = option.effective(value)
     if not isinstance(loader, DataLoader):
-        values.pop("persistent_workers", None)  # loaders of other classes make a new iterator for each epoch
+        values.pop("persistent_workers", None)  # loaders of other classes create a new iterator for each epoch
     return values
 
 
@@ -106,8 +106,8 @@ def view(loader: LoaderLike, **values: Any) -> Any:
 
 
 def view_for_torch(loader: LoaderLike, config: LoaderConfig) -> Any:
-    """Returns the view of a loader that torch's code gets: with the options of ``install()``, and with the number of
-    workers in ``config``. Returns the loader itself if nothing is replaced."""
+    """Returns the view of a loader for torch's code, with the options of ``install()`` and the number of workers in
+    ``config``. Returns the loader itself if nothing is replaced."""
     installed = _installed(loader)
     values = {name: installed[name] for name in installed if not options.option_of(name).keyword}
     if config.num_workers != loader.num_workers:
@@ -121,8 +121,8 @@ def original(loader: LoaderLike) -> Any:
 
 
 def keep_iterator(loader: LoaderLike, config: LoaderConfig, iterator: IteratorLike) -> None:
-    """Makes a loader keep its iterator if its workers are persistent only because of an option of ``install()``. For
-    this, sets the two attributes that torch's ``__iter__`` reads."""
+    """Makes a loader keep its iterator if its workers are persistent only because of an option of ``install()``. Sets
+    the two attributes that torch's ``__iter__`` reads for this purpose."""
     if config.persistent_workers and not loader.persistent_workers:
-        object.__setattr__(loader, "persistent_workers", True)  # torch's class does not allow an assignment
+        object.__setattr__(loader, "persistent_workers", True)  # torch's class rejects an assignment
         setattr(loader, "_iterator", iterator)  # noqa: B010, the protocol declares it as read-only

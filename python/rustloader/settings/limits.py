@@ -17,24 +17,24 @@ TORCH_VERSIONS = ((2, 6), (2, 15))
 
 # At shutdown: seconds from SIGTERM to SIGKILL. A worker that has not installed a handler for SIGTERM ends at once.
 KILL_AFTER = 0.5
-# At the interpreter's exit: seconds that workers have to exit before SIGTERM, and seconds from SIGTERM to SIGKILL.
+# At the interpreter's exit: seconds that workers get to exit before SIGTERM, and seconds from SIGTERM to SIGKILL.
 EXIT_GRACE = 0.5
 EXIT_KILL_AFTER = 0.2
 # Seconds to wait for a process after SIGKILL. Only a process in uninterruptible sleep lives longer.
 KILLED_AFTER = 5.0
 # Seconds until a Ctrl-C that a destructor has caught is raised again. By then, the object must have been destroyed.
 INTERRUPT_AFTER = 0.02
-# Seconds to wait until the fork server has reported how a worker ended, or until the fork server itself has ended.
+# Seconds to wait for the fork server to report how a worker ended, or to end itself.
 STATUS_AFTER = 1.0
 # Seconds after which a spawned worker stops waiting for its turn to import torch. Without this limit, workers could
 # deadlock: the program's main module may wait for other workers when it is imported during a worker's turn.
 GATE_SECONDS = 10.0
-# CPU time that each worker may spend per epoch on snapshots of its dataset's state: a fixed number of seconds, so that
-# a small state is captured after every batch from the start, plus a share of the time since the epoch started, so that
-# a large state lowers the batch rate by no more than this share.
+# CPU time that each worker may spend per epoch on snapshots of its dataset's state: a fixed number of seconds, plus a
+# share of the time since the epoch started. The former allows a snapshot of a small state after every batch from the
+# start. The latter is the maximum share by which a large state lowers the batch rate.
 SNAPSHOT_ALLOWANCE = 0.02
 SNAPSHOT_SHARE = 0.005
-# If the state of an iterable dataset has not changed after this number of a worker's batches, this is reported.
+# Number of a worker's batches after which it is reported that the state of an iterable dataset has not changed.
 FROZEN_AFTER = 64
 # Seconds until the restart of a worker that has died twice without making a batch in between. Each further death in a
 # row doubles the time, up to the maximum.
@@ -44,7 +44,7 @@ MAX_BACK_OFF = 5.0
 POISON_AFTER = 3
 # Maximum number of deaths that an error lists.
 DEATHS_SHOWN = 20
-# Maximum number of characters with which errors and warnings show an index batch.
+# Maximum number of characters of an index batch that errors and warnings show.
 INDEX_SHOWN = 200
 
 
@@ -63,7 +63,7 @@ class Seconds(NamedTuple):
             value = -1.0
         if not value >= 0:
             raise ValueError(
-                f"{self.name} must be a number of seconds, 0 or more, got {text!r}; set it to one, or unset it"
+                f"{self.name} must be a number of seconds, 0 or more, got {text!r}; correct it, or unset it"
             )
         return value
 
@@ -78,7 +78,7 @@ class Switch(NamedTuple):
         """Returns the variable's current value. Raises ValueError if it is neither 1 nor 0 nor a synonym of these."""
         text = os.environ.get(self.name, "").strip().lower()
         if text and text not in YES + NO:
-            raise ValueError(f"{self.name} must be 1 or 0, got {text!r}; set it to one of them, or unset it")
+            raise ValueError(f"{self.name} must be 1 or 0, got {text!r}; correct it, or unset it")
         return text in YES if text else self.default
 
 
@@ -86,7 +86,7 @@ class Switch(NamedTuple):
 STALL_START = Seconds("RUSTLOADER_STALL_START_SECONDS", 30.0)
 # Seconds of work on one batch after which a worker causes a stall warning; 0 for no warning.
 STALL_ITEM = Seconds("RUSTLOADER_STALL_ITEM_SECONDS", 120.0)
-# Seconds to wait for the stack of the stalled worker; 0 to omit the stack.
+# Seconds to wait for the stack of a stalled worker; 0 to omit the stack.
 STALL_STACK = Seconds("RUSTLOADER_STALL_STACK_SECONDS", 1.0)
 # If the program handles SIGTERM: seconds after which a worker dies of a SIGTERM that no other worker has received.
 SIGTERM = Seconds("RUSTLOADER_SIGTERM_SECONDS", 0.5)
@@ -100,11 +100,11 @@ REMOTE_START = Seconds("RUSTLOADER_REMOTE_START_SECONDS", 120.0)
 SECONDS = (STALL_START, STALL_ITEM, STALL_STACK, SIGTERM, REMOTE_START)
 # Seconds between two checks of workers that are starting or ending on other machines.
 REMOTE_CHECK = 0.05
-# Seconds that workers on other machines have to exit. After that, a worker ends at once, even in the middle of a
+# Seconds that workers on other machines get to exit. After that, a worker ends at once, even in the middle of a
 # sample. REMOTE_KILL_AFTER seconds later, the connections are closed and the actors are killed.
 REMOTE_GRACE = 0.8
 REMOTE_KILL_AFTER = 0.2
-# Seconds that a worker on another machine has for sending its last results.
+# Seconds that a worker on another machine gets to send its last results.
 REMOTE_FINISH = 5.0
 
 
@@ -126,7 +126,7 @@ INSTALL = "RUSTLOADER_INSTALL"
 
 
 def parse_install(setting: str) -> dict[str, Any] | None:
-    """Returns the options of ``install()`` that a value of ``RUSTLOADER_INSTALL`` sets, by name: none of them for "1",
+    """Returns the options of ``install()`` that a value of ``RUSTLOADER_INSTALL`` sets, by name; an empty dict for "1",
     which installs the engine without options. Returns None if the value installs nothing.
 
     Raises:

@@ -1,8 +1,9 @@
 """The state that rustloader keeps for a loader from one iterator to the next.
 
 Copies and pickles of a loader must include three parts of this state, so they are attributes of the loader: the options
-that its constructor was given, the epochs with ``seed_by``, and the number of workers that "auto" has set. All other
-parts are in a `LoaderState`, which a weak table holds, so that the loader has no further attributes that torch's lacks.
+that its constructor was given, the base seed and epoch count of ``seed_by``, and the number of workers that "auto" has
+set. All other
+parts are in a `LoaderState` in a weak table, so that the loader has no further attributes that torch's lacks.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from rustloader._core import WarmPages
 
 # The names of the options that the constructor was given. Without this list, an attribute or method of a subclass could
-# be taken for an option of the same name.
+# be mistaken for an option of the same name.
 GIVEN = "_rustloader_options"
 # The base seed of the first epoch, and the number of epochs that have started. Only loaders with `seed_by` have this.
 EPOCHS = "_rustloader_epochs"
@@ -31,7 +32,7 @@ class LoaderState:
     def __init__(self) -> None:
         # The `rustloader.auto.tuner.Tuner` of a loader with num_workers="auto".
         self.tuner: Any = None
-        # The file and line that made the loader; None if its constructor has not recorded them.
+        # The file and line that created the loader; None if its constructor has not recorded them.
         self.origin: tuple[str, int] | None = None
         self._logged: set[str] = set()
 
@@ -66,7 +67,7 @@ def find(source: object) -> LoaderState | None:
 
 
 def share(iterator: IteratorLike, loader: LoaderLike) -> None:
-    """Makes an iterator share the state of its loader. The iterator has to hold the state itself, because it keeps no
+    """Makes an iterator share the state of its loader. The iterator must hold the state itself, because it keeps no
     reference to the loader."""
     _states.keep(iterator, of(loader))
 
@@ -101,7 +102,7 @@ def forget_epochs(loader: LoaderLike) -> None:
 
 
 def has_auto(loader: LoaderLike) -> bool:
-    """Returns True if a loader was made with "auto", and the program has not set another number of workers since."""
+    """Returns True if a loader was created with "auto", and the program has not set another number of workers since."""
     return type(number := getattr(loader, AUTO, None)) is int and number == loader.num_workers
 
 

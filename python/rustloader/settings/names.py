@@ -1,4 +1,4 @@
-"""Names of loaders: the option ``name``, or the file and line that made the loader."""
+"""Names of loaders: the option ``name``, or the file and line that created the loader."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ _OWN = FOLDER + os.sep
 
 
 def note_origin(loader: LoaderLike, frame: FrameType | None) -> None:
-    """Records the file and line that make a loader, for its default name. Keeps no reference to a frame.
+    """Records the file and line that create a loader, for its default name. Keeps no reference to a frame.
 
     Args:
         loader: The loader, whose constructor is running.
         frame: The frame that called the constructor. It and its callers are skipped as long as they belong to the
             constructor of a subclass or to this package.
     """
-    while frame is not None and _makes_itself(loader, frame):
+    while frame is not None and _is_internal(loader, frame):
         frame = frame.f_back
     if frame is not None:
         loader_state.of(loader).origin = frame.f_code.co_filename, frame.f_lineno
 
 
-def _makes_itself(loader: LoaderLike, frame: FrameType) -> bool:
+def _is_internal(loader: LoaderLike, frame: FrameType) -> bool:
+    """Returns True if a frame belongs to a constructor of the loader or to this package."""
     code = frame.f_code
     # In `DataLoader[int](...)`, the module typing makes the call.
     if code.co_filename.startswith(_OWN) or code.co_filename == typing.__file__:
@@ -39,10 +40,10 @@ def _makes_itself(loader: LoaderLike, frame: FrameType) -> bool:
 
 
 def default(loader: LoaderLike) -> str:
-    """Returns the name of a loader that was not given one: the file and line that made it, as in "train.py:12".
+    """Returns the name of a loader that was not given one: the file and line that created it, as in "train.py:12".
 
-    For a copy of a loader, a loader made in a notebook's cell, and a loader whose class is torch's, it is the name of
-    the dataset's type instead.
+    For a copy of a loader, a loader created in a notebook cell, and a loader of torch's class, returns the name of the
+    dataset's type instead.
     """
     state = loader_state.find(loader)
     if state is None or state.origin is None or _is_of_cell(state.origin[0]):

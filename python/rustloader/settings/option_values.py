@@ -28,8 +28,8 @@ class Kind:
 
     Attributes:
         types: The types of valid values. True and False do not count as integers.
-        described: Describes a valid value, in errors about a value that Python code passes.
-        expected: Describes a valid string, in errors about environment variables and the command line.
+        described: The description of a valid value, in errors about a value that Python code passes.
+        expected: The description of a valid string, in errors about environment variables and the command line.
     """
 
     types: ClassVar[tuple[type, ...]]
@@ -45,7 +45,7 @@ class Kind:
         return True
 
     def read(self, text: str) -> Any:
-        """Converts a string to a value, which ``allows`` may still reject. Raises ValueError if this is impossible."""
+        """Converts a string to a value, which ``allows`` may still reject. Raises ValueError if that is impossible."""
         raise NotImplementedError
 
     def check(self, name: str, value: Any) -> None:
@@ -63,6 +63,8 @@ class Kind:
 
 
 class Bool(Kind):
+    """True or False."""
+
     types: ClassVar[tuple[type, ...]] = (bool,)
     described, expected = "True or False", "1 or 0"
 
@@ -135,7 +137,7 @@ class Policy(Choice):
 
 
 class Failures(Kind):
-    """A number of samples, or a fraction of all samples, for the samples that may fail."""
+    """A limit on the samples that may fail: a number of samples, or a fraction of all samples."""
 
     types: ClassVar[tuple[type, ...]] = (int, float)
     described = "a nonnegative integer, or a fraction of the samples between 0.0 and 1.0"
@@ -149,7 +151,7 @@ class Failures(Kind):
 
 
 class Name(Kind):
-    """A name that people can read and that is valid as a label value of metrics."""
+    """A readable name that is also valid as a label value of metrics."""
 
     types: ClassVar[tuple[type, ...]] = (str,)
     described = expected = "a name of 1 to 100 letters, digits, spaces and characters of _.:/+-"
@@ -220,7 +222,7 @@ def size_in_bytes(value: int | str) -> int:
 class Cores(Kind):
     """ "spread", or a list that has one or more cores for each worker."""
 
-    described = "'spread', or a list with one or several cores for each worker"
+    described = "'spread', or a list with one or more cores for each worker"
     expected = "spread or cores such as 0/1/2-3"
 
     def is_kind(self, value: Any) -> bool:
@@ -252,7 +254,7 @@ class Cores(Kind):
 
 
 def text_of(value: Any) -> str:
-    """Converts an option's value to a string from which the ``parse`` of its kind makes the same value."""
+    """Converts an option's value to a string that the ``parse`` of its kind converts back to this value."""
     if isinstance(value, list):
         return "/".join("+".join(map(str, cores)) for cores in value)
     return str(int(value) if isinstance(value, bool) else value)

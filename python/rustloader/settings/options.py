@@ -49,15 +49,15 @@ class Option:
         help: The option's description in the help of the command ``run``.
         unset: The values of a loader's attribute that an installed option replaces: torch's defaults. Empty if loaders
             have no such attribute.
-        kind: Checks values, and parses them from strings.
-        flag: The option's flag of the command ``run``.
+        kind: The kind of values, which checks them and parses them from strings.
+        flag: The option's flag in the command ``run``.
         metavar: The name of the flag's value in the help; empty for a flag that takes no value.
-        flag_value: The option's value that a flag without a value sets.
-        effective: Converts a value of the option to the value of the loader's attribute.
+        flag_value: The value of the option that a flag without a value sets.
+        effective: A function that converts a value of the option to the value of the loader's attribute.
         keyword: Whether the option is a keyword argument of ``rustloader.DataLoader`` that torch's class does not have.
         default: The value that applies if neither the loader nor ``install()`` sets one.
-        warns_if_lost: Whether a warning is logged if the loader runs on torch's own iterator, which ignores the option:
-            without the option, the loader would deliver different batches, or end early.
+        warns_if_lost: Whether a warning is logged if the loader runs on torch's own iterator, which ignores the option.
+            True for an option without which the loader may deliver different batches, or end early.
         needs_workers: A verb phrase that completes "there is no worker to ..." in the error for a loader without
             workers; empty if the option also works without workers.
         needs_persistent: Whether the option works only with persistent workers.
@@ -102,8 +102,8 @@ class Options:
     """
 
     in_order: bool | None = _field(
-        "False delivers batches as they are ready (default: None, the loader's own setting).",
-        "deliver batches as they are ready (in_order=False)",
+        "False delivers batches as soon as they are ready (default: None, the loader's own setting).",
+        "deliver batches as soon as they are ready (in_order=False)",
         unset=(True,),
         kind=Bool(),
         flag="--out-of-order",
@@ -137,9 +137,9 @@ class Options:
         effective=_context,
     )
     num_workers: str | None = _field(
-        '"auto" adapts the number of workers of each loader that has workers to the figures of its epochs; loaders '
-        "with ``num_workers=0`` stay without workers (default: None, the loader's own number).",
-        "adapt the number of workers to the figures of each epoch: auto",
+        '"auto" adapts the number of workers of each loader that has workers to measurements of its epochs; loaders '
+        "with ``num_workers=0`` still have no workers (default: None, the loader's own number).",
+        "adapt the number of workers to measurements of each epoch: auto",
         unset=(),
         kind=Choice("auto"),
         flag="--num-workers",
@@ -157,9 +157,9 @@ class Options:
         keyword=True,
     )
     reorder_window: int | str | None = _field(
-        'Limit of the batches that are being made or wait for an older one, or of their bytes, as in "512MiB" '
-        "(default: None, which means prefetch_factor x num_workers).",
-        'batches, or bytes such as "512MiB", that may be in the making or wait for an older one',
+        "Limit on the batches that are outstanding or wait for an earlier one: their number, or their size such as "
+        '"512MiB" (default: None, which means prefetch_factor x num_workers).',
+        'maximum number or size (such as "512MiB") of batches that are outstanding or wait for an earlier one',
         unset=(None,),
         kind=Size(),
         flag="--reorder-window",
@@ -190,9 +190,9 @@ class Options:
         default=1,
     )
     max_restarts: int | None = _field(
-        "Number of deaths of workers that an epoch survives: a dead worker is restarted, and its batches are made "
-        "again (default: None, which means 0).",
-        "deaths of workers that an epoch survives",
+        "Number of worker deaths that an epoch survives: a dead worker is restarted, and its batches are made again "
+        "(default: None, which means 0).",
+        "worker deaths that an epoch survives",
         unset=(None,),
         kind=Count(),
         flag="--max-restarts",
@@ -203,8 +203,9 @@ class Options:
         needs_workers="restart",
     )
     stall_timeout: float | None = _field(
-        "Seconds that a worker may take for a batch before it is killed and counts as dead (default: None, no limit).",
-        "seconds that a worker may take for a batch before it is killed",
+        "Seconds that a worker may take for a batch before the worker is killed and counts as dead (default: None, no "
+        "limit).",
+        "seconds that a worker may take for a batch before the worker is killed",
         unset=(None,),
         kind=Seconds(),
         flag="--stall-timeout",
@@ -214,10 +215,10 @@ class Options:
         needs_workers="kill",
     )
     on_error: str | Callable[[Any, Exception], Any] | None = _field(  # noqa: RUF009
-        'What an exception of a sample does: "raise" as in torch, "skip" leaves the sample out, "replace" takes '
-        "another one. A function gets the index and the exception, and returns a sample or raises (default: None, "
-        'which means "raise").',
-        "what an exception of a sample does: raise, skip or replace",
+        'What happens if a sample raises an exception: "raise" raises it as in torch, "skip" omits the sample, '
+        '"replace" uses another sample. A function gets the index and the exception, and returns a sample or raises '
+        '(default: None, which means "raise").',
+        "what happens if a sample raises an exception: raise, skip or replace",
         unset=(None,),
         kind=Policy("raise", "skip", "replace", signature="(index, exception)"),
         flag="--on-error",
@@ -229,7 +230,7 @@ class Options:
     max_errors: int | float | None = _field(
         "Number of samples of an epoch that may fail under ``on_error``, or the fraction of its samples as a float "
         "between 0.0 and 1.0 (default: None, no limit).",
-        "samples of an epoch that may fail, or their share",
+        "number or fraction of an epoch's samples that may fail",
         unset=(None,),
         kind=Failures(),
         flag="--max-errors",
@@ -239,7 +240,7 @@ class Options:
     )
     worker_affinity: str | Sequence[int | Collection[int]] | None = _field(
         'Cores on which each worker runs: "spread" divides the cores of this process among the workers, a list has one '
-        "or several cores for each worker (default: None, all cores of this process).",
+        "or more cores for each worker (default: None, all cores of this process).",
         "cores of the workers: spread, or the cores of each worker, as in 0/1/2-3",
         unset=(None,),
         kind=Cores(),
@@ -249,7 +250,7 @@ class Options:
     )
     name: str | None = _field(
         "Name of the loader in statistics, metrics, ``top`` and the log (default: None, which means the file and the "
-        "line that made it).",
+        "line that created it).",
         "name of the loaders in statistics, metrics and the log",
         unset=(None,),
         kind=Name(),
@@ -318,19 +319,20 @@ def check_workers(given: dict[str, Any], num_workers: int, persistent: bool) -> 
         action = option.needs_workers
         if num_workers and option.needs_persistent and value and not persistent:
             raise ValueError(
-                f"{name}={value} needs persistent workers: others end with their epoch and cannot {action}; set "
-                f"persistent_workers=True, or leave {name} out"
+                f"{name}={value} needs persistent workers: other workers end with their epoch and cannot {action}; "
+                f"set persistent_workers=True, or omit {name}"
             )
         if not num_workers and action and value:
             raise ValueError(
                 f"{name}={value} needs workers: with num_workers=0 the program's own process makes the samples, and "
-                f"there is no worker to {action}; set num_workers to 1 or more, or leave {name} out"
+                f"there is no worker to {action}; set num_workers to 1 or more, or omit {name}"
             )
 
 
 def in_force(loader: LoaderLike, name: str) -> Any:
-    """Returns the value that an option has for a loader of any class: the loader's own, or the default. Ignores
-    ``install()``. If the program has set the attribute to an invalid value, raises the same error as ``Options``.
+    """Returns the value that an option has for a loader of any class: the loader's own, or the default. Ignores the
+    options of ``install()``. If the program has set the attribute to an invalid value, raises the error that
+    ``Options`` raises.
     """
     option = option_of(name)
     value = loader_state.given(loader, name)
@@ -341,7 +343,7 @@ def in_force(loader: LoaderLike, name: str) -> Any:
 
 
 def type_of(name: str) -> Any:
-    """Returns the type annotation of an option."""
+    """Returns the type annotation of an option's field."""
     return Options.__dataclass_fields__[name].type
 
 
@@ -351,16 +353,16 @@ def with_fields(docstring: str | None, heading: str, names: Iterable[str] | None
     """
     if docstring is None:  # python -OO
         return None
-    at = re.search(r"^( *)(?:Returns|Raises):$", docstring, re.MULTILINE)
-    place = at.start() if at else len(docstring)
+    match = re.search(r"^( *)(?:Returns|Raises):$", docstring, re.MULTILINE)
+    position = match.start() if match else len(docstring)
     # Python 3.13 and later strip the indentation of docstrings.
-    indent = at[1] if at else ""
+    indent = match[1] if match else ""
     names = Options.__dataclass_fields__ if names is None else names
     entries = [f"{name}: {option_of(name).text}" for name in names]
     lines = [f"{indent}{heading}"]
     for entry in entries:
         lines += textwrap.wrap(entry, 120, initial_indent=f"{indent}    ", subsequent_indent=f"{indent}        ")
-    return docstring[:place] + ("" if at else "\n\n") + "\n".join([*lines, "", docstring[place:]])
+    return docstring[:position] + ("" if match else "\n\n") + "\n".join([*lines, "", docstring[position:]])
 
 
 Options.__doc__ = with_fields(Options.__doc__, "Attributes:")

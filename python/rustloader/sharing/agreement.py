@@ -11,14 +11,14 @@ import torch
 
 from rustloader.sharing.sequences import SharedDict, SharedList, SharedTuple
 
-# Number of items that are compared, and maximum length of an item's repr in an error message.
+# Maximum number of items that are compared, and maximum length of an item's repr in an error message.
 _ITEMS_COMPARED = 16
 _MAX_ITEM_TEXT = 60
 _COMPARABLE_TYPES = (str, bytes, int)
 
 
 def _outline(x: Any) -> tuple[Any, ...] | None:
-    """Returns the properties that two equal objects have in common, or None for an object of another type."""
+    """Returns properties that are the same for equal objects; None if objects of this type are not compared."""
     if isinstance(x, np.ndarray):
         return "an array", str(x.dtype), x.shape
     if isinstance(x, torch.Tensor):
@@ -29,19 +29,19 @@ def _outline(x: Any) -> tuple[Any, ...] | None:
     return None
 
 
-def _sample_places(length: int) -> Iterable[int]:
-    return sorted({place * (length - 1) // (_ITEMS_COMPARED - 1) for place in range(_ITEMS_COMPARED)}) if length else ()
+def _sample_positions(length: int) -> Iterable[int]:
+    return sorted({i * (length - 1) // (_ITEMS_COMPARED - 1) for i in range(_ITEMS_COMPARED)}) if length else ()
 
 
 def _items(x: Any) -> Iterable[Any]:
-    """Returns some items of an object, always in the same order for equal objects."""
+    """Returns some items of an object; equal objects yield the same items in the same order."""
     if isinstance(x, (np.ndarray, torch.Tensor)):
         count = int(np.prod(x.shape))
-        places = (np.unravel_index(place, x.shape) for place in _sample_places(count))
-        return [np.asarray(x[tuple(map(int, place))].item() if x.shape else x.item()).tobytes() for place in places]
+        indices = (np.unravel_index(i, x.shape) for i in _sample_positions(count))
+        return [np.asarray(x[tuple(map(int, index))].item() if x.shape else x.item()).tobytes() for index in indices]
     if isinstance(x, (dict, SharedDict)):
         return list(islice(x, _ITEMS_COMPARED))
-    return [x[place] for place in _sample_places(len(x))]
+    return [x[i] for i in _sample_positions(len(x))]
 
 
 class Disagreement(ValueError):
@@ -49,7 +49,7 @@ class Disagreement(ValueError):
 
 
 def check(key: str, own: Any, shared: Any) -> None:
-    """Compares this rank's object with the object that another rank has shared, as far as the comparison is cheap.
+    """Compares this rank's object with the object that another rank has shared. Checks only what is cheap to check.
 
     Raises:
         Disagreement: The objects differ.
@@ -67,8 +67,8 @@ def check(key: str, own: Any, shared: Any) -> None:
     if difference is not None:
         mine, other = (f"{part!r:.{_MAX_ITEM_TEXT}}" for part in difference)
         raise Disagreement(
-            f"share(key={key!r}): this rank gives {mine}, but the rank that shared the object gave {other}: all ranks "
-            "must make the same calls with a key, in the same order"
+            f"share(key={key!r}): this rank passes {mine}, but the rank that shared the object passed {other}: all "
+            "ranks must make the same calls with a key, in the same order"
         )
 
 

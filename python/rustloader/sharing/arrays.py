@@ -13,7 +13,7 @@ from rustloader._core import ShareBuilder, SharedStore
 from rustloader.sharing import pickling
 from rustloader.sharing.sequences import ARRAY, TENSOR
 
-# Number of bytes of a non-contiguous array that are copied at a time.
+# Maximum number of bytes of a non-contiguous array that are copied at a time.
 _PIECE = 16 << 20
 
 
@@ -50,9 +50,9 @@ def share_array(array: np.ndarray) -> np.ndarray:
 
 
 def array_of(store: SharedStore) -> np.ndarray:
-    """Returns a read-only array over an image."""
+    """Returns a read-only array over the data of an image."""
     dtype, shape, is_fortran = pickle.loads(store.meta)
-    # When the first shared array is made, ForkingPickler starts to send such arrays as descriptors.
+    # From the first shared array on, ForkingPickler sends such arrays as descriptors.
     pickling.register(np.ndarray, pickling.reduce_array)
     return np.ndarray(shape, dtype, store.data(), order="F" if is_fortran else "C")
 
@@ -85,7 +85,7 @@ def share_tensor(tensor: torch.Tensor) -> SharedTensor:
             "use share(tensor.cpu().to_dense())"
         )
     if tensor.requires_grad:
-        raise TypeError("a tensor that requires grad is not shared: use share(tensor.detach())")
+        raise TypeError("a tensor that requires grad cannot be shared: use share(tensor.detach())")
     plain = tensor.resolve_conj().resolve_neg()
     # NumPy lacks bfloat16 and other types, so the array has an integer type of the same size.
     size = plain.element_size()
@@ -95,7 +95,7 @@ def share_tensor(tensor: torch.Tensor) -> SharedTensor:
 
 
 def tensor_of(store: SharedStore) -> SharedTensor:
-    """Returns the tensor over an image."""
+    """Returns the tensor over the data of an image."""
     dtype, shape = pickle.loads(store.meta)
     numel = torch.Size(shape).numel()
     if numel == 0:

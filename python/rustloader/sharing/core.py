@@ -27,49 +27,49 @@ def share(x: Any, *, threshold: int = 1 << 20, key: str | None = None, timeout: 
     is one sealed file without a name, which no process can change. The memory is counted once for all processes, and
     freed when the last process that uses it ends.
 
-    Each access makes a new item with the type and value of the original: changes to items are lost, and two accesses
+    Each access makes a new item with the type and value of the original. Changes to items are lost, and two accesses
     return different objects.
 
     A list, or any other iterable of items, becomes a read-only sequence like a list; the iterable is read once, and
     never held in memory in its entirety. ``to_list()`` converts the sequence to a list. A tuple becomes a read-only
-    sequence like a tuple, a dict or another mapping becomes a read-only mapping in the same order (``to_dict()``), and
-    a NumPy array without Python objects becomes a read-only array. A dense CPU tensor becomes a tensor: torch has no
-    read-only tensors, and only the process that writes to it sees the changes.
+    sequence like a tuple. A dict or another mapping becomes a read-only mapping in the same order (``to_dict()``). A
+    NumPy array without Python objects becomes a read-only array. A dense CPU tensor becomes a tensor that can be
+    written to, because torch has no read-only tensors; only the process that writes to it sees the changes.
 
-    A dataset becomes a shallow copy in which the large lists, tuples, dicts, arrays and tensors among its attributes,
-    and among those of the datasets in it (``Subset``, ``ConcatDataset``, wrappers), are shared. The dataset itself does
-    not change. At level INFO the log lists what was shared. A warning reports what could not be shared, or that nothing
+    A dataset becomes a shallow copy in which the large lists, tuples, dicts, arrays and tensors among its attributes
+    are shared. The same applies to the datasets in it (``Subset``, ``ConcatDataset``, wrappers). The original does not
+    change. At level INFO the log lists what was shared. A warning reports what could not be shared, or that nothing
     was large enough.
 
     Items and values may be any objects that can be pickled. Plain ones (str, bytes, numbers, None, arrays, tensors, and
     lists, tuples and dicts of these) are not pickled, and are faster.
 
     With a ``key``, the ranks of a run on this machine use one copy: the first rank that makes the call shares ``x``,
-    and the others receive the same memory. All ranks must give the same object, and make their calls with a key in the
+    and the others receive the same memory. All ranks must pass the same object, and make their calls with a key in the
     same order. If the rank that builds the copy dies, another one builds it. The ranks are those that ``torchrun``,
     Slurm or MPI defines; without one of these, the key has no effect.
 
     Args:
         x: A list or another iterable, a tuple, a dict, an array, a tensor, a dataset, or a function without arguments
             that returns any of these except a dataset. With a key, only the first rank calls the function.
-        threshold: Size in bytes from which an attribute of a dataset is shared. Sizes are estimates for Python objects.
-            Default: 1 MiB.
+        threshold: Minimum size in bytes of the attributes of a dataset that are shared. Sizes of Python objects are
+            estimates. Default: 1 MiB.
         key: A name under which the ranks of this machine share this object, such as "train-index".
         timeout: Seconds that a rank waits for the rank that builds the object, and for which the building rank keeps
             the object available to ranks that make the call later. Default: half an hour. ``math.inf``: no limit.
 
     Returns:
         The shared object, or ``x`` itself if it is already shared or is a dataset with nothing to share. It compares
-        equal to the original. Workers receive it as a descriptor under every start method, also with torch's loader.
+        equal to the original. Workers receive it as a descriptor under every start method, even with torch's loader.
         ``pickle`` and ``torch.save`` save its content, and loading makes a new shared object; arrays and tensors are
         saved as plain ones.
 
     Raises:
-        MemoryError: A memory cgroup, the machine or a limit has too little memory. The message gives the sizes.
-        PermissionError: A process of another user holds the key's name.
+        MemoryError: A memory cgroup, the machine or a limit leaves too little memory. The message gives the sizes.
+        PermissionError: A process of another user holds the key.
         TimeoutError: The rank that builds the object for this key did not finish within ``timeout``.
         TypeError: The object cannot be shared. The message names the remedy.
-        ValueError: Ranks give different objects for the same key, or ``timeout`` is negative or NaN.
+        ValueError: Ranks pass different objects for the same key, or ``timeout`` is negative or NaN.
 
     Examples:
         >>> paths = rustloader.share([f"images/{n}.jpg" for n in range(1000)])
@@ -144,11 +144,11 @@ def _is_whole(view: np.ndarray, data: SharedData) -> bool:
 
 
 def open_store(store: SharedStore) -> Any:
-    """Returns the shared object over an image. Raises ValueError if the kind of the image is unknown."""
+    """Returns the shared object in an image. Raises ValueError if the kind of the image is unknown."""
     opener = _OPENERS.get(store.kind)
     if opener is None:
         raise ValueError(
-            f"shared objects of kind {store.kind} are unknown here: use the version of rustloader that made this one"
+            f"shared objects of kind {store.kind} are unknown here: use the version of rustloader that made them"
         )
     return opener(store)
 

@@ -35,8 +35,8 @@ def is_dataset(x: Any) -> bool:
 
 
 class _Node:
-    """An object that may have to be rebuilt because a part of it is shared: a dataset, a container, or a dataset's
-    method."""
+    """An object that may have to be rebuilt because a part of it is shared: a dataset, a container, or a bound method
+    of a dataset."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -83,8 +83,8 @@ class Sharing:
             return
         size, largest = self._largest
         logger.warning(
-            "share(dataset): nothing in %s is shared: no list, tuple, dict, array or tensor among its attributes, or "
-            "those of the datasets in it, has %d bytes (threshold) or more that can be shared%s",
+            "share(dataset): nothing in %s is shared: its attributes, and those of the datasets in it, include no "
+            "list, tuple, dict, array or tensor of at least %d bytes (threshold) that can be shared%s",
             name,
             self._threshold,
             f"; the largest is {largest}, with about {size} bytes" if largest else "",
@@ -113,8 +113,8 @@ class Sharing:
                 holder.change()
 
     def _parts(self, value: Any, name: str) -> list[tuple[Any, str]] | None:
-        """Returns the parts of a value, with their names, if they are to be searched for large objects. Returns None
-        for a value that is shared as one object or stays unchanged.
+        """Returns the parts of a value, with their names, if they must be searched for large objects. Returns None for
+        a value that is shared as one object or stays unchanged.
         """
         if is_dataset(value):
             return [(part, f"{name}.{key}") for key, part in list(getattr(value, "__dict__", {}).items())]

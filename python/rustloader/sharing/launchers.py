@@ -9,8 +9,8 @@ import torch.distributed
 
 import rustloader.system.local_ranks as local
 
-# Variables that a launcher sets to the same values in all ranks of a run, and that name the run. Missing variables
-# count as empty.
+# Variables that name a run. A launcher sets them to the same values in all ranks of the run. Missing variables count
+# as empty.
 _NAME_VARIABLES = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "SLURM_JOB_ID", "PMIX_NAMESPACE")
 # Variables that distinguish runs with the same name.
 _PART_VARIABLES = ("TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "SLURM_STEP_ID")
@@ -34,8 +34,8 @@ def _has_others() -> bool:
 
 
 def local_ranks() -> Ranks | None:
-    """Returns the ranks of this machine, or None if this process is the only rank here or, as far as is known, the only
-    process of the run."""
+    """Returns the ranks of this machine. Returns None if this process is the only rank here or, as far as is known, the
+    only process of the run."""
     size, rank = local.size(), local.rank()
     if size == 1 or (size is None and not _has_others()):
         return None

@@ -26,8 +26,8 @@ _MAX_DESCRIPTORS = 240
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
-    """Reduces a tensor. A view of a larger storage is reduced to the elements of the view: torch would pickle the
-    entire storage with each item."""
+    """Reduces a tensor. A view of a larger storage is reduced to the elements of the view, because torch would pickle
+    the entire storage with each item."""
     if tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized:
         if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
             return tensor.detach().clone().requires_grad_(tensor.requires_grad).__reduce_ex__(_PROTOCOL)
@@ -94,8 +94,8 @@ def register(kind: type, reducer: Callable[[Any], Any]) -> None:
 
 
 def descriptor_of(store: Any, kind: Callable[[int], Any]) -> tuple[Any, ...]:
-    """Reduces an object to its descriptor, for another process on this machine. ``kind`` makes an object from the
-    descriptor there."""
+    """Reduces an object to its descriptor, for another process on this machine. There, ``kind`` makes an object from
+    the descriptor."""
     popen = context.get_spawning_popen()
     count = len(popen._fds) if isinstance(popen, popen_forkserver.Popen) else 0  # type: ignore[attr-defined]
     if count >= _MAX_DESCRIPTORS:
@@ -133,8 +133,7 @@ register(SharedData, _reduce_data)
 
 
 def data_of(array: Any) -> SharedData | None:
-    """Returns the shared data over which an array or the base of a view is built; None for an array that is not
-    shared."""
+    """Returns the shared data under an array, which may be a view; None for an array that is not shared."""
     base = array.base
     while isinstance(base, np.ndarray):
         base = base.base

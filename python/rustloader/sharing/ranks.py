@@ -1,10 +1,9 @@
 """Shares one object among all ranks of a machine: the first rank builds the object, and the others receive its
 descriptor.
 
-The meeting point is an abstract Unix socket, which the kernel removes with the process that bound it. Binding is the
-lock: the rank that succeeds builds the object, and the others connect, identify themselves, and wait for the
-descriptor. If the builder dies or fails, their connections end, and the next rank binds the socket. No file is
-involved.
+The meeting point is an abstract Unix socket, which the kernel removes with the process that bound it. Binding serves
+as the lock: the rank that succeeds builds the object, and the others connect, identify themselves, and wait for the
+descriptor. If the builder dies or fails, the connections end, and the next rank binds the socket. No file is involved.
 
 A builder does not wait for the others. Ranks that have already connected receive the descriptor at once. For later
 ranks, a thread keeps the socket until all have connected, the timeout has passed, or the process ends.
@@ -34,7 +33,7 @@ logger = logging.getLogger("rustloader")
 # Seconds between two attempts to connect to a rank that has bound its socket but does not listen yet, or that has just
 # exited.
 _RETRY_SECONDS = 0.02
-# Maximum number of seconds of a single wait: sockets count milliseconds in 31 bits.
+# Maximum seconds of a single wait, because sockets count milliseconds in 31 bits.
 _MAX_WAIT = 1e6
 # Maximum number of connections in the backlog of a listening socket, and of accepted connections that have not
 # identified themselves.
@@ -44,7 +43,8 @@ _CREDENTIALS = struct.Struct("3i")
 _HELLO = b"rustloader share "
 _MAX_GREETING = 128
 
-# Number of times that this process has used each key. The n-th call of one rank matches the n-th call of the others.
+# Number of times that this process has used each key. For each key, the n-th call of a rank matches the n-th calls of
+# the others.
 _uses: dict[str, int] = {}
 # Held while a socket is created, so that no fork happens between its creation and its entry in `_own`. Reentrant,
 # because a signal handler may fork.
@@ -192,7 +192,7 @@ def _receive_descriptor(
     """Waits for the descriptor and returns it. Returns None if the caller must try again: the rank that builds the
     store has exited or does not listen yet."""
     late = TimeoutError(
-        f"{label}: the rank of this machine that builds the object has not finished within {timeout:.0f} s; "
+        f"{label}: the rank of this machine that builds the object did not finish within {timeout:.0f} s; "
         "use a larger timeout, or find out why that rank is slow"
     )
     remaining = deadline - time.monotonic()
@@ -222,7 +222,7 @@ def _receive_descriptor(
         hint = "raise the limit of open files (`ulimit -n`)" if flags & socket.MSG_CTRUNC else "use another key"
         raise OSError(
             errno.EMFILE if flags & socket.MSG_CTRUNC else errno.EPROTO,
-            f"{label}: process {pid} sent no descriptor that could be opened: {hint}",
+            f"{label}: process {pid} sent no usable descriptor: {hint}",
         )
     time.sleep(_RETRY_SECONDS)
     return None
@@ -284,7 +284,7 @@ class _Server:
 
     def _warn_of_missing_ranks(self) -> None:
         if self._ranks.size is not None:
-            text = "%s: %d of %d ranks of this machine have connected within %.0f s; later ranks build their own copies"
+            text = "%s: only %d of %d ranks of this machine connected within %.0f s; later ranks build their own copies"
             logger.warning(text, self._label, len(self._served) + 1, self._ranks.size, self._timeout)
 
     def _close(self) -> None:
@@ -302,7 +302,7 @@ class _Server:
             if number == self._listener.fileno():
                 self._accept()
             else:
-                # `_accept` may just have closed this connection in favour of a newer one.
+                # `_accept` may just have closed this connection in favor of a newer one.
                 if number in self._waiting:
                     self._serve(self._waiting.pop(number))
         return bool(ready)

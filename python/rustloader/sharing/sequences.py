@@ -25,7 +25,7 @@ def checked(store: SharedStore, kind: int) -> SharedStore:
 
 
 def forbid(cls: type, names: Iterable[str], remedy: str) -> None:
-    """Makes the named methods of a class raise a TypeError that suggests a remedy, instead of changing the object."""
+    """Makes the named methods of a class raise a TypeError that suggests a remedy."""
     for name in names:
 
         def method(self: Any, *args: Any, _name: str = name, **kwargs: Any) -> NoReturn:
@@ -71,7 +71,7 @@ class _Sequence(SharedItems):
         return self
 
     def __deepcopy__(self, memo: Any) -> Any:
-        # No copy is needed, because nothing can change it.
+        # No copy is needed, because nothing can change the object.
         return self
 
     @property
@@ -198,7 +198,7 @@ class SharedDict(SharedPairs):
         return self
 
     def __deepcopy__(self, memo: Any) -> SharedDict:
-        # No copy is needed, because nothing can change it.
+        # No copy is needed, because nothing can change the object.
         return self
 
     @property

@@ -20,10 +20,10 @@ from rustloader.sharing.arrays import SharedTensor
 from rustloader.sharing.pickling import data_of
 from rustloader.sharing.sequences import SharedDict, SharedList, SharedTuple
 
-# Maximum number of items of a container that are measured, by level: the outermost container, containers in it, and so
-# on.
+# Maximum number of items of a container that are measured, by level: the outermost container, containers inside it, and
+# so on.
 _ITEMS_BY_LEVEL = (200, 32, 8, 2)
-# Number of items that are pickled to find common parts, and size in bytes above which pickling is abandoned.
+# Maximum number of items that are pickled to find common objects, and size in bytes above which pickling stops.
 _ITEMS_PICKLED = 8
 _MAX_PICKLE = 16 << 20
 # Allowance in bytes for the names of classes in pickles.
@@ -38,12 +38,12 @@ def sampled(container: Any, limit: int = _ITEMS_BY_LEVEL[0]) -> list[Any]:
         return list(islice(container, limit))
     if len(container) <= limit:
         return list(container)
-    return [container[place * len(container) // limit] for place in range(limit)]
+    return [container[number * len(container) // limit] for number in range(limit)]
 
 
 def size_of(value: Any, level: int = 0) -> int:
-    """Estimates how many bytes of a value are not in shared memory, so that another process gets a copy of them. In a
-    large container, only a few items are measured.
+    """Estimates the bytes of a value that are not in shared memory, and of which another process would get a copy.
+    Measures only a few items of a large container.
     """
     if isinstance(value, (np.ndarray, torch.Tensor)):
         return 0 if is_shared(value) else int(value.nbytes)
@@ -74,7 +74,7 @@ def is_shared(value: np.ndarray | torch.Tensor) -> bool:
 
 
 class _Counter:
-    """A file that only counts the bytes of a pickle. Raises OverflowError if there are too many."""
+    """A file object that only counts the bytes of a pickle. Raises OverflowError above ``_MAX_PICKLE`` bytes."""
 
     def __init__(self) -> None:
         self.nbytes = 0

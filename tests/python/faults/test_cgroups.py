@@ -137,7 +137,7 @@ def test_a_cache_takes_no_more_where_memory_is_short(tmp_path):
     assert reports[0]["value"] == [True, 20, None] and reports[0]["log"] == []
     assert reports[1]["value"] == [True, 0, "no room"]
     assert reports[1]["log"] == [
-        "WARNING cache(): there is no room for more samples: 0 bytes of them are kept; the others are made each time"
+        "WARNING cache(): no room for more samples: 0 bytes of samples are kept; the others are made each time"
     ]
     right, hits, closed = reports[2]["value"]
     assert right and 0 < hits < 20 and closed == "no room"

@@ -73,8 +73,8 @@ def test_restarts_are_counted_beside_the_failures():
     second.note_restart("worker 0 died", out_of_memory=True)
     second.note_failure(Failure(1, "ValueError", "skipped", 0))
     second.note_failure(Failure(2, "ValueError", "replaced", 0))
-    assert first.figures() == FaultStats(restarts=1, stalls=1, deaths=("worker 1 died",))
-    found = loaders.figures()
+    assert first.stats() == FaultStats(restarts=1, stalls=1, deaths=("worker 1 died",))
+    found = loaders.stats()
     assert (found.restarts, found.stalls, found.out_of_memory) == (2, 1, 1)
     assert (found.skipped, found.replaced, found.unlisted_failures) == (1, 1, 0)
     assert found.deaths == ("worker 1 died", "worker 0 died") and [it.index for it in found.failures] == [1, 2]
@@ -88,7 +88,7 @@ def test_texts_are_kept_up_to_a_number():
     for i in range(KEPT_FAILURES + 5):
         faults.note_failure(Failure(i, "ValueError", "skipped" if i % 2 else "replaced"))
         faults.note_restart(str(i))
-    found = faults.figures()
+    found = faults.stats()
     assert len(found.failures) == KEPT_FAILURES and found.unlisted_failures == 5
     assert len(found.deaths) == KEPT_DEATHS and found.restarts == KEPT_FAILURES + 5
     assert (found.failures[-1].index, found.deaths[-1]) == (KEPT_FAILURES - 1, str(KEPT_DEATHS - 1))

@@ -552,7 +552,7 @@ def test_without_workers_the_option_is_an_error(option, action):
     [(name, value)] = option.items()
     text = (
         f"{name}={value} needs workers: with num_workers=0 the program's own process makes the samples, and there is "
-        f"no worker to {action}; set num_workers to 1 or more, or leave {name} out"
+        f"no worker to {action}; set num_workers to 1 or more, or omit {name}"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         DataLoader(Numbers(2), **option)

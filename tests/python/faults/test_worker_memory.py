@@ -155,13 +155,13 @@ def test_few_page_faults_take_no_reading(kernel):
     workers = memory.WorkerMemory(2, memory.Allowance())
     kernel.faults = {1: 5 * MIB}
     workers.update([(1, "a"), None])
-    assert workers.figures() == [5 * MIB, None] and kernel.read == []
+    assert workers.sizes() == [5 * MIB, None] and kernel.read == []
     kernel.faults = {1: 15 * MIB}
     workers.update([(1, "a"), None])
-    assert workers.figures() == [15 * MIB, None] and kernel.read == []
+    assert workers.sizes() == [15 * MIB, None] and kernel.read == []
     kernel.faults, kernel.own = {1: 16 * MIB}, {1: 3 * MIB}
     workers.update([(1, "a"), None])
-    assert workers.figures() == [3 * MIB, None] and kernel.read == [1]
+    assert workers.sizes() == [3 * MIB, None] and kernel.read == [1]
 
 
 def test_readings_take_a_hundredth_of_the_time(kernel):
@@ -170,19 +170,19 @@ def test_readings_take_a_hundredth_of_the_time(kernel):
     kernel.faults, kernel.own = {1: 20 * MIB, 2: 30 * MIB}, {1: 7, 2: 8}
     workers.update(both)
     # The one with more faults.
-    assert workers.figures() == [None, 8] and kernel.read == [2]
+    assert workers.sizes() == [None, 8] and kernel.read == [2]
     kernel.now += 5
     workers.update(both)
     assert kernel.read == [2]
     kernel.now += 6
     workers.update(both)
-    assert workers.figures() == [7, 8] and kernel.read == [2, 1]
+    assert workers.sizes() == [7, 8] and kernel.read == [2, 1]
     kernel.now += 100
     workers.update(both)
     assert kernel.read == [2, 1], "no page faults since"
     kernel.faults, kernel.own = {1: 36 * MIB, 2: 45 * MIB}, {1: 70, 2: 80}
     workers.update(both)
-    assert workers.figures() == [70, 8] and kernel.read == [2, 1, 1]
+    assert workers.sizes() == [70, 8] and kernel.read == [2, 1, 1]
 
 
 def test_loaders_epochs_share_an_allowance():
@@ -202,13 +202,13 @@ def test_another_process_begins_anew(kernel):
     workers.update([(1, "a")])
     kernel.faults.pop(1)
     workers.update([(1, "a")])
-    assert workers.figures() == [40 * MIB], "an ended worker keeps its figure"
+    assert workers.sizes() == [40 * MIB], "an ended worker keeps its figure"
     workers.update([(2, "b")])
-    assert workers.figures() == [2 * MIB]
+    assert workers.sizes() == [2 * MIB]
     # What faults alone have said is not shown when it may be far off.
     kernel.faults[2] = 50 * MIB
     workers.update([(2, "b")])
-    assert workers.figures() == [None] and kernel.read == [1]
+    assert workers.sizes() == [None] and kernel.read == [1]
 
 
 def test_faults_of_a_process_that_has_another_ones_pid():
@@ -339,7 +339,7 @@ def grown(**more):
 
 def test_the_verdict_names_the_attribute():
     text = (
-        "Workers have up to 312 MB of private memory each, with copies of the Python objects of dataset.a "
+        "Workers have up to 312 MB of private memory each, including copies of the Python objects of dataset.a "
         "(a list of 1,000,000 items, about 57.0 MB): set dataset.a = rustloader.share(dataset.a) before creating the "
         "loader."
     )

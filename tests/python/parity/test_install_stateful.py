@@ -261,7 +261,7 @@ def test_a_torchdata_that_cannot_be_imported_is_an_error_and_installs_nothing(at
     assert status == 0, err
     assert out == (
         f"{PACKAGE} cannot be imported (No module named 'no_such_module'); repair or uninstall torchdata, "
-        "or leave stateful=True out\n"
+        "or omit stateful=True\n"
     )
 
 

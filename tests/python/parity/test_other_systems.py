@@ -196,7 +196,7 @@ def test_on_linux_a_missing_extension_is_a_broken_installation(bare, source):
     assert (status, out) == (1, "")
     assert err.splitlines()[-1] == (
         f"ImportError: rustloader in {bare / 'rustloader'} has no compiled extension (_core.abi3.so): "
-        "this installation is broken. Install it again; in a source tree, build it: make build"
+        "this installation is broken. Install it again; in a source tree, run `make build`"
     )
 
 

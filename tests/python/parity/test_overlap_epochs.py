@@ -567,13 +567,13 @@ def test_a_loop_that_is_left_gives_its_blocks_back(tmp_path):
 def test_it_needs_workers_that_stay():
     text = (
         r"^overlap_epochs=True needs workers: with num_workers=0 the program's own process makes the samples, and "
-        r"there is no worker to begin the next epoch early; set num_workers to 1 or more, or leave overlap_epochs out$"
+        r"there is no worker to begin the next epoch early; set num_workers to 1 or more, or omit overlap_epochs$"
     )
     with pytest.raises(ValueError, match=text):
         DataLoader(range(2), overlap_epochs=True)
     text = (
-        r"^overlap_epochs=True needs persistent workers: others end with their epoch and cannot begin the next epoch "
-        r"early; set persistent_workers=True, or leave overlap_epochs out$"
+        r"^overlap_epochs=True needs persistent workers: other workers end with their epoch and cannot begin the next "
+        r"epoch early; set persistent_workers=True, or omit overlap_epochs$"
     )
     with pytest.raises(ValueError, match=text):
         DataLoader(range(2), num_workers=1, overlap_epochs=True)

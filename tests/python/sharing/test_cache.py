@@ -201,7 +201,7 @@ def test_batches_that_are_no_lists_of_samples_are_left_alone(make):
         expected = list(torch.utils.data.DataLoader(data, **arguments))
         for _ in range(2):
             assert same(list(DataLoader(cached, **arguments)), expected)
-    with pytest.raises(TypeError, match="then= needs samples, and __getitems__ of WholeBatches does not return a list"):
+    with pytest.raises(TypeError, match="then= needs samples, but __getitems__ of WholeBatches does not return a list"):
         next(iter(DataLoader(cache(data, then=len), batch_size=2)))
 
 

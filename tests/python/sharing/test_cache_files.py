@@ -157,7 +157,7 @@ def test_the_format_of_another_version_is_named(filled):
     with open(filled, "r+b") as file:
         file.seek(8)
         file.write((99).to_bytes(8, "little"))
-    with pytest.raises(ValueError, match="has version 99 of the cache's format, but this rustloader reads 1"):
+    with pytest.raises(ValueError, match="has version 99 of the cache format, but this rustloader reads 1"):
         cached(filled)
 
 

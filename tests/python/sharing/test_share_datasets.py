@@ -252,8 +252,8 @@ def test_nothing_to_share_is_told(caplog):
     small = Images(["a", "bc"], transform=len)
     assert share(small) is small
     (line,) = lines(caplog, logging.WARNING)
-    assert "nothing in Images is shared: no list, tuple, dict, array or tensor" in line
-    assert "has 1048576 bytes (threshold) or more" in line and "the largest is Images.paths, with about" in line
+    assert "nothing in Images is shared: its attributes, and those of the datasets in it, include no list" in line
+    assert "of at least 1048576 bytes (threshold)" in line and "the largest is Images.paths, with about" in line
     caplog.clear()
     assert share(small, threshold=10**9) is small and "1000000000 bytes (threshold)" in caplog.text
 
@@ -287,7 +287,7 @@ def test_what_cannot_be_shared_stays_and_is_named(caplog, tmp_path):
         ("functions", "pickle"),
         ("common", "its items refer to common objects, and each item would get a copy of them"),
         ("objects", "dtype object holds Python objects"),
-        ("grad", "requires grad is not shared"),
+        ("grad", "requires grad cannot be shared"),
     ):
         assert any(f"Images.{name}, a " in line and "is not shared: " in line and reason in line for line in told), told
     assert len(told) == 4

@@ -239,9 +239,7 @@ def test_a_rank_that_never_finishes_is_a_timeout(run):
     run(body, only=[0])
     assert wait_until(lambda: "0 builds" in run.notes(), 60)
     status, errors = ended(run(body, only=[1]))
-    text = (
-        "TimeoutError: share(key='train'): the rank of this machine that builds the object has not finished within 2 s"
-    )
+    text = "TimeoutError: share(key='train'): the rank of this machine that builds the object did not finish within 2 s"
     assert status == [1] and text in errors[0], errors
 
 
@@ -445,7 +443,7 @@ def test_many_silent_peers_are_dropped_oldest_first(two, monkeypatch):
 def test_ranks_that_do_not_come_are_told(two, caplog):
     share(["a"], key="x", timeout=0.05)
     assert wait_until(lambda: threads() == 0)
-    text = "share(key='x'): 1 of 2 ranks of this machine have connected within 0 s; later ranks build their own copies"
+    text = "share(key='x'): only 1 of 2 ranks of this machine connected within 0 s; later ranks build their own copies"
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [text]
 
 
@@ -519,7 +517,7 @@ def test_answers_that_are_no_shared_object(two, monkeypatch):
             share(["a"], key="x")
         thread.join()
     thread = answering(address("x"), lambda client: client.sendall(b"HTTP/1.0 400"))
-    with pytest.raises(OSError, match=f"process {os.getpid()} sent no descriptor .*: use another key"):
+    with pytest.raises(OSError, match=f"process {os.getpid()} sent no usable descriptor: use another key"):
         share(["a"], key="x")
     thread.join()
     # It leaves without an answer, and the name is free.
@@ -564,7 +562,7 @@ def test_no_free_descriptor_is_an_error_with_a_remedy(two):
 
 def test_different_objects_for_a_key_are_an_error():
     def differ(mine, shared):
-        with pytest.raises(ValueError, match=r"share\(key='k'\): this rank gives .* must make the same calls"):
+        with pytest.raises(ValueError, match=r"share\(key='k'\): this rank passes .* must make the same calls"):
             agreement.check("k", mine, shared)
 
     names = [str(number) for number in range(100)]
@@ -603,7 +601,7 @@ def test_other_ranks_objects_are_compared(run):
     wait_for("differs")
     """
     status, errors = ended(run(body))
-    assert sorted(status) == [0, 1] and "Disagreement: share(key='k'): this rank gives " in "".join(errors), errors
+    assert sorted(status) == [0, 1] and "Disagreement: share(key='k'): this rank passes " in "".join(errors), errors
 
 
 def test_attributes_of_other_ranks_datasets_are_compared(run):
@@ -622,7 +620,7 @@ def test_attributes_of_other_ranks_datasets_are_compared(run):
     """
     status, errors = ended(run(body))
     assert sorted(status) == [0, 1], errors
-    assert "share(key='k/Data.names'): this rank gives " in "".join(errors), errors
+    assert "share(key='k/Data.names'): this rank passes " in "".join(errors), errors
     assert "rustloader.share() failed at Data.names" in "".join(errors), errors
 
 

@@ -562,7 +562,7 @@ def test_a_verdict_advises_no_workers_that_were_measured_and_are_slower():
         one.verdict = dataclasses.asdict(before)
         results.revise_verdicts([one, a_point(2, (10.0, 11, 12), rates)])
         assert one.verdict["workers_needed"] == needed
-        assert ("More workers were measured, and do not help." in one.verdict["sentence"]) == (needed is None)
+        assert ("A measurement showed that more workers do not help." in one.verdict["sentence"]) == (needed is None)
         assert ("num_workers=2" in one.verdict["sentence"]) == (needed is not None)
 
 

@@ -345,7 +345,7 @@ def test_close_frees_the_port_and_follows_no_loader():
 def test_a_port_that_is_taken(server):
     with pytest.raises(OSError) as caught:
         rustloader.serve_metrics(port=server.port)
-    assert "A server of this process listens there" in caught.value.__notes__[0]
+    assert "A server of this process already listens there" in caught.value.__notes__[0]
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(OSError) as caught:
         rustloader.serve_metrics(port=other.getsockname()[1])
     assert "give each a different port, or port=0" in caught.value.__notes__[0]

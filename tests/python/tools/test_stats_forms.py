@@ -72,7 +72,7 @@ def test_the_repr_is_one_line():
     assert repr(full()) == "<rustloader.Stats: 200 batches (3.2 MB) in 2 epochs with 2 workers>"
     one = Stats(num_workers=1, iterators=1, epochs=1, batches=1)
     assert repr(one) == "<rustloader.Stats: 1 batch in 1 epoch with 1 worker>"
-    assert repr(Stats(note="with num_workers=0, ...")) == "<rustloader.Stats: no figures: with num_workers=0, ...>"
+    assert repr(Stats(note="with num_workers=0, ...")) == "<rustloader.Stats: no statistics: with num_workers=0, ...>"
 
 
 def test_all_that_is_not_zero_is_printed():
@@ -94,7 +94,7 @@ def test_all_that_is_not_zero_is_printed():
         "  pin thread    200 batches in 500 ms",
         "  to the device 200 batches (3.2 MB) in 500 ms, 75% overlapped",
         "  not pinned    it has no pin_memory()",
-        "  torch's loop  1 iterator, not in these figures: its dataset is a <DataPipe>",
+        "  torch's loop  1 iterator, not in these statistics: its dataset is a <DataPipe>",
     ]
 
 

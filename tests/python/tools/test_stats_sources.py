@@ -22,7 +22,7 @@ def test_no_row_of_zeros_where_torchs_iterator_did_the_work():
     iterator = iter(loader)
     next(iterator)
     of_loader, of_iterator = rustloader.stats(loader), rustloader.stats(iterator)
-    assert str(of_loader) == f"no figures: {of_loader.note}" and of_loader.note.startswith("with num_workers=0, ")
+    assert str(of_loader) == f"no statistics: {of_loader.note}" and of_loader.note.startswith("with num_workers=0, ")
     assert str(of_iterator) == f"{of_loader}\n  torch's loop  1 batch so far"
     for stats in (of_loader, of_iterator):
         assert stats.as_dict()["note"] == stats.note and stats.as_dict(flat=True)["iterators"] == 0.0
@@ -37,7 +37,7 @@ def test_iterators_that_were_handed_over_are_named_in_every_form():
     for stats in (of_loader, of_iterator):
         assert stats.note == stats.as_dict()["note"] == "torch's own loop made the batches: its dataset is a DataPipe"
         assert stats.as_dict()["fallbacks"] == [{"reason": "its dataset is a DataPipe", "count": 1}]
-        assert str(stats).startswith(f"no figures: {stats.note}\n") and "fetch" not in str(stats)
+        assert str(stats).startswith(f"no statistics: {stats.note}\n") and "fetch" not in str(stats)
     assert (of_loader.batches, of_iterator.batches) == (0, 1)
     assert torchs_words(of_loader) == ["1 iterator: its dataset is a DataPipe"]
     list(iterator)
@@ -55,7 +55,7 @@ def test_figures_of_a_part_of_the_epochs_say_so(monkeypatch):
     assert (stats.batches, stats.iterators, stats.note) == (30, 1, "")
     (fallback,) = stats.fallbacks
     assert fallback.count == 2
-    assert torchs_words(stats) == [f"2 iterators, not in these figures: {fallback.reason}"]
+    assert torchs_words(stats) == [f"2 iterators, not in these statistics: {fallback.reason}"]
     verdict = stats.verdict()
     assert verdict.kind not in ("unknown", "too_few")
     assert verdict.reason.endswith(f"not counted: 2 iterators on torch's own loop ({fallback.reason})")
@@ -238,7 +238,7 @@ def test_the_cores_are_divided_among_main_workers_and_others(monkeypatch):
     figures = [cpu_time.WorkTime(0.5, 0.0)] * 2
     monkeypatch.setattr(cpu_time.Workers, "times", lambda self: figures)
     totals = type("Totals", (), {"workers": [type("Worker", (), {"start_cpu": 0.5})] * 2})
-    monkeypatch.setattr(cpu_time, "figures_of", lambda meters: totals)
+    monkeypatch.setattr(cpu_time, "totals_of", lambda meters: totals)
     workers = cpu_time.Workers([1, 2], None)
     assert workers.core_users() == rustloader.CoreUsers(main=0.25, workers=0.1, others=0.55)
     figures[0] = cpu_time.NO_TIME

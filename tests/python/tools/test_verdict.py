@@ -130,7 +130,7 @@ TABLE = {
     "workers that compute": (
         lambda: given(step=9, own=1, waited=40, fetch=100, cpu=0.95, queued=0.05),
         "workers",
-        ["the workers compute for 95%, wait for a core for 5%"],
+        ["the workers compute for 95% of the time, wait for a core for 5%"],
         10,
     ),
     "fewer cores than the step wants": (
@@ -138,7 +138,7 @@ TABLE = {
         "dataset",
         [
             "no loader can speed it up: cache its results, decode faster, or add cores.",
-            "num_workers=4: that uses all 4 cores, and is not enough",
+            "num_workers=4: that uses all 4 cores and is still not enough",
         ],
         4,
     ),
@@ -457,7 +457,7 @@ TABLE = {
     "copies to the device": (
         lambda: given(step=10, fetch=10, transfers=TransferStats(100, 3_800_000_000, 0.8, 0.5)),
         "device",
-        ["50% of the loop's time", "38.0 MB takes 8 ms to copy, 4.8 GB per second", "send fewer bytes"],
+        ["50% of the loop's time", "38.0 MB takes 8 ms to copy, at 4.8 GB per second", "send fewer bytes"],
         None,
     ),
     "copies to the device from pageable memory": (
@@ -499,7 +499,7 @@ TABLE = {
     "remote workers that wait for a network": (
         lambda: given(waited=8, step=2, fetch=5, bytes=800_000_000, scheduling=SchedulingStats(remote=True)),
         "network",
-        ["The network is the bottleneck: 800 of 3.2e+03 MB/s", "uint8", "a batch has 8 MB"],
+        ["The network is the bottleneck: 800 of 3.2e+03 MB/s", "uint8", "a batch is 8 MB"],
         None,
     ),
     "remote workers with small batches": (
@@ -542,7 +542,7 @@ TABLE = {
     "workers without figures": (
         lambda: dataclasses.replace(given(waited=50), workers=()),
         "unknown",
-        ["no figures"],
+        ["no statistics"],
         None,
     ),
     "fewer workers than there were": (
