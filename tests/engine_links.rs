@@ -175,7 +175,7 @@ fn each_worker_gets_a_task_of_a_shared_queue_before_one_gets_two() {
         for worker in 0..4 {
             engine.submit(0, TaskKind::Plain, b"").unwrap().unwrap();
             let link = engine.handle().process(worker).unwrap().link.clone().unwrap();
-            assert_eq!(link.under_way(), [Some(1), None][round]);
+            assert_eq!(link.outstanding(), [Some(1), None][round]);
         }
     }
     engine.handle().close();
