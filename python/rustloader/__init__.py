@@ -15,7 +15,7 @@ Memory:
     cache: Keeps the samples of a dataset in memory that all workers share, so that each sample is made only once.
     CachedDataset, CacheUsage: The result of ``cache``, and the sizes and counters of a cache.
 
-To a device:
+Devices:
     prefetch_to_device: Copies the batches of a loader to a device while the program computes.
     DeviceLoader: The result of ``prefetch_to_device``.
 

@@ -62,7 +62,7 @@ class _Actor:
             references: A list that contains only the reference to the dataset's pickle. Ray would resolve a reference
                 that is passed without a list, and keep the pickle in memory until the end of this call.
             call: The parameters that the worker needs to connect back.
-            seconds: Seconds that the handshake may take.
+            seconds: Time limit of the handshake, in seconds.
         """
         remote.serve(lambda: _ray().get(references.pop()), call, seconds)
 
@@ -87,10 +87,10 @@ class _StartedActor:
                 return None
             self._ray.get(self._result, timeout=0)
         except Exception as error:
-            # Ray raises the value of a local variable: see `forget_frames`.
+            # In Ray, a local variable holds the error that is raised: see `forget_frames`.
             forget_frames(error)
             return f"{type(error).__name__}: {error}"
-        return "the actor has ended its call of serve()"
+        return "the actor's call of serve() has returned"
 
     def waits_for(self) -> str:
         """Describes what the actor may be waiting for: the resources that it requests, compared with those of the
@@ -99,7 +99,7 @@ class _StartedActor:
             if self._ray.wait([self._begun], timeout=0, fetch_local=False)[0]:
                 return (
                     f"its actor runs, but has not reached this process at {self._place}: the machines of the cluster "
-                    "must be able to reach each other on all ports, including through firewalls"
+                    "must be able to reach each other on all ports, so no firewall may block them"
                 )
             if not self._requested:
                 return "Ray has not started its actor: `ray status` shows what the cluster is waiting for"

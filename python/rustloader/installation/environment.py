@@ -39,7 +39,7 @@ def follow(setting: str) -> None:
         _following = _AfterTorch(options)
         _follow_in_children()
         if "torch" not in sys.modules:
-            _following.wait()
+            _following.register()
     # Options of several calls are combined, because the command `run` adds its own to those of the variable.
     _following.options |= options
     if not _following.is_waiting:

@@ -51,7 +51,7 @@ _HELLO_SECONDS = 30.0
 
 
 class HandshakeError(RuntimeError):
-    """Raised if the handshake fails: the other end refuses it, is not the expected one, or sends too long a message."""
+    """Raised if the handshake fails: the other end refuses it or is not the expected one, or a message is too long."""
 
 
 def new_token() -> bytes:

@@ -75,8 +75,8 @@ class Restarts:
     def on_death(
         self, death: Death, cause: str = "exited unexpectedly", under_way: bool = True, out_of_memory: bool = False
     ) -> float | None:
-        """Counts a death and decides what happens next. If the death was already counted, does not count it again and
-        returns 0 unless it is final.
+        """Counts a death and decides what happens next. A death that was already counted is not counted again: the
+        result is then 0, or None if the death is final.
 
         Args:
             death: The death.
@@ -154,7 +154,7 @@ class Restarts:
         if max(self._deaths_at[sample], self._in_task[task]) < POISON_AFTER:
             return True
         number = death.first_task + task
-        # Deaths at different samples of a batch do not show that any one of them is the cause: the worker may have run
+        # Deaths at different samples of a batch do not show that any one sample is the cause: the worker may have run
         # out of time or memory each time.
         place = death.place if self._deaths_at[sample] >= POISON_AFTER else None
         # True if workers die even at the sample that is fetched instead of a skipped one.

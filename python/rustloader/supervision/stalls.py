@@ -75,7 +75,7 @@ def warn(
         what = f"has not produced its first batch after {time}"
         hint = f"A lock that another thread held at the fork is a common cause; {STALL_START.name} sets the limit"
     else:
-        what = f"has worked on one batch for {time} (state: {state})"
+        what = f"has been working on one batch for {time} (state: {state})"
         hint = f"{STALL_ITEM.name} sets the limit"
     if exceeds is not None:
         limit, was_killed = exceeds

@@ -26,13 +26,13 @@ class AfterImport:
         self._name = name
         self._then = then
 
-    def wait(self) -> None:
-        """Starts waiting for the import."""
+    def register(self) -> None:
+        """Registers the hook, which then waits for the import."""
         sys.meta_path.insert(0, self)
 
     @property
     def is_waiting(self) -> bool:
-        """True from the call of ``wait`` to the end of the import."""
+        """True from the call of ``register`` to the end of the import."""
         return self in sys.meta_path
 
     def find_spec(

@@ -30,4 +30,4 @@ def skip_package() -> None:
     if _RULES in sys.modules:
         _add_folder()
     else:
-        AfterImport(_RULES, _add_folder).wait()
+        AfterImport(_RULES, _add_folder).register()

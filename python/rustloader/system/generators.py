@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-# Sizes in bytes in the state of NumPy's MT19937: the size of its 624 words, and the size of these words and the
+# Sizes, in bytes, of two parts of the state of NumPy's MT19937: its 624 words, and these words together with the
 # position that follows them.
 _KEY, _STATE = 624 * 4, 625 * 4
 

@@ -1,9 +1,9 @@
 """The list of all changes that this package makes to torch, multiprocessing, NumPy and Python at run time.
 
-A :class:`Patch` replaces an attribute of a module or class that is not part of this package. It refuses attributes that
-are not in the list. The modules that need other changes, or changes to a single object, make these themselves; the list
-then describes in words what is changed. ``tests/python/unit/test_patch_list.py`` compares the list with the changes
-that are found in a program and its workers.
+A :class:`Patch` replaces an attribute of a module, class or object that is not part of this package. It refuses
+attributes that are not in the list. The modules that need other changes, such as to one iterator or fetcher, make these
+themselves; the list then describes in words what is changed. ``tests/python/unit/test_patch_list.py`` compares the list
+with the changes that are found in a program and its workers.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ PATCHES = (
         _NEVER,
     ),
     Change(
-        "sys.meta_path: a finder in front, and the loader's exec_module of one module",
+        "sys.meta_path: a finder at the front, and the exec_module of one module's loader",
         "system.after_import",
         PROGRAM,
         "torch (for RUSTLOADER_INSTALL) and Dynamo are changed when the program imports them, so this package need not "
@@ -127,7 +127,7 @@ PATCHES = (
         "torch.UntypedStorage._new_shared",
         "workers.collate",
         WORKER,
-        "default_collate, copies of its table and PyG's collater allocate in the arena",
+        "default_collate, users of a copy of its map, and PyG's collater allocate in the arena",
         "the start of a worker",
         _WITH_WORKER,
     ),
@@ -192,7 +192,7 @@ PATCHES = (
         "multiprocessing.process._children: workers that have ended, and the parent's in a forked child",
         "workers.process",
         PROGRAM,
-        "otherwise multiprocessing would list workers that the engine has reaped as alive, or a child would end them",
+        "otherwise multiprocessing would list reaped workers as alive, and a child would end its parent's workers",
         "the end of a worker, or a fork",
         _NEVER,
     ),
@@ -217,7 +217,7 @@ PATCHES = (
         "a _SingleProcessDataLoaderIter: _sampler_iter and _dataset_fetcher",
         "iterator.single",
         PROGRAM,
-        "options also work with num_workers=0; indices and tables are fast",
+        "options also work with num_workers=0; drawing indices and gathering from tables is faster",
         "when a loader makes the iterator",
         "with the iterator",
     ),

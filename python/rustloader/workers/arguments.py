@@ -152,7 +152,7 @@ def reporting(duplicate: Any, worker_id: int) -> Iterator[None]:
             text = f"It could not load its {subject}. Caught {type(error).__name__} in DataLoader worker process "
             text += f"{worker_id}.\nOriginal {''.join(traceback.format_exception(error))[-_MAX_TRACEBACK:]}"
             line = json.dumps({"pid": os.getpid(), "text": text})
-            # An error of this write must not replace the original error.
+            # If this write fails, its error must not replace the original error.
             with contextlib.suppress(OSError):
                 os.write(fd, f"{line}\n".encode())
         raise

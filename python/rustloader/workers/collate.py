@@ -16,9 +16,9 @@ from rustloader.system.patches import Patch
 def use_arena(port: Port) -> Callable[[], None]:
     """Makes default_collate in this process allocate in ``port``'s region. Returns a function that undoes this.
 
-    torch's function, copies of its table and PyG's collater all allocate with ``UntypedStorage._new_shared``. Where the
-    table still has torch's functions for tensors, floats and ints, Rust collates plain values of these types. All other
-    values go to torch's functions, with their errors and quirks.
+    torch's function, users of a copy of ``default_collate_fn_map``, and PyG's collater all allocate with
+    ``UntypedStorage._new_shared``. Where the map still has torch's functions for tensors, floats and ints, Rust
+    collates plain values of these types. All other values go to torch's functions, with their errors and quirks.
     """
     torch_new_shared = torch.UntypedStorage._new_shared
     patch = Patch("torch.UntypedStorage._new_shared", torch.UntypedStorage)

@@ -1,5 +1,5 @@
-"""A variant of default_convert that makes no tensors from arrays in shared memory. A tensor would hide its array, and
-with it any other references to the memory, which decide whether the memory may be sent without a copy."""
+"""A variant of default_convert that makes no tensors from arrays in shared memory. An array may be sent without a copy
+only if nothing else refers to its memory, and a tensor would hide the array and with it any other references."""
 
 from __future__ import annotations
 

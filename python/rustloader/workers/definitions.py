@@ -286,10 +286,10 @@ def _lookup(module: str | None, obj: Any) -> Any:
 
 def _is_raised_by_pickle(error: Exception) -> bool:
     """Returns True if pickle itself raised an error, rather than code that it called."""
-    place = error.__traceback__
-    while place is not None and place.tb_next is not None:
-        place = place.tb_next
-    return place is not None and place.tb_frame.f_globals.get("__name__") in (__name__, reduction.__name__)
+    innermost = error.__traceback__
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    return innermost is not None and innermost.tb_frame.f_globals.get("__name__") in (__name__, reduction.__name__)
 
 
 def _descriptors() -> list[int]:

@@ -57,8 +57,8 @@ _DEFERRED = (
 def deferred_signals() -> Iterator[list[int]]:
     """Defers signal handlers while workers start. Yields the signals that a new process has to unblock.
 
-    A worker must not be interrupted before it can catch the error. Errors that handlers raise in at-fork hooks are
-    lost. A handler that raises just after a fork would leave an unregistered process running.
+    A handler must not raise in a worker that cannot catch the error yet. Errors that handlers raise in at-fork
+    hooks are lost. A handler that raises just after a fork would leave an unregistered process running.
     """
     with DeferredSignals([number for number in _DEFERRED if callable(signal.getsignal(number))]) as blocked:
         yield blocked
@@ -342,7 +342,7 @@ def _forget_in_child() -> None:
 
 atexit.register(_end_all)
 at_fork("workers", after_in_child=_forget_in_child)
-# Python 3.13 counts the threads after these hooks have run, to warn about forks with threads. In 3.13 the next iterator
-# makes this call instead.
+# Python 3.13 counts the threads after these hooks have run, to warn about a fork of a multi-threaded process. In 3.13
+# the next iterator makes this call instead.
 if sys.version_info[:2] != (3, 13):
     at_fork("pages", after_in_parent=tend_pages)

@@ -75,8 +75,9 @@ def serve(port: Port, dataset: Any, job: Job, worker_id: int) -> None:
 def _seeds_of(job: Job, worker_id: int, start: WorkerStart | None) -> tuple[int, list[int]]:
     """Returns the seed for torch and Python, and the seed for NumPy.
 
-    The first process in a slot gets the seeds of torch's worker. So does a replacement in the first epoch that starts
-    again with the worker's first batch: the worker has given no answer, or its iterable dataset has no state to load.
+    The first process in a slot gets the seeds of torch's worker. So does a replacement that, in the first epoch, starts
+    again with the worker's first batch, because the worker has given no answer, or its iterable dataset has no state
+    to load.
     Any other replacement gets different seeds, because it makes different batches. With ``seed_by``, all processes get
     torch's seeds, because each batch or sample has its own seed.
     """
@@ -340,7 +341,7 @@ class _Worker:
 
     def begin_replay(self, batches: int | list[Any], worker_id: int) -> None:
         """Fetches again the batches that a map-style dataset made after its state was saved. For an iterable dataset,
-        postpones this until the first task, whose index batch has the size of a batch."""
+        postpones this until the first task, whose index batch shows the batch size."""
         if isinstance(batches, int):
             self.replay = batches
         else:
@@ -367,7 +368,7 @@ class _Worker:
         self.port.progress(ends=True)
 
     def send(self, task: int, batch: list[Any]) -> None:
-        """Sends the batch in a list of one item, or the error that prevents sending it. May empty the list."""
+        """Sends a batch, given as the only item of a list, or the error that prevents this. May empty the list."""
         kind = converting.kind_of(batch[0])
         try:
             if not self.send_plain(task, batch):
@@ -377,8 +378,8 @@ class _Worker:
             self.port.send_error(task, serialize.dumps_error(ExceptionWrapper(where=where)))
 
     def send_plain(self, task: int, batch: list[Any]) -> bool:
-        """Sends the batch in a list of one item if it is a plain tree, and returns True. Otherwise returns False and
-        leaves the batch in the list, ready to be pickled."""
+        """Sends a batch, given as the only item of a list, if it is a plain tree, and returns True. Otherwise returns
+        False and leaves the batch in the list, ready to be pickled."""
         leaves_are_ours = serialize.leaves_are_ours()
         if self.port.send(task, batch, leaves_are_ours):
             return True

@@ -55,8 +55,8 @@ def start_method(context: Any) -> str:
 
 
 def start_helpers(context: Any) -> None:
-    """Starts multiprocessing's helper processes, which outlive the loader. This must come before SIGINT is blocked:
-    every process that the program starts later inherits the helpers' signal mask."""
+    """Starts multiprocessing's helper processes, which outlive the loader. This must come before signals are deferred:
+    a helper would inherit the blocked signals, and so would every process that the fork server starts later."""
     method = start_method(context)
     if method == "forkserver":
         fork_server.ensure_running()

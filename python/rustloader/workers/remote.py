@@ -221,8 +221,8 @@ def _await(starting: list[_Starting], jobs: dict[int, bytes], deadline: float) -
     reports: queue.SimpleQueue[_Report] = queue.SimpleQueue()
     waiting, (wake_reader, wake_writer) = [*starting], socket.socketpair()
 
-    def report(outcome: _Report) -> None:
-        reports.put(outcome)
+    def report(item: _Report) -> None:
+        reports.put(item)
         with contextlib.suppress(OSError):  # the wait is over
             wake_writer.send(b"1")
 
@@ -298,8 +298,8 @@ def serve(read: Callable[[], bytes], call: Call, seconds: float) -> None:
             job: Job = pickle.loads(message[_SIZES.size :])
             dataset, shared = arguments.unmarked(pickle.loads(read()))
         except Exception:
-            where = f", at its argument {name}" if (name := arguments.current()) else ""
-            text = f"it cannot read the dataset or its functions{where}:\n{traceback.format_exc()}"
+            where = f" (it failed at the argument {name})" if (name := arguments.current()) else ""
+            text = f"it cannot read the dataset or the loader's functions{where}:\n{traceback.format_exc()}"
             handshake.send_reply(connection, False, text.encode(), deadline)
             raise
         job = dataclasses.replace(job, **shared)

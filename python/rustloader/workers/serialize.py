@@ -40,7 +40,7 @@ def _reducers(storage: Any, tensor: Any, array: Any) -> _Reducers:
     return {torch.UntypedStorage: storage, torch.Tensor: tensor, torch.nn.Parameter: tensor, np.ndarray: array}
 
 
-# The reducers that this module replaces; None if no reducer is registered by default. It keeps all others.
+# The reducers that this module replaces, by type: None if none is registered by default. All others are kept.
 _TORCH_REDUCERS = _reducers(reductions.reduce_storage, reductions.reduce_tensor, None)
 
 # What the reducers of these packages return travels in the pickle, out of band, or through the resource sharer.
@@ -279,9 +279,9 @@ def dumps(value: Any, *, views: bool = True) -> tuple[bytes, list[Any], bool]:
         for kind, reducer in _registered().items():
             if _known_reducers.get(kind) is not reducer and kind in table and _is_foreign(reducer):
                 table[kind] = out_of_band.recording_use(reducer)
-    shared = _sharer._key
+    key_before = _sharer._key
     payload = _pickle(value, table, out_of_band.take)
-    return payload, out_of_band.objects, out_of_band.tied or _sharer._key != shared
+    return payload, out_of_band.objects, out_of_band.tied or _sharer._key != key_before
 
 
 def loads(payload: bytes, objects: Sequence[Any]) -> Any:

@@ -81,7 +81,7 @@ CLEAR = [
     r"RuntimeError: DataLoader worker \(pid N\) (is killed by signal: Killed\. |exited unexpectedly).*",
     r"RuntimeError: Pin memory thread exited unexpectedly .*failed: .*",
     r"again, for good",
-    r"DataLoader worker 0 \(pid N\) has worked on one batch for .*",
+    r"DataLoader worker 0 \(pid N\) has been working on one batch for .*",
 ]
 HANDED_OVER = "WARNING a DataLoader runs on torch's own iterator: cannot create the engine: "
 RESTARTED = "WARNING DataLoader worker "

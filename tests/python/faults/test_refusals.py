@@ -26,7 +26,7 @@ NO_MEMORY = r"(iter: )?MemoryError: (Caught MemoryError in DataLoader worker pro
 NO_MEMORY += r"cannot get \d+ bytes of shared memory for a batch: .*, \d+ bytes are left; use a smaller batch_size.*"
 
 NO_ARRAY = r"RuntimeError: Caught RuntimeError in DataLoader worker process 0\..*the child has ended with 11\n"
-STUCK = r"DataLoader worker 0 \(pid N\) has worked on one batch for [\d.]+ s .*"
+STUCK = r"DataLoader worker 0 \(pid N\) has been working on one batch for [\d.]+ s .*"
 NO_STACK = STUCK + "Stack unavailable: "
 
 # How many batches of a program come from the engine.

@@ -135,7 +135,7 @@ def test_an_item_that_sleeps_is_named_once(told, limits, tmp_path, method):
     assert taken(DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context=method)) == [*range(6)]
     for index in (1, 4):
         text = about(told, index)
-        told_item = rf"has worked on one batch for [\d.]+ s \(state: fetch\); the batch has index {index}\. "
+        told_item = rf"has been working on one batch for [\d.]+ s \(state: fetch\); the batch has index {index}\. "
         assert re.match(head(r"\d+") + told_item, text), text
         assert "RUSTLOADER_STALL_ITEM_SECONDS" in text
         assert re.search(r"test_stall\.py\", line \d+ in __getitem__\n", text), text
@@ -176,7 +176,7 @@ def test_of_workers_that_share_a_queue_the_one_that_holds_the_item_is_named(told
     holder = iterator._task_info[3][0]
     assert [int(batch) for batch in iterator] == [3, 4, 5]
     text = about(told, 3)
-    assert text.startswith(f"DataLoader worker {holder} (pid {pids[holder]}) has worked on one batch for "), text
+    assert text.startswith(f"DataLoader worker {holder} (pid {pids[holder]}) has been working on one batch for "), text
     assert re.search(r"test_stall\.py\", line \d+ in __getitem__\n", text), text
 
 
@@ -398,7 +398,7 @@ def test_a_stopped_worker_is_named_without_a_stack(told, limits, monkeypatch, tm
     assert values(iterator) == [1, 2, 3]
     thread.join()
     text = about(told, 1)
-    assert re.match(head(pid) + r"has worked on one batch for .*; the batch has index 1\. .*", text)
+    assert re.match(head(pid) + r"has been working on one batch for .*; the batch has index 1\. .*", text)
     assert "Stack unavailable: it did not answer within 1 s: it is stopped" in text
 
 

@@ -116,7 +116,7 @@ def test_a_stuck_worker_is_killed_and_its_batch_raises(told, tmp_path, way):
     assert str(stalled_error(iterator)) == text
     assert all(wait_until(functools.partial(gone, pid)) for pid in pids)
     [line] = told
-    what = rf"DataLoader worker 1 \(pid {pids[1]}\) has worked on one batch for [\d.]+ s \(state: fetch\); "
+    what = rf"DataLoader worker 1 \(pid {pids[1]}\) has been working on one batch for [\d.]+ s \(state: fetch\); "
     assert re.match(what + r"the batch has index 3\. It was killed: stall_timeout is 1 s\. ", line), line
 
 
@@ -518,7 +518,7 @@ def test_the_warning_goes_to_the_logger(caplog, tmp_path):
 def test_a_worker_that_cannot_be_killed_is_named_otherwise(told):
     stalls.warn(1, 7, False, 12.0, "fetch", [3], None, "why", (10.0, False))
     assert told == [
-        "DataLoader worker 1 (pid 7) has worked on one batch for 12 s (state: fetch); the batch has index [3]. "
+        "DataLoader worker 1 (pid 7) has been working on one batch for 12 s (state: fetch); the batch has index [3]. "
         "stall_timeout is 10 s, but this process kills only its own descendants. "
         "Stack unavailable: why."
     ]
