@@ -1,8 +1,8 @@
 """Measures how soon ``num_workers="auto"`` settles, and its cost: `make compare KIND=auto`.
 
-Each row is a dataset whose samples sleep, and a loop that takes 10 ms per batch. So the best number of workers is
-known, and two cores are enough to measure it. In each round a new loader with "auto" and loaders with fixed numbers run
-the same epochs in turn.
+Each row is a dataset whose samples sleep, and a loop that takes 10 ms per batch. The best number of workers is
+therefore known, and two cores are enough to measure it. In each round, a new loader with "auto" and loaders with fixed
+numbers run the same epochs in turn.
 
     two       samples of 19 ms: 2 workers
     eight     samples of 75 ms: 8 workers
@@ -38,7 +38,7 @@ def run(loader: Any) -> float:
         time.sleep(STEP)
     seconds = time.perf_counter() - start
     if samples != list(range(len(loader))):
-        raise Failure(f"{len(samples)} batches in place of {len(loader)}, or in another order")
+        raise Failure(f"{len(samples)} batches instead of {len(loader)}, or batches in the wrong order")
     return seconds
 
 
