@@ -70,5 +70,5 @@ def measure(name: str) -> None:
 
 
 if __name__ == "__main__":
-    epochs = ["auto over the best fixed number: 1st epoch", "2nd", "3rd", "4th", "5th"]
-    main(program, measure, "row", "an epoch with fixed numbers", *epochs, "workers of auto by epoch / round")
+    epochs = ["auto / best fixed number: 1st epoch", "2nd", "3rd", "4th", "5th"]
+    main(program, measure, "row", "an epoch with fixed numbers", *epochs, "auto's workers by epoch / round")

@@ -73,13 +73,13 @@ def in_setting(row: Row, persistent: bool) -> None:
     shared: dict[str, Any] = {"dataset": row.dataset(program.options.quick), "quick": program.options.quick}
     both = {kind: loop(row, kind, **shared, **common) for kind in ("torch", "rustloader")}
     sides = both | ({"off": loop(row, "rustloader", **shared, **common, off=options.off)} if options.off else {})
-    beside = {"floor": loop(row, "torch", **shared, num_workers=0)}
+    references = {"floor": loop(row, "torch", **shared, num_workers=0)}
     if options.beside:
-        beside["file_system"] = loop(row, "torch", **shared, **common, sharing="file_system")
+        references["file_system"] = loop(row, "torch", **shared, **common, sharing="file_system")
         if not persistent and not row.to_first:
-            beside["persistent"] = loop(row, "torch", **shared, persistent_workers=True)
+            references["persistent"] = loop(row, "torch", **shared, persistent_workers=True)
     same_first(both)
-    for it in (*sides.values(), *beside.values()):
+    for it in (*sides.values(), *references.values()):
         if it.loader.persistent_workers:
             it()
     size = 0
@@ -89,7 +89,7 @@ def in_setting(row: Row, persistent: bool) -> None:
         size = nbytes(both["torch"].last)
         same_last(sides)
 
-    rounds = program.interleave(sides, row.name, references=beside, after=check)
+    rounds = program.interleave(sides, row.name, references=references, after=check)
     result: dict[str, Any] = {"persistent": persistent, "what": row.what, "bytes": size}
     for side, key in (("torch", "torch"), ("rustloader", "ours"), ("off", "off")):
         if side in rounds:
@@ -102,7 +102,7 @@ def in_setting(row: Row, persistent: bool) -> None:
         "ratio": rounds.ratio("torch", "rustloader", "wall"),
         "cpu_ratio": rounds.ratio("torch", "rustloader", "cpu"),
     }
-    result |= {f"{side}_us": rounds.median(side, "wall") for side in beside}
+    result |= {f"{side}_us": rounds.median(side, "wall") for side in references}
     if options.beside:
         workers = both["torch"].loader.num_workers
         if not persistent:

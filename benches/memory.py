@@ -179,7 +179,7 @@ def remaining(name: str) -> None:
 
 
 def tables() -> int:
-    """Prints all peaks, then all memory that remains."""
+    """Prints the table of peaks, then the table of remaining memory."""
     sides = [*KINDS, *([f"{program.options.off}=0"] if program.options.off else [])]
     status = program.run(peaks, ["peak memory in MiB", *sides, *(f"{side} / torch" for side in sides[1:])])
     if not program.options.peaks:

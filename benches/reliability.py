@@ -43,7 +43,7 @@ NEVER = 60.0  # maximum wait, in seconds
 
 
 class Numbers(torch.utils.data.Dataset):
-    """A dataset of numbers; each sample from index `slow` on calls `body`."""
+    """A dataset of numbers; each sample with an index of at least `slow` calls `body`."""
 
     def __init__(self, length: int = 1000, slow: int | None = None, body: Callable[[], Any] | None = None):
         self.length, self.slow, self.body = length, slow, body

@@ -109,7 +109,7 @@ def hundred_mb() -> list[Any]:
 
 
 def jpegs() -> list[Any]:
-    """Returns JPEG files as large as photographs: coarse noise, which is as smooth, plus a little fine noise."""
+    """Returns JPEG files as large as photographs: smooth, coarse noise plus a little fine noise."""
     from PIL import Image
 
     random = np.random.default_rng(0)

@@ -14,10 +14,10 @@ const GIB: u64 = 1 << 30;
 pub const WORKERS_MAX: u32 = 1 << 16;
 /// Maximum number of outstanding batches of one iterator. Each ring has room for all of them.
 pub const TASKS_MAX: u32 = 1 << 24;
-/// Number of tasks by which a shared queue may always run ahead of its oldest unanswered task. This span bounds the
-/// scheduler's table of tasks.
+/// Minimum span of a shared queue: the number of tasks from the oldest unanswered one to the newest. The span bounds
+/// the scheduler's table of tasks.
 pub const QUEUE_SPAN: usize = 1 << 10;
-/// Upper limit of this span if a window is set: the span then grows with the window, beginning at [`QUEUE_SPAN`].
+/// Maximum span that a window can require: the span grows with the window from [`QUEUE_SPAN`] up to this number.
 pub const QUEUE_SPAN_MAX: usize = 1 << 16;
 /// A timeout of at least this many seconds (about 30 years) is treated as no timeout, because clocks would overflow.
 pub const TIMEOUT_MAX: f64 = 1e9;
@@ -158,8 +158,8 @@ pub const PIN_STACK: usize = 8 << 20;
 
 /// Interval between two checks for stuck workers.
 pub const STALL_CHECK: Duration = Duration::from_millis(100);
-/// The longest delay of such a check, beyond [`WAIT_SLICE`], that counts as normal. After a longer one, workers are
-/// timed from the start, because they may have been stopped together with the main process.
+/// The longest delay of such a check, beyond [`WAIT_SLICE`], that counts as normal. After a longer one, the time for
+/// which workers have been watched restarts, because they may have been stopped together with the main process.
 pub const STALL_PAUSE: Duration = Duration::from_secs(1);
 /// The longest wait for the stack dump of a worker that is killed afterwards.
 pub const KILLED_STACK: Duration = Duration::from_millis(200);

@@ -34,7 +34,7 @@ pub enum Count {
     Next,
     /// Time that `next` waited for batches other than an epoch's first.
     Waited,
-    /// Time that `next` waited for first batches of epochs.
+    /// Time that `next` waited for the first batches of epochs.
     First,
     /// Part of `Waited` during which later batches were ready.
     Blocked,

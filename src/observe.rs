@@ -202,14 +202,14 @@ fn worker_of(control: &ControlPage, started_ns: u64, epoch_task: u64, warm: u64,
         0 => started_ns,
         since_ns => since_ns,
     };
-    let (task, taken_up) = (word(&page.task), word(&page.task_since_ns));
+    let (task, taken_ns) = (word(&page.task), word(&page.task_since_ns));
     let index = (word(&page.index_task) == task.wrapping_add(1)).then(|| index_of(page)).flatten();
     ObservedWorker {
         state,
         in_state_ns: now_ns.saturating_sub(since_ns),
         totals: WorkerTotals::of(page, (pid, state != WorkerState::Left), now_ns),
-        batch: task.checked_sub(epoch_task).filter(|_| taken_up != 0),
-        at_batch_ns: if taken_up == 0 { 0 } else { now_ns.saturating_sub(taken_up) },
+        batch: task.checked_sub(epoch_task).filter(|_| taken_ns != 0),
+        at_batch_ns: if taken_ns == 0 { 0 } else { now_ns.saturating_sub(taken_ns) },
         index,
         queued: control.tasks.waiting(),
         ready,

@@ -19,8 +19,8 @@ pub const INLINE_BYTES: usize = 32;
 const NO_BLOCK: u32 = u32::MAX;
 /// Bytes of a leaf's row in the table of a message.
 const LEAF_ROW: usize = 16;
-/// Bytes before the leaves' rows in a message.
-pub const MESSAGE_HEAD: usize = 8;
+/// Bytes of the leaf count, with which a message begins.
+pub const LEAF_COUNT_BYTES: usize = 8;
 
 numbered_enum! {
     /// The kind of a task entry.
@@ -247,11 +247,11 @@ pub struct Leaf {
 
 /// Returns the length of a message in bytes, given its number of leaves and the length of its payload.
 pub fn message_len(leaves: usize, payload: usize) -> u64 {
-    (MESSAGE_HEAD + leaves * LEAF_ROW + payload) as u64
+    (LEAF_COUNT_BYTES + leaves * LEAF_ROW + payload) as u64
 }
 
-/// Returns the offset of the payload in a message of `len` bytes, computed from its first [`MESSAGE_HEAD`] bytes. Fails
-/// with [`Error::Corrupt`] if the message is too short for its leaf table.
+/// Returns the offset of the payload in a message of `len` bytes, computed from its first [`LEAF_COUNT_BYTES`] bytes.
+/// Fails with [`Error::Corrupt`] if the message is too short for its leaf table.
 pub fn payload_start(first: &[u8], len: u64) -> Result<u64> {
     let count = word(first, 0).filter(|count| *count <= len / LEAF_ROW as u64);
     let start = count.map(|count| message_len(count as usize, 0)).filter(|start| *start <= len);
@@ -280,8 +280,8 @@ pub fn read_message(message: &[u8]) -> Result<(Vec<Leaf>, usize)> {
     if count > (message.len() / LEAF_ROW) as u64 {
         return Err(bad());
     }
-    let start = MESSAGE_HEAD + count as usize * LEAF_ROW;
-    let rows = message.get(MESSAGE_HEAD..start).ok_or_else(bad)?;
+    let start = LEAF_COUNT_BYTES + count as usize * LEAF_ROW;
+    let rows = message.get(LEAF_COUNT_BYTES..start).ok_or_else(bad)?;
     let row = |row: &[u8]| {
         let block = u32::try_from(word(row, 0)?).ok()?;
         Some(Leaf { block, len: word(row, 8)? })
@@ -347,11 +347,11 @@ mod tests {
         message.extend_from_slice(b"payload");
         assert_eq!(read_message(&message).unwrap(), (leaves.to_vec(), message.len() - 7));
         let start = message_len(2, 0);
-        assert_eq!(payload_start(&message[..MESSAGE_HEAD], start).unwrap(), start);
+        assert_eq!(payload_start(&message[..LEAF_COUNT_BYTES], start).unwrap(), start);
         assert!(payload_start(&u64::MAX.to_le_bytes(), start).is_err());
         for cut in 0..start as usize {
             assert!(read_message(&message[..cut]).is_err());
-            assert!(payload_start(&message[..cut.min(MESSAGE_HEAD)], cut as u64).is_err());
+            assert!(payload_start(&message[..cut.min(LEAF_COUNT_BYTES)], cut as u64).is_err());
         }
     }
 

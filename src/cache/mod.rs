@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! file     := header (4 KiB), counters (4 KiB), index, heap
-//! header   := words: magic version rows limit end stored closed probes logged boot meta-length; meta from byte 256 on
+//! header   := words: magic version rows limit end stored closed probes logged boot meta-length; meta at byte 256
 //! counters := 64 stripes of 8 words: hits misses refused damaged, the others unused
 //! index    := a word for each row: 0 (absent), 1 (never), or the position of its record
 //! record   := length:u32 check:u32 bytes, padded to a multiple of 8

@@ -95,7 +95,7 @@ pub struct Usage {
     pub misses: u64,
     /// Number of rows that were marked because their samples cannot be kept.
     pub refused: u64,
-    /// Number of records whose bytes had changed since they were written.
+    /// Number of records whose bytes were found to have changed since they were written.
     pub damaged: u64,
     /// Bytes of whole records.
     pub stored: u64,
