@@ -94,7 +94,8 @@ pub const REUSE_CLASSES: usize = 3;
 /// Divisor of the recent peak of pages in use. If batch sizes vary, idle pages may raise the total above the peak by at
 /// most the quotient.
 pub const IDLE_SHARE: u64 = 4;
-/// Number of recent batches that are considered: the largest of them determines how many pages an idle worker keeps.
+/// Number of batches in a window. The largest batch of this and the previous window determines how many pages an idle
+/// worker keeps.
 pub const RECENT_BATCHES: u64 = 16;
 /// Bytes of fresh pages between two checks of available memory. A check is slow because it reads files in /proc.
 pub const HEADROOM_CHECK: u64 = 8 * MIB;
@@ -168,7 +169,8 @@ pub const KILLED_STACK: Duration = Duration::from_millis(200);
 pub const STACK_SIGNAL: i32 = 13;
 /// Interval between two reads of a stack dump that is being written.
 pub const STACK_CHECK: Duration = Duration::from_millis(5);
-/// Number of consecutive reads without growth after which a stack dump is complete.
+/// Number of consecutive reads without growth after which a stack dump counts as complete, if its signal handler has
+/// returned.
 pub const STACK_SETTLED: u32 = 20;
 /// Maximum number of bytes of a stack dump that are logged.
 pub const STACK_SHOWN: usize = 64 << 10;
@@ -179,13 +181,14 @@ pub const HANDLER_CHECK_NS: u64 = 50_000_000;
 
 /// The longest single sleep of an idle worker. After each sleep, the worker trims its memory and handles signals.
 pub const IDLE_SLICE: Duration = Duration::from_secs(1);
-/// The time for which a worker that is ahead of the training loop must be idle before it releases all its idle pages:
-/// several times the cost of fresh pages for a large batch.
+/// The minimum time for which a worker that is ahead of the training loop must be idle before it releases all its idle
+/// pages: several times the cost of fresh pages for a large batch. If its last batch took longer, that time applies.
 pub const AHEAD: Duration = Duration::from_millis(20);
 /// Minimum number of bytes held by a worker's Python objects at which the worker calls Python's garbage collector. The
 /// collector itself does not see the size of their memory.
 pub const COLLECT_FROM: u64 = 32 * MIB;
-/// The same threshold as a multiple of the largest batch so far; the higher of the two applies.
+/// The same threshold as a multiple of the largest batch so far; the higher of the two applies. A collection raises the
+/// threshold to at least twice the bytes that are still held after it.
 pub const COLLECT_BATCHES: u64 = 4;
 /// Maximum number of bytes that a worker's objects may hold after a collection. Above this limit, the worker's new
 /// tensors are allocated on the heap.

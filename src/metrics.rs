@@ -472,7 +472,7 @@ mod tests {
     }
 
     #[test]
-    fn the_tasks_that_blocked_others_for_longest_are_kept() {
+    fn the_tasks_that_blocked_others_the_longest_are_kept() {
         let meter = Meter::default();
         (0..8).for_each(|_| deliver(&meter, task(1000)));
         for blocked_us in [5, 90, 10, 70, 20, 60, 30, 50, 40, 80, 15] {
