@@ -1,4 +1,4 @@
-//! Blocks: allocating and freeing a warm block (goal: 50 ns or less), by the owner and over the return stack.
+//! Blocks: allocating and freeing a warm block (goal: 50 ns or less), by the owner and through the return stack.
 
 use std::hint::black_box;
 

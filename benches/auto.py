@@ -1,8 +1,8 @@
 """Measures how soon ``num_workers="auto"`` settles, and its cost: `make compare KIND=auto`.
 
-Each row is a dataset whose samples sleep, and a loop that takes 10 ms per batch. So the best number of workers is
-known, and two cores are enough to measure it. In each round a new loader with "auto" and loaders with fixed numbers run
-the same epochs in turn.
+Each row is a dataset whose samples sleep, and a loop that takes 10 ms per batch. The best number of workers is
+therefore known, and two cores are enough to measure it. In each round, a new loader with "auto" and loaders with fixed
+numbers run the same epochs in turn.
 
     two       samples of 19 ms: 2 workers
     eight     samples of 75 ms: 8 workers
@@ -38,7 +38,7 @@ def run(loader: Any) -> float:
         time.sleep(STEP)
     seconds = time.perf_counter() - start
     if samples != list(range(len(loader))):
-        raise Failure(f"{len(samples)} batches in place of {len(loader)}, or in another order")
+        raise Failure(f"{len(samples)} batches instead of {len(loader)}, or batches in the wrong order")
     return seconds
 
 
@@ -70,5 +70,5 @@ def measure(name: str) -> None:
 
 
 if __name__ == "__main__":
-    epochs = ["auto over the best fixed number: 1st epoch", "2nd", "3rd", "4th", "5th"]
-    main(program, measure, "row", "an epoch with fixed numbers", *epochs, "workers of auto by epoch / round")
+    epochs = ["auto / best fixed number: 1st epoch", "2nd", "3rd", "4th", "5th"]
+    main(program, measure, "row", "an epoch with fixed numbers", *epochs, "auto's workers by epoch / round")

@@ -1,12 +1,12 @@
-"""Shows where the time of a batch goes, from rustloader's own statistics: `make compare KIND=breakdown`.
+"""Shows where the time per batch goes, from rustloader's own statistics: `make compare KIND=breakdown`.
 
-Workers are persistent. After one epoch to warm up, --rounds epochs are measured together. Times are microseconds per
-batch: those of the workers are sums over all workers, those of the main process are of its thread. `sum` is the share
-of the workers' wall time that the parts account for. `in next` is the time inside next() without waiting, in which the
-main process holds the GIL.
+Workers are persistent. After one epoch to warm up, --rounds epochs are measured together. Times are in microseconds per
+batch. Those of the workers are sums over all workers, and those of the main process are of its main thread. `sum` is
+the share of the workers' wall time that the parts account for. `in next` is the time inside next() without waits,
+during which the main process holds the GIL.
 
-With --calls `perf stat` counts system calls per batch, for loops without a step and with one of 1 ms. It slows the
-loops down, so no times are shown.
+With --calls, `perf stat` counts system calls per batch, in loops without a step and with a step of 1 ms. Counting slows
+the loops down, so no times are shown.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ program = Program(__doc__, [row.name for row in ROWS if not row.to_first])
 
 
 def totals(loader: Any) -> dict[str, float]:
-    """Returns the seconds so far of each part of the workers' and the main process's work, and of the clocks."""
+    """Returns the seconds spent so far on each part of the workers' and the main process's work, and clock times."""
     stats = rustloader.stats(loader)
     sums = {part: sum(getattr(worker, f"{part}_seconds") for worker in stats.workers) for part in PARTS}
     return sums | {
@@ -83,7 +83,7 @@ def counted(pids: list[int]) -> Iterator[list[int]]:
             perf.wait()
             lines = [line for line in file if "raw_syscalls" in line]
             if len(lines) != 1:
-                raise Failure("perf stat has counted nothing: it needs root and tracefs")
+                raise Failure("perf stat counted nothing: it needs root and tracefs")
             counts.append(int(lines[0].split(",")[0]))
 
 

@@ -25,7 +25,7 @@ def program_of(text: str | None, rounds: int, default: tuple[str, ...] = ()) -> 
     program = Program(text, WITH_TENSORS, rounds)
     program.parser.set_defaults(rows=",".join(default or WITH_TENSORS))
     program.option("--workers", type=int, default=4, help="worker processes per loader (default: %(default)s)")
-    program.option("--quick", action="store_true", help="run a tenth of the batches: no figures to quote")
+    program.option("--quick", action="store_true", help="run a tenth of the batches; do not quote the results")
     program.option("--trace", metavar="FILE", help="write FILE.<row>.json, a profile of the training loop")
     return program
 
@@ -33,11 +33,11 @@ def program_of(text: str | None, rounds: int, default: tuple[str, ...] = ()) -> 
 def started(program: Program) -> "Device":
     """Parses the command line and returns the device. Exits if there is no CUDA device, unless --device is cpu."""
     program.option(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: run without a GPU; figures mean nothing"
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: run without a GPU; the results mean nothing"
     )
     options = program.parse()
     if options.device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device: this measurement is for a machine that has one", file=sys.stderr)
+        print("no CUDA device: this measurement needs one", file=sys.stderr)
         sys.exit(2)
     device = Device(options.device)
     print(f"{device.name}{', quick' * getattr(options, 'quick', False)}")
@@ -69,7 +69,7 @@ def trace(options: argparse.Namespace, name: str, work: Callable[[], object]) ->
 
 
 class Device:
-    """The device that a program uses. ``kind`` is "cuda", or "cpu" for a run without a CUDA device."""
+    """The device on which a program runs. ``kind`` is "cuda", or "cpu" for a run without a CUDA device."""
 
     def __init__(self, kind: str):
         self.kind = kind
@@ -77,7 +77,7 @@ class Device:
 
     @property
     def name(self) -> str:
-        return torch.cuda.get_device_name() if self.is_card else "no card: the CPU, no figures to quote"
+        return torch.cuda.get_device_name() if self.is_card else "no GPU: this ran on the CPU, do not quote the results"
 
     def synchronize(self) -> None:
         if self.is_card:

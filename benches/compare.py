@@ -2,9 +2,9 @@
 
 Each row is one kind of batch (rows.py). A sample costs next to nothing, so the rows measure the transport. In each
 round torch's loader and rustloader's run one epoch each, in turn. The figures are medians of the rounds, divided by the
-batches of an epoch, and a ratio is the median of the rounds' ratios, with its range. `wall` is the time from iter() to
-the end of the epoch, `CPU` the processor time of this process and of all workers in that time. `floor` is torch with
-num_workers=0, which has no transport.
+number of batches in an epoch. A ratio is the median of the rounds' ratios, with its range. `wall` is the time from
+iter() to the end of the epoch. `CPU` is the processor time of this process and of all workers in that time. `floor` is
+torch with num_workers=0, which has no transport.
 
 Before a row is timed, its first batches through both loaders are compared: types, dtypes, shapes and values.
 Each timed epoch must deliver all its batches, the last ones equal on both sides, and all of rustloader's must
@@ -17,7 +17,7 @@ examples:
   python benches/compare.py --rows scalar,tokens --rounds 7
   python benches/compare.py --rows scalar --beside     torch in other settings, and the floors
   python benches/compare.py --off RUSTLOADER_NUMPY_ARENA    also rustloader without that feature, in the same rounds
-                                                             (--rounds: a multiple of 6, for each order of the sides)
+                                                             (--rounds: a multiple of 6, the orders of three sides)
   python benches/compare.py --save before.json         ... then change something ...
   python benches/compare.py --against before.json      the rows that became slower (exit status 3 if any did)
 """
@@ -73,13 +73,13 @@ def in_setting(row: Row, persistent: bool) -> None:
     shared: dict[str, Any] = {"dataset": row.dataset(program.options.quick), "quick": program.options.quick}
     both = {kind: loop(row, kind, **shared, **common) for kind in ("torch", "rustloader")}
     sides = both | ({"off": loop(row, "rustloader", **shared, **common, off=options.off)} if options.off else {})
-    beside = {"floor": loop(row, "torch", **shared, num_workers=0)}
+    references = {"floor": loop(row, "torch", **shared, num_workers=0)}
     if options.beside:
-        beside["file_system"] = loop(row, "torch", **shared, **common, sharing="file_system")
+        references["file_system"] = loop(row, "torch", **shared, **common, sharing="file_system")
         if not persistent and not row.to_first:
-            beside["persistent"] = loop(row, "torch", **shared, persistent_workers=True)
+            references["persistent"] = loop(row, "torch", **shared, persistent_workers=True)
     same_first(both)
-    for it in (*sides.values(), *beside.values()):
+    for it in (*sides.values(), *references.values()):
         if it.loader.persistent_workers:
             it()
     size = 0
@@ -89,7 +89,7 @@ def in_setting(row: Row, persistent: bool) -> None:
         size = nbytes(both["torch"].last)
         same_last(sides)
 
-    rounds = program.interleave(sides, row.name, references=beside, after=check)
+    rounds = program.interleave(sides, row.name, references=references, after=check)
     result: dict[str, Any] = {"persistent": persistent, "what": row.what, "bytes": size}
     for side, key in (("torch", "torch"), ("rustloader", "ours"), ("off", "off")):
         if side in rounds:
@@ -102,7 +102,7 @@ def in_setting(row: Row, persistent: bool) -> None:
         "ratio": rounds.ratio("torch", "rustloader", "wall"),
         "cpu_ratio": rounds.ratio("torch", "rustloader", "cpu"),
     }
-    result |= {f"{side}_us": rounds.median(side, "wall") for side in beside}
+    result |= {f"{side}_us": rounds.median(side, "wall") for side in references}
     if options.beside:
         workers = both["torch"].loader.num_workers
         if not persistent:
@@ -181,19 +181,19 @@ def main() -> int:
     add = program.option
     add("--persistent", action="store_true", help="use persistent workers (default: started each epoch)")
     add("--both", action="store_true", help="measure workers started each epoch, and persistent ones")
-    add("--quick", action="store_true", help="measure a tenth of the batches: a first look, without figures to quote")
+    add("--quick", action="store_true", help="measure a tenth of the batches; do not quote the results")
     add(
         "--beside",
         action="store_true",
         help="also measure torch with file_system sharing and persistent workers, and floors",
     )
-    add("--off", metavar="VARIABLE", help="also measure rustloader with this variable at 0, and show the difference")
+    add("--off", metavar="VARIABLE", help="also measure rustloader with this variable at 0, and show the ratios")
     add("--docs", action="store_true", help="write the table into docs/performance-log.md, and its chart next to it")
     add("--against", type=Path, metavar="FILE", help="compare with results that --save has written")
     options = program.parse()
     before = json.loads(options.against.read_text())["results"] if options.against else None
     torch.multiprocessing.set_forkserver_preload(["torch", "rustloader", "rows"])
-    off = [f"{options.off}=0: time", "CPU time, of that without"] if options.off else []
+    off = [f"time with {options.off}=0 / without", "CPU time, likewise"] if options.off else []
     status = program.run(measure, [*HEAD, *(BESIDE.values() if options.beside else ()), *off])
     if options.docs:
         report.write(DOCS / "performance-log.md", table(program.results), MARK)

@@ -1,8 +1,8 @@
-"""Measures how long JPEG files of three sizes take to become 224 x 224 pixels, with Pillow and with faster methods.
+"""Measures how long it takes to decode JPEG files of three sizes to 224 x 224 pixels, with Pillow and faster methods.
 
 Each side starts with the bytes of a file and ends with a uint8 array of 224 x 224 x 3. The files are synthetic: coarse
-noise, smooth like photographs, plus a little fine noise, at quality 90. A side whose library is not installed is left
-out. The factors are medians of the rounds' ratios to "Pillow", which decodes the whole image and resizes it.
+noise, which is smooth like photographs, plus a little fine noise, at quality 90. A side whose library is not installed
+is left out. The factors are medians of the rounds' ratios to "Pillow", which decodes the whole image and resizes it.
 
 examples:
   python benches/decoding.py                    all sizes
@@ -31,7 +31,7 @@ DOCS = Path(__file__).parent.parent / "docs" / "decoding.md", "<!-- decoding -->
 Decode = Callable[[bytes], Any]
 
 program = Program(__doc__, list(SIZES), rounds=7, docs=DOCS)
-program.option("--files", type=int, default=16, help="different files of each size (default: %(default)s)")
+program.option("--files", type=int, default=16, help="number of files of each size (default: %(default)s)")
 
 
 def pillow(file: bytes) -> np.ndarray:
@@ -88,7 +88,7 @@ def sides() -> dict[str, Decode]:
         try:
             decoders[name] = make()
         except (ImportError, AttributeError, RuntimeError) as error:
-            print(f"without {name}: {error}")
+            print(f"left out: {name}: {error}")
     return decoders
 
 
@@ -118,7 +118,7 @@ def check(name: str, image: Any, expected: np.ndarray) -> None:
     if image.shape != expected.shape or image.dtype != np.uint8:
         raise Failure(f"{name} made {image.dtype} {image.shape}")
     if (apart := np.abs(image.astype(int) - expected).mean()) > 8:
-        raise Failure(f"{name} made another picture: {apart:.1f} levels apart on average")
+        raise Failure(f"{name} made a different image: the mean difference is {apart:.1f} levels")
 
 
 def measure(row: str) -> None:

@@ -1,5 +1,5 @@
-//! Doorbell to delivery: a worker's answer through ring, bitmap, scheduler and message, with 1 to 1,024 rings (goal:
-//! the time per batch does not grow).
+//! From the doorbell to delivery: a worker's answer passes through ring, bitmap, scheduler and message, with 1 to 1,024
+//! rings (goal: the time per batch does not grow).
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ fn answer(port: &Port) {
     port.send(task.task, ResultKind::Plain, &[], &[1; 40], Timings::default()).unwrap();
 }
 
-/// Delivers the next batch, and submits the task that the engine asks for. Returns the buffer.
+/// Delivers the next batch, and submits the task that the engine asks for. Returns the buffer for reuse.
 fn deliver(arena: &Arc<Arena>, engine: &mut Engine<u64>, buffer: Vec<u8>) -> Vec<u8> {
     loop {
         match engine.step().unwrap() {

@@ -84,7 +84,7 @@ class Loop:
             del os.environ[self.off]
         batches, from_engine = self.batches * self.epochs, rustloader.engine_batches() - from_engine
         if seen != batches:
-            raise Failure(f"{type_name(self.loader)} delivered {seen} batches in place of {batches}")
+            raise Failure(f"{type_name(self.loader)} delivered {seen} batches instead of {batches}")
         if from_engine != (batches if self.from_engine else 0):
             raise Failure(f"{type_name(self.loader)}: {from_engine} of {batches} batches came from the Rust engine")
         us = 1e6 / batches
@@ -122,7 +122,7 @@ def difference(one: Any, other: Any) -> str | None:
         tensors = isinstance(a.value, torch.Tensor)
         equal = torch.equal if tensors else np.array_equal if isinstance(a.value, np.ndarray) else None
         if not (equal(a.value, b.value) if equal else a.value == b.value):
-            return f"{a.path}: other values"
+            return f"{a.path}: different values"
     return None
 
 
@@ -137,7 +137,7 @@ def same_last(loops: dict[str, Loop]) -> None:
 
 
 def same_first(loops: dict[str, Loop], count: int = 4) -> None:
-    """Raises Failure if the first batches of two loops differ."""
+    """Raises Failure if the first ``count`` batches of two loops differ."""
     one, other = (it.loader for it in loops.values())
     for number, pair in enumerate(itertools.islice(zip(one, other, strict=True), count)):
         if problem := difference(*pair):

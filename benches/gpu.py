@@ -1,19 +1,20 @@
 """Compares pinned batches of rustloader's DataLoader with torch's, on a machine with a CUDA device.
 
-For each row of compare.py that has tensors, with persistent workers and after one epoch to warm up, medians of rounds:
+For each row of compare.py that has tensors, it shows medians of rounds, with persistent workers and after one epoch to
+warm up:
 
 rate     batches per second that arrive in pinned memory while nothing else runs, and GB/s of their tensors. `memcpy`
          is the rate at which one thread copies from ordinary to pinned memory: the limit of one pin thread.
-GIL      microseconds per batch for which the GIL was not free. A Python thread counts up while the loader runs; the
-         figure is the time by which its count falls short of a count alone. It includes the work of the calling thread
-         in next().
+GIL      microseconds per batch for which the GIL was not free. A Python thread counts while the loader runs; the figure
+         is the time per batch, times the share by which the thread counts more slowly than when it runs alone. It
+         includes the work of the calling thread in next().
 step     milliseconds per batch of a training loop that copies to the device with non_blocking=True and computes there
          for about as long as the copy takes. `bound` is the longest of the parts alone (loader, copy, kernel): if
          `step` is near it, they overlap.
 
 The last batches of both loaders are compared. `--trace FILE` writes a profile of rustloader's training loop.
 
-It needs a CUDA device. With --device cpu it runs completely without one, pins nothing, and its figures mean nothing.
+It needs a CUDA device. With --device cpu it runs without one, but it pins nothing and its results mean nothing.
 """
 
 import threading
@@ -58,11 +59,11 @@ def gil_us(loader: torch.utils.data.DataLoader) -> float:
         alone = (counted[0] - before) / (time.perf_counter() - start)
         before = counted[0]
         seconds, batches, _ = epoch(loader)
-        beside = (counted[0] - before) / seconds
+        with_loader = (counted[0] - before) / seconds
     finally:
         stop.set()
         thread.join()
-    return max(0.0, 1 - beside / alone) * seconds / batches * 1e6
+    return max(0.0, 1 - with_loader / alone) * seconds / batches * 1e6
 
 
 def step_ms(loader: torch.utils.data.DataLoader, kernel: Kernel) -> float:

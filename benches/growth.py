@@ -1,7 +1,7 @@
-"""Measures how the time of a batch grows with workers, prefetching, leaves and bytes: `make compare KIND=growth`.
+"""Measures how the time per batch grows with workers, prefetching, leaves and bytes: `make compare KIND=growth`.
 
 Workers are persistent. After one epoch to warm up, torch's loader and rustloader's run in turn; the figures are
-microseconds per batch, medians of the rounds.
+medians of the rounds, in microseconds per batch.
 """
 
 import time
@@ -36,7 +36,7 @@ class Whole(torch.utils.data.Dataset):
 
 @dataclass(frozen=True)
 class Point:
-    """A point of a curve: the settings of a loader."""
+    """A point on a curve: the settings of a loader."""
 
     name: str
     row: Row
@@ -77,7 +77,7 @@ CURVES: dict[str, tuple[str, Callable[[], Iterator[Point]]]] = {
     "leaves": ("small tensors in a batch, by their number", leaves),
     "sizes": ("one tensor per batch, by its size, made by torch.clone", sizes),
     "indices": ("samples in an index batch", indices),
-    "idle": ("processor time per second of main and two workers that wait, us", lambda: iter(())),
+    "idle": ("processor time per second of the main process and two idle workers, us", lambda: iter(())),
 }
 program = Program(__doc__, list(CURVES), rounds=3)
 
@@ -105,7 +105,7 @@ def measure(curve: str) -> None:
 
 
 def idle(seconds: float = 3.0) -> float:
-    """Returns the processor time of the main process and two workers that wait, in microseconds per second."""
+    """Returns the processor time of the main process and two idle workers, in microseconds per second."""
     loader = rustloader.DataLoader(range(8), num_workers=2, persistent_workers=True)  # type: ignore[arg-type]
     list(loader)
     before = cpu_seconds(loader)

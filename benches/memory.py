@@ -1,11 +1,11 @@
 """Measures the peak memory of two epochs through torch's loader and through rustloader's: `make compare KIND=memory`.
 
-Each measurement is a new process in its own memory cgroup, so everything counts: private memory of all processes, and
-shared memory, mapped or not. The memory of the process before the first iter() is subtracted. The program needs
-permission to create a cgroup. Without --step the loop takes each batch at once, and a loader that is slower than the
-loop never holds all the batches that it may prefetch. The last tables show the memory that remains 12 s after two
-epochs, and when the loader of two more epochs is gone; --peaks leaves them out. With --off, rustloader is also measured
-with that variable at 0.
+Each measurement runs in a new process in its own memory cgroup, so everything counts: private memory of all processes,
+and shared memory, mapped or not. The memory of the process before the first iter() is subtracted. The program needs
+permission to create a cgroup. Without --step the loop drops each batch at once, so a loader that is slower than the
+loop never holds all the batches that it may prefetch. The last table shows the memory that remains 12 s after two
+epochs, and after two more epochs and the deletion of the loader; --peaks leaves it out. With --off, rustloader is also
+measured with that variable at 0.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from rustloader.tools.harness.processes import forked
 from rustloader.tools.harness.program import Program
 from rustloader.tools.harness.rounds import Rounds, spread
 
-# Seconds after which pages that are kept for the next epoch should have been released.
+# Seconds after an epoch by which pages that were kept for the next epoch should have been released.
 REMAINING_AFTER = 12
 
 
@@ -179,7 +179,7 @@ def remaining(name: str) -> None:
 
 
 def tables() -> int:
-    """Prints all peaks, then all memory that remains."""
+    """Prints the table of peaks, then the table of remaining memory."""
     sides = [*KINDS, *([f"{program.options.off}=0"] if program.options.off else [])]
     status = program.run(peaks, ["peak memory in MiB", *sides, *(f"{side} / torch" for side in sides[1:])])
     if not program.options.peaks:

@@ -1,7 +1,7 @@
 """Draws a profile of to_device.py or gpu.py: the copies and kernels of the device, by stream.
 
 `to_device.py --rows images_f32 --trace out` writes the profile, `overlap.py out.images_f32.json docs/overlap.svg` draws
-the last --ms milliseconds of it. Each stream has a line. Copies that overlap with kernels are below or above them.
+the last --ms milliseconds of it. Each stream has a row. Copies that overlap with kernels are below or above them.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def overlap(work: list[Piece]) -> float:
 
 
 def picture(work: list[Piece], milliseconds: float) -> str:
-    """Draws the last ``milliseconds`` as SVG, with a line for each stream."""
+    """Draws the last ``milliseconds`` as SVG, with a row for each stream."""
     end = max(it.end for it in work)
     begin = max(min(it.begin for it in work), end - milliseconds)
     shown = [it for it in work if it.end > begin]
@@ -92,7 +92,7 @@ def main() -> int:
         print(f"{options.trace} has no copies and no kernels: it was not recorded on a CUDA device", file=sys.stderr)
         return 2
     options.picture.write_text(picture(work, options.ms))
-    print(f"A kernel also ran in {overlap(work):.0%} of the time of copies to the device: {options.picture}")
+    print(f"A kernel also ran during {overlap(work):.0%} of the time spent on copies to the device: {options.picture}")
     return 0
 
 

@@ -1,15 +1,16 @@
 """Compares rustloader with loaders of other projects: torchdata.nodes and SPDL (`make compare KIND=peers`).
 
-The rows are those of the comparison with torch (rows.py), with shorter epochs. Each loader has 2 workers, in all forms
+The rows are those of the comparison with torch (rows.py), with shorter epochs. Each loader has 2 workers, in each form
 that a peer offers: processes, threads, and SPDL's single process with threads in it. Each is built as its own
 documentation advises for a map-style dataset, and keeps the order.
 
 A row starts with short epochs, whose batches must all equal those of torch without workers. Then each loader runs an
-epoch, in rotating order. The figures are medians of the rounds, divided by the batches of an epoch. Each timed epoch
-must deliver all its batches, and its last batch must be right. Otherwise the cell says so and the exit status is 1.
+epoch, in rotating order. The figures are medians of the rounds, divided by the number of batches in an epoch. Each
+timed epoch must deliver all its batches, and its last batch must be right. Otherwise the cell says FAILED and the exit
+status is 1.
 
-`wall` is the time from iter() to the end of the epoch, `CPU` the processor time of all processes in that time. Worker
-processes start and end with the epoch, except SPDL's single process, which is persistent by design.
+`wall` is the time from iter() to the end of the epoch. `CPU` is the processor time of all processes in that time.
+Worker processes start and end with the epoch, except SPDL's single process, which is persistent by design.
 """
 
 import importlib
@@ -100,7 +101,7 @@ def spdl_threads(dataset: Samples, batch_size: int) -> Iterable[Any]:
 
 
 def spdl_one_process(dataset: Samples, batch_size: int) -> Iterable[Any]:
-    """Returns SPDL's loader with its threads in another process. Batches arrive in pooled shared memory, uncopied."""
+    """Returns SPDL's loader with its threads in another process. Batches arrive in pooled shared memory."""
     from spdl.pipeline import PipelineBuilder, SharedMemorySegmentPool, run_pipeline_in_subprocess
 
     pipeline = PipelineBuilder().add_source(index_batches(dataset, batch_size))
@@ -223,7 +224,7 @@ def then_cpu(name: str) -> None:
 
 
 if __name__ == "__main__":
-    program.option("--quick", action="store_true", help="run a tenth of the batches: no figures to quote")
+    program.option("--quick", action="store_true", help="run a tenth of the batches; do not quote the results")
     program.parse()
     makers = loaders()
     main(program, then_cpu, "wall per batch, us", *makers)

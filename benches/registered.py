@@ -1,16 +1,15 @@
-"""Measures what registering shared memory with CUDA would cost and gain. The engine does not do it.
+"""Measures what registering shared memory with CUDA would cost and gain. The engine does not register memory.
 
 The memory is like the arena's: a memfd, mapped MAP_SHARED, whose pages are populated. It is registered with
 cudaHostRegister in grains of 64 MiB (--grain). docs/pinning-internals.md says which figures would justify it.
 
-register      milliseconds per grain, and GB/s of registering; unregister likewise.
+register      milliseconds per grain, and GB/s; unregister likewise.
 registered    GB/s to the device straight from registered memory, by batch size (--sizes, in MB).
 pinned        GB/s of cudaMemcpyAsync from torch's pinned memory: the limit.
 pin + copy    GB/s of the current path of batches: one thread copies from shared to pinned memory, while the previous
               batch goes to the device.
 
-It needs a CUDA device. With --device cpu it runs completely without one, registers nothing, and its figures mean
-nothing.
+It needs a CUDA device. With --device cpu it runs without one, but it registers nothing and its results mean nothing.
 """
 
 import mmap
@@ -77,7 +76,7 @@ def batches_of(shared: Shared, nbytes: int) -> list[torch.Tensor]:
 
 
 def straight_rate(device: Device, batches: list[torch.Tensor]) -> float:
-    """Returns the GB/s of copies to the device straight from these batches, one after the other."""
+    """Returns the GB/s of copies to the device straight from these batches, one after another."""
     target = torch.empty_like(batches[0], device=device.kind)
 
     def copies() -> None:
@@ -141,7 +140,7 @@ def measure(row: str) -> None:
 if __name__ == "__main__":
     program = Program(__doc__, ["copies"])
     program.option("--mib", type=int, default=1024, help="MiB of shared memory (default: %(default)s)")
-    program.option("--grain", type=int, default=64, help="MiB that are registered at once (default: %(default)s)")
+    program.option("--grain", type=int, default=64, help="MiB per registration (default: %(default)s)")
     program.option("--sizes", default="1,9.6,38.5", metavar="MB,...", help="sizes of batches (default: %(default)s)")
     device = started(program)
     sizes = [round(float(size) * MB) for size in program.options.sizes.split(",")]

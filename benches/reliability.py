@@ -1,9 +1,9 @@
 """Measures how fast faults are detected and how long shutdowns take: `make compare KIND=reliability`.
 
 The tables are those of docs/reliability.md. Deaths and shutdowns are those of real processes, in --rounds trials, or in
-at most 10 trials if one takes seconds. The figures are medians and maxima. Figures that depend on the number of workers
-are compared with a lower bound from the same rounds: the same number of children of a bare fork, which wait in a read
-and then call `_exit`.
+at most 10 trials if a trial takes seconds. The figures are medians and maxima. Figures that depend on the number of
+workers are compared with a lower bound from the same rounds: the same number of bare forked children, which wait in a
+read and then call `_exit`.
 
 restarts   from a fault to the first batch of the new worker
 faults     from a fault to its error, or to the end of the last process
@@ -43,7 +43,7 @@ NEVER = 60.0  # maximum wait, in seconds
 
 
 class Numbers(torch.utils.data.Dataset):
-    """A dataset of numbers; each sample from index `slow` on calls `body`."""
+    """A dataset of numbers; each sample with an index of at least `slow` calls `body`."""
 
     def __init__(self, length: int = 1000, slow: int | None = None, body: Callable[[], Any] | None = None):
         self.length, self.slow, self.body = length, slow, body
@@ -129,7 +129,7 @@ def in_child(body: Callable[[int], None]) -> tuple[int, Iterator[str]]:
         except BaseException:
             traceback.print_exc()
             status = 1
-        # Runs the exit hooks, as a script does. What Python does after them takes the same time on all sides.
+        # Runs the exit hooks, as a script does. The rest of Python's exit takes the same time on all sides.
         atexit._run_exitfuncs()
         os._exit(status)
     os.close(writer)
@@ -165,7 +165,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 @contextlib.contextmanager
 def killed_soon(pid: int, begun: Callable[[], bool] = lambda: True) -> Iterator[list[float]]:
-    """Kills a process from a thread, soon after ``begun`` returns True. Yields a list, which receives the kill time."""
+    """Kills a process from a thread, soon after ``begun`` returns True. Yields a list that receives the kill time."""
     at: list[float] = []
 
     def kill() -> None:
@@ -194,7 +194,7 @@ def death_seen() -> float:
             seen = time.monotonic()
             assert "killed by signal: Killed" in str(error), error
         else:
-            raise AssertionError("next() went on")
+            raise AssertionError("next() did not raise")
     iterator._shutdown_workers()
     return seen - killed[0]
 

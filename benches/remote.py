@@ -1,6 +1,6 @@
 """Compares workers as Ray actors with local workers and a bare connection: `make compare KIND=ray`.
 
-The cluster has two nodes on this machine. Each side has two persistent workers with two batches each under way. All
+The cluster has two nodes on this machine. Each side has two persistent workers with two outstanding batches each. All
 sides take turns; a ratio is the median of the rounds' ratios. `bare` means two processes that send the same bytes over
 TCP, and this process, which receives them into memory that it reuses: no dataset, no order, no batches.
 
@@ -163,7 +163,7 @@ def rates(name: str) -> Rounds:
             return timed(size.batches, lambda: epoch(loaders[side]))
 
     sides = {side: lambda it=it: timed(size.batches, lambda: epoch(it)) for side, it in loaders.items()}
-    # Leaves out torch's loader, with which a batch takes 5 ms or more.
+    # torch's loader is left out, because it takes 5 ms or more per batch next to a busy thread.
     busy = {f"{side}, busy": lambda side=side: with_busy_thread(side) for side in ("ray", "local")}
     return program.interleave(sides, name, references={"bare": lambda: bare(size)} | busy)
 
@@ -228,7 +228,7 @@ for _ in iterator:
 
 
 def after_driver() -> float:
-    """Returns the seconds from the kill of a program to the exit of its actors."""
+    """Returns the seconds from the SIGKILL of a program to the exit of its actors."""
     import ray
 
     address = ray.get_runtime_context().gcs_address
@@ -289,13 +289,13 @@ def compare(name: str) -> None:
 
 # What is compared, its two sides, the measurement, and the goal for each row.
 RATIOS: list[tuple[str, str, str, str, dict[str, float | None]]] = [
-    ("rate, of a bare connection's", "ray", "bare", "rate", {"big": 0.85}),
-    ("rate, of local workers'", "ray", "local", "rate", {"mid": 0.9, "small": 0.7}),
-    ("rate, of torch's local workers'", "ray", "torch", "rate", {"big": 1.2, "mid": 5, "small": 5}),
-    ("CPU per batch, of a bare connection's", "ray", "bare", "cpu", {"big": 1.2}),
-    ("CPU per batch, of local workers'", "ray", "local", "cpu", {"small": 2}),
-    ("rate next to a busy thread, of that without", "ray, busy", "ray", "rate", dict.fromkeys(SIZES, 0.8)),
-    ("the same with local workers", "local, busy", "local", "rate", dict.fromkeys(SIZES)),
+    ("rate / rate of a bare connection", "ray", "bare", "rate", {"big": 0.85}),
+    ("rate / rate of local workers", "ray", "local", "rate", {"mid": 0.9, "small": 0.7}),
+    ("rate / rate of torch's local workers", "ray", "torch", "rate", {"big": 1.2, "mid": 5, "small": 5}),
+    ("CPU per batch / that of a bare connection", "ray", "bare", "cpu", {"big": 1.2}),
+    ("CPU per batch / that of local workers", "ray", "local", "cpu", {"small": 2}),
+    ("rate next to a busy thread / rate without one", "ray, busy", "ray", "rate", dict.fromkeys(SIZES, 0.8)),
+    ("the same, local workers", "local, busy", "local", "rate", dict.fromkeys(SIZES)),
 ]
 
 
@@ -309,16 +309,16 @@ def faults(remove: Callable[[], None]) -> None:
     sides = {"killed": killed, "restart": restart, "loader": after_loader, "driver": after_driver}
     rounds = interleave(sides, max(program.options.rounds // 2, 1), "faults")
     whole, alone = ([it[k] for it in rounds["restart"]] for k in (0, 1))
-    add("faults", "a killed actor is seen after", rounds["killed"], 0.1, is_limit=True, unit=" s")
-    add("faults", "a restart takes", whole, unit=" s")
-    add("faults", "an actor with its imports", alone, unit=" s")
+    add("faults", "from the kill of an actor to the error", rounds["killed"], 0.1, is_limit=True, unit=" s")
+    add("faults", "a restart", whole, unit=" s")
+    add("faults", "the start of a bare actor with the same imports", alone, unit=" s")
     own = [max(restarted - actor, 0.0) for restarted, actor in rounds["restart"]]
-    add("faults", "a restart's own part", own, 0.2, is_limit=True, unit=" s")
-    add("faults", "actors are gone after their loader", rounds["loader"], 2, is_limit=True, unit=" s")
-    add("faults", "actors are gone after a kill of the program", rounds["driver"], 2, is_limit=True, unit=" s")
+    add("faults", "a restart, less the bare actor", own, 0.2, is_limit=True, unit=" s")
+    add("faults", "from `del` of the iterator to its actors' exit", rounds["loader"], 2, is_limit=True, unit=" s")
+    add("faults", "from the kill of the program to its actors' exit", rounds["driver"], 2, is_limit=True, unit=" s")
     # If only the raylet exited, its actors would continue, because their machine still exists.
     lost = until_death(paused({"far": 1}), remove)
-    add("faults", "a lost node is seen after", [lost], 0.5, is_limit=True, unit=" s")
+    add("faults", "from the loss of a node to the error", [lost], 0.5, is_limit=True, unit=" s")
 
 
 @contextlib.contextmanager
@@ -351,6 +351,6 @@ if __name__ == "__main__":
     program.parse()
     with cluster() as remove:
         status = program.run(
-            lambda row: faults(remove) if row == "faults" else compare(row), ["what", "found", "goal", ""]
+            lambda row: faults(remove) if row == "faults" else compare(row), ["what", "measured", "goal", ""]
         )
     sys.exit(status)

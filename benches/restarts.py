@@ -1,9 +1,9 @@
-"""Measures the cost of the options against faults: `make compare KIND=restarts`. `KIND=reliability` measures faults.
+"""Measures the cost of the options for faults: `make compare KIND=restarts`. `KIND=reliability` measures faults.
 
 equal   the batches of an epoch in which workers are killed 100 times, compared with those of an undisturbed epoch, with
         `seed_by="sample"`
-NAME    a row of `make compare`, in batches per second with all options and without, in turn, 2 workers;
-        no worker dies and no sample fails. All rows by default
+NAME    a row of `make compare`: its batches per second with all options and without, in turn, with 2 workers;
+        no worker dies and no sample fails. All rows run by default
 """
 
 import logging
@@ -53,13 +53,13 @@ def batches_of(dataset: Mortal) -> list[torch.Tensor]:
 
 
 def equal() -> None:
-    """Compares the batches of an epoch in which workers die to those of an epoch without deaths."""
+    """Compares the batches of an epoch in which workers die with those of an epoch without deaths."""
     length = BATCH * 10 * DEATHS
     killed = Mortal(length, range(5, 10 * DEATHS, 10))
     with_deaths, without_deaths = batches_of(killed), batches_of(Mortal(length, range(0)))
     if sum(killed.died[:]) != DEATHS or len(with_deaths) != len(without_deaths):
         raise Failure(
-            f"{len(with_deaths)} batches in place of {len(without_deaths)}, after {sum(killed.died[:])} deaths"
+            f"{len(with_deaths)} batches instead of {len(without_deaths)}, after {sum(killed.died[:])} deaths"
         )
     differ = sum(not torch.equal(one, other) for one, other in zip(with_deaths, without_deaths, strict=True))
     what = f'batches that differ after {DEATHS} deaths, `seed_by="sample"`'
@@ -67,7 +67,7 @@ def equal() -> None:
 
 
 def measure(name: str) -> None:
-    """Compares the rate of a row with all options to the rate without them."""
+    """Compares the rate of a row with all options and the rate without them."""
     logging.getLogger("rustloader").setLevel(logging.ERROR)
     if name == "equal":
         return equal()

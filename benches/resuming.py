@@ -5,16 +5,16 @@ figures are medians of the rounds, with their range. The first batch of a resume
 one.
 
     state       state_dict() per call in mid-epoch; a map-style dataset, 2 workers
-    rate        batches per second with a state_dict() after each and without; tokens, batch 32, 2 persistent workers
-    sequential  the first batch at 50 % of 100,000,000 indices, over that of a new epoch; each in a new process
-    shuffled    the first batch at 99 % of 10,000,000 shuffled indices. Bound: torch.randperm
-    iterable    the first batch at 50 % of an iterable dataset without a state; 1 ms a sample, 4 workers. Bound: the
-                walk of four bare processes through the same samples
+    rate        batches per second with and without a state_dict() after each; tokens, batch 32, 2 persistent workers
+    sequential  time to the first batch at 50 % of 100,000,000 indices, less that of a new epoch; each in a new process
+    shuffled    time to the first batch at 99 % of 10,000,000 shuffled indices. Bound: torch.randperm
+    iterable    time to the first batch at 50 % of an iterable dataset without a state; 1 ms per sample, 4 workers.
+                Bound: the walk of four bare processes through the same samples
     large       batches per second of an iterable dataset with a state of 10 MB and of the same dataset without one;
-                snapshot_every_n_steps=1, 1 ms a sample, 2 workers
+                snapshot_every_n_steps=1, 1 ms per sample, 2 workers
     size        bytes of a pickled state in 100,000,000 indices
 
-`sequential` and `shuffled` resume from a state of the second batch whose numbers were changed.
+`sequential` and `shuffled` resume from a state that was saved after the second batch and whose counts were changed.
 """
 
 import importlib
@@ -58,7 +58,7 @@ def epoch_of(loader: Any, batches: int, each_batch: Callable[[], object] = int) 
         count += 1
         each_batch()
     if count != batches:
-        raise Failure(f"{count} batches in place of {batches}")
+        raise Failure(f"{count} batches instead of {batches}")
     return batches / (time.perf_counter() - start)
 
 
@@ -105,7 +105,7 @@ def rate(row: str) -> None:
 
 
 class Walk(torch.utils.data.IterableDataset):
-    """A stream from which each worker yields `count` samples of its own; each sample takes `nap` seconds."""
+    """A stream of `count` samples per worker. Each sample takes `nap` seconds."""
 
     def __init__(self, count: int, nap: float = 0.001):
         self.count = count
@@ -185,7 +185,7 @@ def first_in(value: Any, name: str) -> Any:
 
 
 def order(side: str, state: Any, length: int) -> torch.Tensor:
-    """Returns the indices of the shuffled epoch in which `early_state` was taken."""
+    """Returns the indices of the shuffled epoch whose state `early_state` returned."""
     generator = torch.Generator()
     if side == "torchdata":
         generator.set_state(first_in(state, "generator"))
@@ -233,7 +233,7 @@ def resumed(row: str, length: int, percent: int, shuffle: bool) -> Rounds:
         def measure(side: str) -> float:
             seconds_taken, batch = fresh(first_batch, side, length, shuffle, f"{folder}/{side}")
             if batch != expected[side]:
-                raise Failure(f"{side} resumed with {batch[:4]} ... in place of {expected[side][:4]} ...")
+                raise Failure(f"{side} resumed with {batch[:4]} ... instead of {expected[side][:4]} ...")
             return seconds_taken
 
         new = {f"{side}, new": lambda side=side: fresh(first_batch, side, length, shuffle, None)[0] for side in SIDES}
@@ -246,10 +246,10 @@ def sequential(row: str) -> None:
     pairs = {side: zip(rounds[side], rounds[f"{side}, new"], strict=True) for side in SIDES}
     extra = {side: [resumed - new for resumed, new in each] for side, each in pairs.items()}
     cells = {side: f"{spread(values, '{:,.3f} s'.format)} over a new epoch" for side, values in extra.items()}
-    beside = "new epoch: " + ", ".join(f"{side} {rounds.median(f'{side}, new'):.3f} s" for side in SIDES)
+    reference = "new epoch: " + ", ".join(f"{side} {rounds.median(f'{side}, new'):.3f} s" for side in SIDES)
     held = statistics.median(extra["rustloader"]) <= 0.1
     what = "first batch at 50 % of 100,000,000 sequential indices"
-    result(row, what, cells, beside, "at most 0.1 s over a new epoch", held, rounds)
+    result(row, what, cells, reference, "at most 0.1 s over a new epoch", held, rounds)
 
 
 def shuffled(row: str) -> None:
@@ -257,8 +257,8 @@ def shuffled(row: str) -> None:
     cells = {side: spread(rounds[side], "{:,.3f} s".format) for side in SIDES}
     held = rounds.median("rustloader") <= rounds.median("bound") + 0.1
     what = "first batch at 99 % of 10,000,000 shuffled indices"
-    beside = f"`torch.randperm`: {rounds.median('bound'):.3f} s"
-    result(row, what, cells, beside, "at most 0.1 s over the permutation", held, rounds)
+    reference = f"`torch.randperm`: {rounds.median('bound'):.3f} s"
+    result(row, what, cells, reference, "at most 0.1 s over the permutation", held, rounds)
 
 
 class Counted:
@@ -296,7 +296,7 @@ def iterable(row: str) -> None:
         batch = next(iter(loader)).tolist()
         seconds_taken = time.perf_counter() - start
         if batch != expected[side]:
-            raise Failure(f"{side} resumed with {batch} in place of {expected[side]}")
+            raise Failure(f"{side} resumed with {batch} instead of {expected[side]}")
         return {"seconds": seconds_taken, "collated": counted.calls.value}
 
     def bare_walk() -> dict[str, float]:
@@ -309,8 +309,8 @@ def iterable(row: str) -> None:
     bound = rounds.median("bound", "seconds")
     # The first batches of the resumed epoch are prefetched: at most two per worker.
     held = rounds.median("rustloader", "seconds") <= 1.1 * bound and collated["rustloader"] <= 2 * workers
-    what = "first batch at 50 % of an iterable dataset without a state, 1 ms a sample, 4 workers"
-    result(row, what, cells, f"the walk alone: {bound:.3f} s", "at most 1.1 of the walk", held, rounds)
+    what = "first batch at 50 % of an iterable dataset without a state, 1 ms per sample, 4 workers"
+    result(row, what, cells, f"the walk alone: {bound:.3f} s", "at most 1.1 times the walk", held, rounds)
 
 
 def size(row: str) -> None:
@@ -329,9 +329,9 @@ DOCS = Path(__file__).parents[1] / "docs" / "performance.md"
 program = Program(__doc__, list(ROWS), docs=(DOCS, "<!-- resuming -->"))
 
 
-def result(row: str, what: str, cells: dict[str, str], beside: str, goal: str, held: bool, figures: object) -> None:
-    program.line(row, what, *(cells[side] for side in SIDES), beside, goal, held=held, rounds=figures)
+def result(row: str, what: str, cells: dict[str, str], reference: str, goal: str, held: bool, figures: object) -> None:
+    program.line(row, what, *(cells[side] for side in SIDES), reference, goal, held=held, rounds=figures)
 
 
 if __name__ == "__main__":
-    main(program, lambda row: ROWS[row](row), "what", *SIDES, "beside it", "goal")
+    main(program, lambda row: ROWS[row](row), "what", *SIDES, "for comparison", "goal")

@@ -17,7 +17,7 @@ MB = 1 << 20
 
 
 class Samples(torch.utils.data.Dataset):
-    """A dataset that cycles through a few samples, created beforehand, up to a length of `length`.
+    """A dataset of `length` samples, which cycles through a few samples created beforehand.
 
     Each access copies the sample with `fresh`, if given, and then transforms it with `then`, if given.
     """
@@ -104,12 +104,12 @@ def large_arrays() -> list[Any]:
 
 
 def hundred_mb() -> list[Any]:
-    """Returns samples that take long to send to a spawned worker."""
+    """Returns samples that take a long time to send to a spawned worker."""
     return list(np.random.default_rng(0).random((100, MB // 8)))
 
 
 def jpegs() -> list[Any]:
-    """Returns files with the size of photographs: coarse noise, smooth like photographs, plus a little fine noise."""
+    """Returns JPEG files as large as photographs: smooth, coarse noise plus a little fine noise."""
     from PIL import Image
 
     random = np.random.default_rng(0)
@@ -159,9 +159,9 @@ class Row:
     # Settings of the loaders.
     workers: int = 2
     start_method: str = "fork"
-    # Number of epochs in a round. It is larger for rows for which a single epoch is too short to time.
+    # Number of epochs in a round: more than one if a single epoch is too short to time.
     epochs: int = 1
-    # Whether to measure the time to the first batch, not to the end of the epoch. Needs workers that do not persist.
+    # Whether to measure the time to the first batch, not to the end of the epoch. Workers must not be persistent.
     to_first: bool = False
 
     def count(self, quick: bool = False) -> int:

@@ -1,7 +1,7 @@
 //! The cost of the scheduler per batch: dispatch, completion and delivery, without threads or clocks.
 //!
-//! Completions come in a seeded random order within the window; they are drawn beforehand, so that only the scheduler
-//! is timed. `Melem/s` counts batches: 10 Melem/s is 100 ns per batch.
+//! Completions arrive in a random order within the window. The order is drawn beforehand from a seed, so that only the
+//! scheduler is timed. `Melem/s` counts batches: 10 Melem/s is 100 ns per batch.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use rustloader::id::{TaskId, WorkerId};
@@ -39,8 +39,8 @@ fn scheduler(workers: usize, case: Case) -> Bench {
     Bench::new(settings).expect("these settings are in range")
 }
 
-/// Primes the window, then feeds completions and takes batches until `BATCHES` have come. `submitted` is called with
-/// each dispatched task; `complete` returns the next task to complete, and its worker.
+/// Primes the window, then feeds completions and takes batches until `BATCHES` are delivered. `submitted` is called
+/// with each dispatched task; `complete` returns the next task to complete, and its worker.
 fn run(
     mut scheduler: Bench,
     mut submitted: impl FnMut(TaskId, Placement),
@@ -82,7 +82,7 @@ fn trace(workers: usize, case: Case) -> Vec<(TaskId, WorkerId)> {
         scheduler(workers, case),
         |task, placement| {
             let mut fifos = fifos.borrow_mut();
-            // A worker of the shared queue takes one task after the other; any worker may have taken this one.
+            // The workers of a shared queue take tasks one by one; any worker may have taken this one.
             let worker = match placement {
                 Placement::Worker(worker) => worker.index(),
                 Placement::Queue => task.0 as usize % fifos.len(),

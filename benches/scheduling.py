@@ -7,7 +7,7 @@ are medians of the rounds. The work of a sample is a sleep (a nap), so four work
     lognormal batches of one sample; log-normal naps of mean 20 ms, sigma 1.5; 4 workers. Bound: sum of the naps / 4
     step      batches of 4; every 40th sample takes 200 ms, the others 2 ms; the loop takes 10 ms per batch; 4 workers.
               Bound: the longer of the loop and the sum of the naps / 4
-    storage   batches of 64 samples of 30 ms; 2 workers. Bound: all samples of a batch at the same time
+    storage   batches of 64 samples of 30 ms; 2 workers. Bound: 16 samples of a batch at a time
     indices   the first batch of 20,000,000 shuffled indices. Bound: torch.randperm
     table     TensorDataset of 100,000 x 64 float32, batches of 1,024, shuffled, no workers. Bound: slicing by hand
     table2    the same with 2 persistent workers
@@ -180,12 +180,12 @@ def run(loader: Any, row: Row) -> float:
             time.sleep(row.step)
     seconds = time.perf_counter() - start
     if count != len(loader):
-        raise Failure(f"{count} batches in place of {len(loader)}")
+        raise Failure(f"{count} batches instead of {len(loader)}")
     return seconds
 
 
 def check(loaders: dict[str, Any], row: Row) -> None:
-    """Raises Failure if the first batches of both loaders differ. Also starts and warms up persistent workers."""
+    """Raises Failure if the first batches of the two loaders differ. Also starts and warms up persistent workers."""
     batches: dict[str, list[Any]] = {}
     for name, loader in loaders.items():
         torch.manual_seed(5)
@@ -213,7 +213,7 @@ def measure(name: str) -> None:
     program.line(name, row.what, *cells, medians=medians, rounds=rounds, bytes_per_index=grown)
     if grown:
         ours, theirs = grown["rustloader"], grown["torch"]
-        print(f"A process grows by {ours:.1f} bytes per index in an epoch of `indices`, with torch by {theirs:.1f}.")
+        print(f"In `indices`, a process grows by {ours:.1f} bytes per index, and with torch by {theirs:.1f}.")
 
 
 def growth(side: str) -> float:

@@ -5,7 +5,7 @@ rounds, with its range.
 
 memory   private memory that a forked worker gains in one shuffled epoch, with 2 workers: torch's loader and
          rustloader's with a plain object, rustloader's with a shared one
-reads    microseconds of processor time to read an item in a worker, in random order, later epochs: a plain object, a
+reads    microseconds of processor time to read an item in a worker, in random order, in later epochs: a plain object, a
          shared one, and the median of the rounds' differences
 build    seconds and peak memory of share(), next to the original and without an original (from a generator)
 """

@@ -14,7 +14,7 @@ import time
 import warnings
 from typing import NamedTuple
 
-# This file imports no part of rustloader, because spawned workers import the file, including those of torch's loader.
+# At the top, this file imports no part of rustloader: spawned workers import it, including those of torch's loader.
 
 
 class Goal(NamedTuple):
@@ -42,7 +42,7 @@ FIRST = Goal("first", "first loader: first batch, less one import of torch", 0.6
 SECOND = Goal("second", "second loader: first batch", 0.25, "second", 10)
 MANY = Goal("second", "16 workers, second loader: first batch", 0.6, "second", None)
 BYTES = Goal("first", "100 MB of bytes: first batch", None, "first", 2.2)
-EACH = Goal("last", "the same: a batch of each worker", None, "last", 1)
+EACH = Goal("last", "the same: a batch from each worker", None, "last", 1)
 ARRAY = Goal("first", "array of 100 MB: first batch", None, "first", 2.2)
 ROWS = {
     "forkserver": Row("forkserver", 4, 2, 0, False, (FIRST, SECOND)),

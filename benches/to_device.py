@@ -1,18 +1,18 @@
 """Compares loops whose batches go to the device: torch's loader, pageable and pinned, and prefetch_to_device.
 
-For each row of compare.py that has tensors, with persistent workers and after one epoch to warm up, medians of rounds
-in which the loaders take turns:
+For each row of compare.py that has tensors, it shows medians of rounds in which the loaders take turns, with persistent
+workers and after one epoch to warm up:
 
 to the device  batches per second that arrive on the device while nothing else runs there, and GB/s of their tensors.
 step           milliseconds per batch of a loop that computes on the device for about 20 ms (--step) per batch, and
                the same as a multiple of the step without loading. The goal for batches of 38 MB is 1.03 or less.
-overlap        of prefetch_to_device: share of the copies' time for which the loop's stream did not wait.
+overlap        for prefetch_to_device: the share of the copies' time for which the loop's stream did not wait.
 
-The limits are first in each row: the rate of cudaMemcpyAsync from pinned memory, and that of one thread that copies
-from ordinary to pinned memory (memcpy). The sums of the last batches of all loops are compared. `--trace FILE` writes a
+Each row starts with the limits: the rate of cudaMemcpyAsync from pinned memory, and that of one thread that copies from
+ordinary to pinned memory (memcpy). The sums of the last batches of all loops are compared. `--trace FILE` writes a
 profile of the training loop over prefetch_to_device, which overlap.py draws.
 
-It needs a CUDA device. With --device cpu it runs completely without one, and its figures mean nothing.
+It needs a CUDA device. With --device cpu it runs without one, but its results mean nothing.
 """
 
 import time
@@ -115,4 +115,4 @@ if __name__ == "__main__":
     program = program_of(__doc__, rounds=5, default=DEFAULT)
     program.option("--step", type=float, default=20.0, metavar="MS", help="training step (default: %(default)s)")
     device = started(program)
-    main(program, measure, "row", "", "batches/s", "GB/s", "step ms", "of the step alone", "overlap")
+    main(program, measure, "row", "", "batches/s", "GB/s", "step ms", "/ step alone", "overlap")

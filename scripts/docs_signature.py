@@ -1,8 +1,8 @@
-"""Completes signatures and docstrings on the documentation's site. mkdocs.yml names it; griffe runs it.
+"""A griffe extension, named in mkdocs.yml, that completes signatures and docstrings on the documentation site.
 
-The loaders have the parameters of torch's class, which the environment of the site does not have, and their own. A test
-compares these signatures with those of the classes. The functions that take ``Options`` get their parameters, and
-the description of each, at run time.
+The loaders have the parameters of torch's class and their own. The site is built without torch, so torch's parameters
+are listed here; a test compares them with those of the classes. The functions that take ``Options`` get their
+parameters, with descriptions, at run time.
 """
 
 import importlib
@@ -42,7 +42,7 @@ STATEFUL = "snapshot_every_n_steps: int | None = 1, forward_set_epoch: bool = Tr
 
 
 def options_module() -> Any:
-    """``rustloader.settings.options``, without what the package itself imports: its extension may not be built."""
+    """Returns ``rustloader.settings.options`` without importing the package, whose extension may not be built."""
     package = types.ModuleType("rustloader")
     package.__path__ = [str(Path(__file__).parents[1] / "python" / "rustloader")]
     with mock.patch.dict(sys.modules):
@@ -53,7 +53,7 @@ def options_module() -> Any:
 
 
 class Completed(griffe.Extension):
-    """Adds what is missing before docstrings are parsed."""
+    """Adds the missing signatures and descriptions, before docstrings are parsed."""
 
     def __init__(self) -> None:
         self.options = options_module()
@@ -79,7 +79,7 @@ class Completed(griffe.Extension):
             func.docstring.value = self.options.with_fields(func.docstring.value, "Args:")
 
     def parameters(self, names: list[str] | None = None) -> str:
-        """The fields of ``Options`` (default: all) as parameters, in source; all of them are keyword-only."""
+        """Returns the source of keyword-only parameters for the fields of ``Options`` (default: for all fields)."""
         signature = inspect.signature(self.options.Options)
         given = [it for it in signature.parameters.values() if names is None or it.name in names]
         text = str(signature.replace(parameters=given)).partition("(")[2].rpartition(")")[0]
@@ -87,11 +87,11 @@ class Completed(griffe.Extension):
 
 
 def with_more(parameters: str) -> str:
-    """torch's signature with further parameters."""
+    """Returns torch's signature with further parameters."""
     return SIGNATURE.replace("\n): ...", f"\n    {parameters},\n): ...")
 
 
 def made(source: str) -> griffe.Function:
-    """The function that a source defines."""
+    """Returns the function that ``source`` defines."""
     (function,) = griffe.visit("made", Path(__file__), source).functions.values()
     return function

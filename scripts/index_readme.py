@@ -2,9 +2,9 @@
 
     python scripts/index_readme.py https://github.com/OWNER/NAME v0.1.0
 
-An index shows README.md without the files beside it, so that relative links and pictures lead nowhere there. On the
-hosting site they have to stay relative, to lead to the same branch. And the address of the repository is known only
-where a release is built: so the release's workflow runs this on its own checkout, before it builds.
+A package index shows README.md without the other files, so relative links and pictures would be broken there. On the
+hosting site, links must stay relative, so that they lead to the same branch. The repository's address is known only
+where a release is built, so the release workflow runs this script on its checkout before it builds.
 """
 
 import pathlib
@@ -12,12 +12,12 @@ import re
 import sys
 
 README = pathlib.Path(__file__).parent.parent / "README.md"
-# The "[text](target)" of a link, or "![text](target)" of a picture, without those that name a scheme or an anchor.
+# Matches "[text](target)" or "![text](target)", unless the target is an anchor or has a scheme.
 _LINK = re.compile(r"(!?\[[^\]]*\]\()(?![a-z]+:|#)([^)\s]+)\)")
 
 
 def absolute(text: str, repository: str, ref: str) -> str:
-    """The text with absolute links to the files of a repository, at a tag, branch or commit."""
+    """Returns the text with absolute links to files of a repository, at a tag, branch or commit."""
 
     def replaced(link: re.Match[str]) -> str:
         kind = "raw" if link[1].startswith("!") else "blob"

@@ -1,9 +1,9 @@
-"""Makes the wheel for macOS and Windows out of one for Linux: the same files without the compiled extension.
+"""Makes the wheel for macOS and Windows from a Linux wheel: the same files without the compiled extension.
 
     python scripts/pure_wheel.py dist/rustloader-*-manylinux_*_x86_64.whl
 
-It is tagged for these two systems and no other. Were it for any, pip would take it on a Linux for which there is no
-compiled wheel, instead of building one from the sdist.
+The new wheel is tagged for these two systems only. If it were tagged for any system, pip would install it on a Linux
+machine without a matching compiled wheel, instead of building from the sdist.
 """
 
 import base64
@@ -18,16 +18,16 @@ PLATFORMS = ".".join(tag.rpartition("-")[2] for tag in TAGS)
 
 
 def pure(linux: pathlib.Path) -> pathlib.Path:
-    """Writes the pure wheel beside that of Linux: its path.
+    """Writes the pure wheel next to the Linux wheel, and returns its path.
 
     Raises:
-        ValueError: the wheel has no extension to leave out.
+        ValueError: the Linux wheel has no compiled extension.
     """
     name, version = linux.name.split("-")[:2]
     info = f"{name}-{version}.dist-info"
     with zipfile.ZipFile(linux) as wheel:
         contents = {item: wheel.read(item) for item in wheel.namelist() if not item.endswith("/")}
-    # The bill of materials lists the crates that the extension is made of.
+    # The software bill of materials lists the crates that are compiled into the extension.
     dropped = [item for item in contents if re.search(r"/_core\.[^/]*so$", item) or item.startswith(f"{info}/sboms/")]
     if not any(item.endswith(".so") for item in dropped):
         raise ValueError(f"{linux} has no compiled extension")
@@ -40,14 +40,14 @@ def pure(linux: pathlib.Path) -> pathlib.Path:
 
 
 def write_wheel(path: pathlib.Path, contents: dict[str, bytes]) -> None:
-    """Writes a wheel of these files, with a new RECORD."""
+    """Writes a wheel that contains these files and a new RECORD."""
     (record,) = (item for item in contents if item.endswith(".dist-info/RECORD"))
-    # The last one in a wheel, as the specification of wheels recommends.
+    # RECORD becomes the last file of the wheel, as the wheel specification recommends.
     del contents[record]
     contents[record] = _record(contents, record).encode()
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
         for item, content in contents.items():
-            # A fixed date: the same sources give the same bytes.
+            # The date is fixed, so that the same sources give the same bytes.
             entry = zipfile.ZipInfo(item, (1980, 1, 1, 0, 0, 0))
             entry.compress_type = zipfile.ZIP_DEFLATED
             entry.external_attr = (0o755 if item.endswith(".so") else 0o644) << 16

@@ -1,9 +1,9 @@
-"""Moves the debug information of a wheel's extension into a file of its own.
+"""Moves the debug information of a wheel's extension into a separate file.
 
     python scripts/split_symbols.py dist/rustloader-*-linux_x86_64.whl
 
-The wheel must have been built with `--profile dist`. It is rewritten in its place: the names of functions stay, the
-lines of the sources go to `symbols/WHEEL.debug` beside it. gdb finds that file when it lies beside the installed
+The wheel must have been built with `--profile dist`. It is rewritten in place: function names stay in the wheel, and
+line numbers move to `symbols/WHEEL.debug` next to it. gdb finds that file if it is next to the installed
 `_core.abi3.so`; `symbol-file PATH` loads it from elsewhere. Needs objcopy (binutils) for the wheel's processor.
 """
 
@@ -18,10 +18,10 @@ from pure_wheel import write_wheel
 
 
 def split(wheel: pathlib.Path) -> pathlib.Path:
-    """Rewrites the wheel and writes the file beside it: its path.
+    """Rewrites the wheel, writes the debug file, and returns the path of that file.
 
     Raises:
-        ValueError: the wheel has no extension, or one without debug information.
+        ValueError: the wheel does not have exactly one extension, or the extension has no debug information.
     """
     with zipfile.ZipFile(wheel) as archive:
         contents = {item: archive.read(item) for item in archive.namelist() if not item.endswith("/")}
@@ -36,7 +36,7 @@ def split(wheel: pathlib.Path) -> pathlib.Path:
         extension = pathlib.Path(folder, "extension.so")
         extension.write_bytes(contents[extensions[0]])
         _objcopy("--only-keep-debug", "--compress-debug-sections=zlib", extension, symbols)
-        # The link holds the file's name and checksum.
+        # The debug link contains the debug file's name and checksum.
         _objcopy("--strip-debug", f"--add-gnu-debuglink={symbols}", extension)
         contents[extensions[0]] = extension.read_bytes()
     symbols.chmod(0o644)

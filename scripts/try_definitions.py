@@ -1,4 +1,4 @@
-"""Do classes and lambdas of a `__main__` without a file reach workers? To be run as `python - <try_definitions.py`."""
+"""Checks that classes and lambdas of a `__main__` without a file reach workers: `python - <try_definitions.py`."""
 
 import multiprocessing
 

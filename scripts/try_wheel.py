@@ -1,6 +1,6 @@
-"""Does an installed rustloader work? A release tries each of its wheels by this.
+"""Checks that an installed rustloader works. A release runs this program with each of its wheels.
 
-On Linux the engine has to deliver an epoch, by each way of starting workers; elsewhere torch's iterator has to.
+On Linux, the engine must deliver an epoch with each start method; elsewhere, torch's iterator must.
 """
 
 import logging
@@ -13,7 +13,7 @@ EXPECTED = [list(range(k, k + 10)) for k in range(0, 100, 10)]
 
 
 def main() -> None:
-    """Raises what is wrong."""
+    """Raises AssertionError if batches are wrong, or do not come from the expected iterator."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -24,7 +24,7 @@ def main() -> None:
         loader = rustloader.DataLoader(range(100), batch_size=10, num_workers=2, multiprocessing_context=method)
         got = [batch.tolist() for batch in loader]
         batches = rustloader.engine_batches() - before
-        print(f"rustloader {rustloader.__version__}, {sys.platform}, {method}: {batches} batches by the engine")
+        print(f"rustloader {rustloader.__version__}, {sys.platform}, {method}: {batches} batches from the engine")
         assert got == EXPECTED, got
         assert batches == (10 if linux else 0), batches
     assert len(lines) == (0 if linux else 1), lines

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Make or update the virtual environment $1 with the Python $PYTHON and the torch $TORCH; called by the Makefile.
-# What is right already is kept; a change of the Python makes the environment anew.
+# Creates or updates the virtual environment $1 with the Python $PYTHON and the torch $TORCH. Called by the Makefile.
+# The environment is kept if its Python is the right one; otherwise, it is deleted and created again.
 set -euf
 
 venv=$1
@@ -14,7 +14,7 @@ fail() {
 }
 way_out="Choose another one, by name or path: make ... PYTHON=python3.13"
 
-# Version and home of an interpreter. The same for an environment and for the Python that it was made from.
+# Prints an interpreter's version and prefix, which are the same for an environment and for the Python it is based on.
 identity='import sys; print(sys.version, sys.base_prefix)'
 
 wanted=$("$PYTHON" -c "$identity" 2>&1) ||
@@ -27,9 +27,9 @@ wanted=$("$PYTHON" -c "$identity" 2>&1) ||
 
 found=$("$venv/bin/python" -c "$identity" 2>/dev/null) || found=
 if [ "$found" != "$wanted" ] || ! "$venv/bin/python" -c 'import pip' 2>/dev/null; then
-    # From the Python behind $PYTHON, which may itself be the one in $venv, activated.
+    # $PYTHON may be the one in $venv, which is deleted now, so the base interpreter creates the environment.
     base=$("$PYTHON" -c 'import sys; print(getattr(sys, "_base_executable", None) or sys.executable)')
-    echo "Making $venv with $base ..."
+    echo "Creating $venv with $base ..."
     rm -rf "$venv"
     "$base" -m venv "$venv"
 fi
@@ -39,11 +39,11 @@ pip() {
     "$venv/bin/python" -m pip --disable-pip-version-check --quiet "$@"
 }
 pip install --upgrade pip
-echo "Installing $TORCH (large: this takes a few minutes the first time) ..."
+echo "Installing $TORCH (large; this takes a few minutes the first time) ..."
 # shellcheck disable=SC2086 # TORCH may carry options for pip
 pip install --upgrade $TORCH
 
-echo "Installing what the demo, the tests and the linters need ..."
+echo "Installing the requirements of the demo, the tests and the linters ..."
 extras=$("$venv/bin/python" -c '
 import tomllib
 extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]

@@ -14,20 +14,21 @@ const GIB: u64 = 1 << 30;
 pub const WORKERS_MAX: u32 = 1 << 16;
 /// Maximum number of outstanding batches of one iterator. Each ring has room for all of them.
 pub const TASKS_MAX: u32 = 1 << 24;
-/// Number of tasks by which a shared queue may always run ahead of its oldest unanswered task. This span bounds the
-/// scheduler's table of tasks.
+/// Minimum span of a shared queue: the number of tasks from the oldest unanswered one to the newest. The span bounds
+/// the scheduler's table of tasks.
 pub const QUEUE_SPAN: usize = 1 << 10;
-/// Maximum of that number if a window is set: the span grows with the window from [`QUEUE_SPAN`] up to this number.
+/// Maximum span that a window can require: the span grows with the window from [`QUEUE_SPAN`] up to this number.
 pub const QUEUE_SPAN_MAX: usize = 1 << 16;
-/// Number of seconds (about 30 years) from which a timeout is treated as no timeout, because clocks would overflow.
+/// A timeout of at least this many seconds (about 30 years) is treated as no timeout, because clocks would overflow.
 pub const TIMEOUT_MAX: f64 = 1e9;
 
 // --- Traces ---
 
 /// Number of slots in a worker's ring of trace events, enough for a few hundred batches. A call of `next` empties the
-/// ring if [`TRACE_DRAIN`] has passed, and between two calls a worker makes at most the outstanding batches.
+/// ring if at least [`TRACE_DRAIN`] has passed since the last time. Between two calls, a worker makes at most the
+/// outstanding batches.
 pub const TRACE_SLOTS: u32 = 1 << 12;
-/// The shortest interval after which `next` empties the rings of a trace again.
+/// The shortest interval between two times at which `next` empties the rings of a trace.
 pub const TRACE_DRAIN: Duration = Duration::from_millis(2);
 /// Bytes of trace events that are written to the file at a time.
 pub const TRACE_BUFFER: usize = 256 << 10;
@@ -58,7 +59,7 @@ pub const TABLE_MIN: u64 = 1 << 10;
 pub const TABLE_MAX: u64 = 1 << 20;
 /// Maximum number of arenas that the pool keeps for later iterators, such as those for training, validation and test.
 pub const POOL_ARENAS: usize = 4;
-/// Divisor of the machine's memory and swap. The pool's idle pages take at most the quotient.
+/// Divisor of the sum of the machine's memory and swap. The pool's idle pages take at most the quotient.
 pub const POOL_SHARE: u64 = 16;
 /// The time that an unused arena stays in the pool: longer than the usual pause between two epochs. A worker that has
 /// no task for this long also releases its idle pages.
@@ -83,54 +84,55 @@ pub const TRIM_AFTER: Duration = Duration::from_secs(1);
 /// Number of consecutive windows of [`TRIM_WINDOW`] allocations after which blocks that stayed idle lose their pages. A
 /// single window may be unusual.
 pub const TRIM_PATIENCE: u8 = 2;
-/// Size in bytes from which a block counts as large: fresh pages for it cost more than a wake-up.
+/// Minimum size in bytes of a large block, whose fresh pages cost more than a wake-up.
 pub const LARGE: u64 = MIB;
 /// The longest time that a worker waits for a large block that the training loop still holds, per [`LARGE`] bytes of
 /// the block: a fraction of the cost of fresh pages.
 pub const RETURN_WAIT: Duration = Duration::from_micros(200);
 /// Number of size classes by which a warm block may exceed the requested size, which makes it up to 75 % larger.
 pub const REUSE_CLASSES: usize = 3;
-/// Divisor of the recent peak of pages in use. If batch sizes vary, idle pages may raise the total above the peak by
-/// the quotient.
+/// Divisor of the recent peak of pages in use. If batch sizes vary, idle pages may raise the total above the peak by at
+/// most the quotient.
 pub const IDLE_SHARE: u64 = 4;
-/// Number of recent batches among which the largest determines the pages that an idle worker keeps.
+/// Number of batches in a window. The largest batch of this and the previous window determines how many pages an idle
+/// worker keeps.
 pub const RECENT_BATCHES: u64 = 16;
 /// Bytes of fresh pages between two checks of available memory. A check is slow because it reads files in /proc.
 pub const HEADROOM_CHECK: u64 = 8 * MIB;
-/// Lower and upper limit, in bytes, of the memory that a reservation must leave free for other processes. Within these
-/// limits, it is the size of the reservation.
+/// Lower and upper limits, in bytes, of the memory that a reservation must leave free for other processes. Within these
+/// limits, the reservation must leave free as much as it takes.
 pub const HEADROOM_MARGIN: RangeInclusive<u64> = MIB..=32 * MIB;
 /// The longest time that a reservation waits for other workers' reservations to end if their sum is too large.
 pub const RESERVATION_WAIT: Duration = Duration::from_secs(2);
 
 // --- Messages and copies ---
 
-/// Size in bytes from which a leaf has a separate block. Smaller leaves are part of the message and are copied at
+/// Minimum size in bytes of a leaf that has a separate block. Smaller leaves are part of the message and are copied at
 /// delivery.
 pub const INLINE_LIMIT: usize = 16 << 10;
-/// Size in bytes from which a string or bytes object that occurs repeatedly in a batch is sent only once.
+/// Minimum size in bytes of a string or bytes object that is sent only once, even if it occurs repeatedly in a batch.
 pub const ONCE_FROM: usize = 1 << 10;
 /// Maximum depth of nested containers; deeper batches are pickled.
 pub const MAX_DEPTH: usize = 64;
 /// Maximum number of dimensions of a tensor; tensors with more dimensions are pickled.
 pub const MAX_DIMS: usize = 16;
-/// Size in bytes from which a copy uses streaming stores. Smaller copies stay in the cache.
+/// Minimum size in bytes of a copy that uses streaming stores. Smaller copies stay in the cache.
 pub const STREAM_FROM: usize = 2 << 20;
-/// Size in bytes from which a copy releases the GIL. For smaller copies, releasing it costs more than it gains.
+/// Minimum size in bytes of a copy that releases the GIL. For smaller copies, releasing it costs more than it gains.
 pub const DETACH_FROM: usize = 256 << 10;
 /// Bytes of the largest buffer that is kept for the next message.
 pub const BUFFER_KEPT: usize = 4 << 20;
 /// Maximum number of steps in a search for an element that is shared by tensors whose extents overlap.
 pub const OVERLAP_STEPS: u32 = 1 << 15;
-/// Factor that decides how tensors with overlapping extents but no shared element are copied: separately, if one block
-/// for all of them would be larger than the sum of their sizes times this.
+/// Factor that decides how tensors with overlapping extents but no shared element are copied. They are copied
+/// separately if one block for all of them would be larger than this factor times the sum of their sizes.
 pub const STORAGE_WASTE: usize = 2;
 
 // --- Waiting in the main process ---
 
 /// The longest single wait. A signal that arrives just before a wait begins is handled only after it.
 pub const WAIT_SLICE: Duration = Duration::from_millis(250);
-/// The longest single wait if a missing pidfd or doorbell cannot end it.
+/// The longest single wait if there is no pidfd or no doorbell that could end it earlier.
 pub const BLIND_SLICE: Duration = Duration::from_millis(20);
 /// The time for which a waiting thread yields the processor before it sleeps: a wake-up costs more than most small
 /// batches.
@@ -145,8 +147,8 @@ pub const TIED_EXIT: Duration = Duration::from_millis(50);
 /// Duration of the work in a `next` above which the following call measures its sampler: a thousand times the cost of a
 /// clock read.
 pub const LONG_NEXT: Duration = Duration::from_micros(50);
-/// Maximum number of descriptors for which ppoll is used: for so few it is faster than epoll, and it needs no extra
-/// descriptor.
+/// Maximum number of descriptors for which ppoll is used. Up to this number it is faster than epoll, and it needs no
+/// extra descriptor.
 pub const POLL_MAX: usize = 32;
 /// Maximum number of events that one epoll_wait returns; the next call returns the others.
 pub const EPOLL_EVENTS: usize = 64;
@@ -157,17 +159,18 @@ pub const PIN_STACK: usize = 8 << 20;
 
 /// Interval between two checks for stuck workers.
 pub const STALL_CHECK: Duration = Duration::from_millis(100);
-/// The longest delay of such a check beyond [`WAIT_SLICE`]. After a longer one, the main process may have been stopped
-/// together with its workers.
+/// The longest delay of such a check, beyond [`WAIT_SLICE`], that counts as normal. After a longer one, the time for
+/// which workers have been watched restarts, because they may have been stopped together with the main process.
 pub const STALL_PAUSE: Duration = Duration::from_secs(1);
 /// The longest wait for the stack dump of a worker that is killed afterwards.
 pub const KILLED_STACK: Duration = Duration::from_millis(200);
-/// The signal that requests a stack dump, as an offset from SIGRTMIN. It is one in the middle, because programs use the
-/// first and the last real-time signals.
+/// The signal that requests a stack dump, as an offset from SIGRTMIN. It is in the middle of the range, because
+/// programs use the first and the last real-time signals.
 pub const STACK_SIGNAL: i32 = 13;
 /// Interval between two reads of a stack dump that is being written.
 pub const STACK_CHECK: Duration = Duration::from_millis(5);
-/// Number of consecutive reads without growth after which a stack dump is complete.
+/// Number of consecutive reads without growth after which a stack dump counts as complete, if its signal handler has
+/// returned.
 pub const STACK_SETTLED: u32 = 20;
 /// Maximum number of bytes of a stack dump that are logged.
 pub const STACK_SHOWN: usize = 64 << 10;
@@ -176,28 +179,29 @@ pub const HANDLER_CHECK_NS: u64 = 50_000_000;
 
 // --- Worker ---
 
-/// The longest single sleep of an idle worker. After it, the worker trims its memory and handles signals.
+/// The longest single sleep of an idle worker. After each sleep, the worker trims its memory and handles signals.
 pub const IDLE_SLICE: Duration = Duration::from_secs(1);
-/// The time for which a worker that is ahead of the training loop must be idle before it releases all its idle pages:
-/// several times the cost of fresh pages for a large batch.
+/// The minimum time for which a worker that is ahead of the training loop must be idle before it releases all its idle
+/// pages: several times the cost of fresh pages for a large batch. If its last batch took longer, that time applies.
 pub const AHEAD: Duration = Duration::from_millis(20);
-/// Bytes held by a worker's Python objects from which the worker calls Python's garbage collector, which does not see
-/// the size of their memory.
+/// Minimum number of bytes held by a worker's Python objects at which the worker calls Python's garbage collector. The
+/// collector itself does not see the size of their memory.
 pub const COLLECT_FROM: u64 = 32 * MIB;
-/// The same threshold as a multiple of the largest batch so far; the higher of the two applies.
+/// The same threshold as a multiple of the largest batch so far; the higher of the two applies. A collection raises the
+/// threshold to at least twice the bytes that are still held after it.
 pub const COLLECT_BATCHES: u64 = 4;
 /// Maximum number of bytes that a worker's objects may hold after a collection. Above this limit, the worker's new
 /// tensors are allocated on the heap.
 pub const RETAINED_MAX: u64 = GIB;
-/// Size in bytes from which an array that NumPy makes in a worker is allocated in the worker's region.
+/// Minimum size in bytes of an array that NumPy allocates in a worker's region.
 pub const ARRAY_MIN: usize = 64 << 10;
-/// Maximum number of bytes that all such arrays may occupy together. Arrays that a dataset keeps for a long time count,
-/// too; they are better off in ordinary memory.
+/// Maximum total number of bytes of such arrays. Arrays that a dataset keeps for a long time also count; they are
+/// better off in ordinary memory.
 pub const ARRAYS_FROM: u64 = 64 * MIB;
 /// The same limit as a multiple of the largest recent batch; the higher of the two applies.
 pub const ARRAYS_BATCHES: u64 = 4;
-/// The longest time that a fork in a worker waits until the child has private copies of these arrays. The wait takes as
-/// long as a memory copy, unless the child is stopped.
+/// The longest time that a fork in a worker waits for the child to make private copies of these arrays. The wait takes
+/// as long as a memory copy, unless the child is stopped.
 pub const PRIVATE_WAIT: Duration = Duration::from_secs(10);
 /// Interval between two checks that the main process still runs, by a worker that has no pidfd for it.
 pub const PARENT_CHECK: Duration = Duration::from_millis(200);
@@ -205,17 +209,19 @@ pub const PARENT_CHECK: Duration = Duration::from_millis(200);
 pub const ORPHAN_GRACE: Duration = Duration::from_millis(300);
 /// Bytes of the watchdog thread's stack. It is small because that thread runs no Python code.
 pub const WATCHDOG_STACK: usize = 64 << 10;
-/// Interval from a SIGTERM to the first check for other workers that received one, and between these checks.
+/// Interval between two checks for other workers that received a SIGTERM, and from a worker's SIGTERM to its first
+/// check.
 pub const SIGTERM_CHECK: Duration = Duration::from_millis(100);
 /// The time for which workers continue after a SIGTERM to the process group, while the main process saves a checkpoint.
 pub const SIGTERM_SERVE: Duration = Duration::from_secs(30);
-/// The same time for the only worker of an iterator, which cannot see whether other workers received the signal, too.
+/// The same time for the only worker of an iterator. Without other workers, it cannot tell whether the signal was sent
+/// to the group.
 pub const SIGTERM_ALONE: Duration = Duration::from_secs(2);
 
 // --- Statistics and reports ---
 
-/// Number of batches in each of two lists that statistics keep: the slowest ones, and those that blocked others for
-/// longest.
+/// Number of batches in each of two lists that statistics keep: the slowest ones, and those that blocked others for the
+/// longest time.
 pub const SLOWEST: usize = 8;
 /// Number of recent batches whose durations statistics keep, to predict the gain from other settings.
 pub const RECENT_WORK: usize = 256;
@@ -224,8 +230,8 @@ pub const WAIT_BOUNDS_US: [u64; 18] = [
     100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 500_000, 1_000_000, 2_500_000,
     5_000_000, 10_000_000, 30_000_000, 60_000_000,
 ];
-/// Mean duration of a fetch, in nanoseconds, from which the CPU time of every fetch is measured. A measurement takes
-/// four system calls, about 1.2 us.
+/// Minimum mean duration of a fetch, in nanoseconds, at which the CPU time of every fetch is measured. A measurement
+/// takes four system calls, about 1.2 us.
 pub const FETCH_MEASURED_FROM_NS: u64 = 400_000;
 /// If fetches are shorter, one in this many is measured.
 pub const FETCH_SAMPLE: u64 = 8;
@@ -252,7 +258,7 @@ pub const LINK_STREAK: u32 = 8;
 /// Interval between two checks, by a thread that is off duty, that the consumer still receives.
 pub const LINK_OFF_DUTY: Duration = Duration::from_millis(2);
 /// Interval between two checks of the socket by a worker's receiving thread while a batch is being made. A death or
-/// shutdown is noticed at most this much later.
+/// shutdown is noticed after at most this time.
 pub const LINK_TICK: Duration = Duration::from_millis(20);
 /// Maximum number of leaves of one batch. A longer table is treated as damage.
 pub const LINK_LEAVES: u32 = 1 << 20;

@@ -157,8 +157,8 @@ impl fmt::Display for Error {
             }
             Self::ShareMemory { wanted, written, limit, headroom } => write!(
                 f,
-                "cannot share this object: {wanted} bytes were requested after {written} bytes, {limit}, and \
-                 {headroom} bytes are left; share less, free memory, or raise the limit"
+                "cannot share this object: {wanted} bytes are needed in addition to {written} bytes written so far, \
+                 {limit}, and {headroom} bytes are left; share less, free memory, or raise the limit"
             ),
             Self::Foreign { what } => {
                 write!(f, "rustloader {} cannot read this as a shared object: {what}", env!("CARGO_PKG_VERSION"))

@@ -5,7 +5,7 @@
 //! ```text
 //! python                   Python classes over the other modules (feature `python`)
 //! codec                    conversion of batches to bytes and leaves, and back
-//! interop                  tensors, arrays, DLPack, calls of Python
+//! interop                  tensors, arrays, DLPack, calls into Python
 //! engine, observe, worker  the main process's end, an observer in another process, a worker's end
 //! transport                tasks and batches over a connection to another machine
 //! metrics, store, cache, trace  counters; objects that processes share; samples that are made once; events
@@ -15,7 +15,7 @@
 //! config, error, id, numbered, seeds, sync
 //! ```
 //! Only `python`, `codec` and `interop` use PyO3, behind the feature `python`. ARCHITECTURE.md follows a batch through
-//! them.
+//! the modules.
 
 pub mod config;
 #[cfg(not(loom))]

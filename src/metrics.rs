@@ -1,8 +1,9 @@
 //! Counters of an iterator, readable from any thread at any time.
 //!
-//! A counter has one writer at a time, the thread with exclusive access or the pin thread, so an addition is a load and
-//! a store. Slow tasks, the end of an iterator and readers take a lock. In a forked child, a thread that was not copied
-//! may still hold that lock, so a child only tries to take it, and treats the data as empty if that fails.
+//! A counter has one writer at a time: the thread with exclusive access to the iterator, or the pin thread. An addition
+//! is therefore a load and a store. Slow tasks, the end of an iterator and readers take a lock. In a forked child, that
+//! lock may be held by a thread that was not copied. So a child only tries to take it, and treats the data as empty if
+//! that fails.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
@@ -33,7 +34,7 @@ pub enum Count {
     Next,
     /// Time that `next` waited for batches other than an epoch's first.
     Waited,
-    /// Time that `next` waited for first batches of epochs.
+    /// Time that `next` waited for the first batches of epochs.
     First,
     /// Part of `Waited` during which later batches were ready.
     Blocked,
@@ -144,7 +145,7 @@ impl WorkerTotals {
     }
 }
 
-/// One of the slowest tasks, or of those that blocked later ones for longest.
+/// One of the slowest tasks, or of those that blocked later ones for the longest time.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SlowTask {
     /// The worker.
@@ -161,14 +162,14 @@ pub struct SlowTask {
 /// exceed. The last bucket counts waits that are longer than all bounds.
 pub type Waits = [u64; WAIT_BOUNDS_US.len() + 1];
 
-/// The value by which a list of tasks is ordered, in descending order.
+/// A function that returns the value by which a list of tasks is sorted, in descending order.
 type Size = fn(&SlowTask) -> u64;
 
 const WORK: Size = |task| task.timings.total_us();
 const BLOCKED: Size = |task| task.blocked_us;
 
-/// Inserts a task into an ordered list, and drops the last one if the list is too long. Returns the value that another
-/// task must exceed to enter the list.
+/// Inserts a task into a sorted list, and drops the last task if the list is then too long. Returns the value that
+/// another task must exceed to enter the list.
 fn insert(list: &mut Vec<SlowTask>, task: SlowTask, size: Size) -> u64 {
     let place = list.partition_point(|other| size(other) >= size(&task));
     list.insert(place, task);
@@ -176,7 +177,7 @@ fn insert(list: &mut Vec<SlowTask>, task: SlowTask, size: Size) -> u64 {
     list.get(SLOWEST - 1).map_or(0, size)
 }
 
-/// Merges a list into another one, which stays ordered and bounded.
+/// Merges `more` into a sorted list, which stays sorted and bounded.
 fn merge(list: &mut Vec<SlowTask>, more: &[SlowTask], size: Size) {
     list.extend_from_slice(more);
     list.sort_by_key(|task| std::cmp::Reverse(size(task)));
@@ -194,13 +195,13 @@ pub struct Totals {
     pub workers: Vec<WorkerTotals>,
     /// The slowest tasks, in descending order of their work.
     pub slowest: Vec<SlowTask>,
-    /// The tasks that blocked later ones for longest, in descending order of that time.
+    /// The tasks that blocked later ones for the longest time, in descending order of that time.
     pub blocking: Vec<SlowTask>,
     /// Microseconds of work on each of the recent batches, the latest one last.
     pub recent_us: Vec<u32>,
     /// Memory of the arenas in use.
     pub usage: Usage,
-    /// The largest number of bytes that an arena's pages have taken.
+    /// The largest number of bytes that an arena's pages have occupied.
     pub high_water: u64,
     /// Number of running pin threads.
     pub pin_threads: u32,
@@ -237,7 +238,7 @@ impl Totals {
         }
     }
 
-    /// Adds the workers and the memory of an arena in use. `process` returns a worker's pid, and true if its process is
+    /// Adds the workers and the memory of an arena in use. `process` returns a worker's pid, and whether its process is
     /// running.
     pub fn add_arena(&mut self, arena: &Arena, process: impl Fn(u32) -> (u32, bool)) {
         let now = sys::clock::monotonic_ns();
@@ -261,7 +262,7 @@ pub struct Meter {
     waits: [AtomicU64; WAIT_BOUNDS_US.len() + 1],
     /// Microseconds of work above which a task enters the list of the slowest ones.
     slow_from: AtomicU64,
-    /// Microseconds above which a task enters the list of those that blocked later ones for longest.
+    /// Microseconds above which a task enters the list of those that blocked later ones for the longest time.
     blocking_from: AtomicU64,
     /// Microseconds of work on recent batches. Batch `n` is at `n % RECENT_WORK`.
     recent_us: [AtomicU32; RECENT_WORK],
@@ -356,8 +357,8 @@ impl Meter {
         blocked_us > self.blocking_from.load(Ordering::Relaxed)
     }
 
-    /// Adds a task to the list of the slowest ones, and to the list of those that blocked later ones for longest, if it
-    /// belongs there.
+    /// Adds a task to the list of the slowest ones, to the list of those that blocked later ones for the longest time,
+    /// or to both, if it belongs there.
     pub fn note_slow(&self, task: SlowTask) {
         let Some(mut kept) = self.kept() else { return };
         if self.is_blocking(BLOCKED(&task)) {
@@ -385,7 +386,7 @@ impl Meter {
         (kept.usage, kept.ready) = (Usage::default(), 0);
     }
 
-    /// Keeps the totals of a worker's process that has died. Call it before the next process uses the status page.
+    /// Keeps the totals of a worker's process that died. Call it before the next process uses the status page.
     pub fn keep_worker(&self, arena: &Arena, worker: u32, pid: u32) {
         let Some(mut kept) = self.kept() else { return };
         let mut workers = vec![WorkerTotals::default(); worker as usize];
@@ -471,7 +472,7 @@ mod tests {
     }
 
     #[test]
-    fn the_tasks_that_blocked_others_for_longest_are_kept() {
+    fn the_tasks_that_blocked_others_the_longest_are_kept() {
         let meter = Meter::default();
         (0..8).for_each(|_| deliver(&meter, task(1000)));
         for blocked_us in [5, 90, 10, 70, 20, 60, 30, 50, 40, 80, 15] {
@@ -588,7 +589,7 @@ mod tests {
         let totals = all.totals();
         assert_eq!(totals.counts[Count::Batches as usize], 7);
         assert_eq!(totals.counts[Count::Waited as usize], 30_000);
-        assert_eq!((totals.high_water, totals.ready), (9, 0), "nothing is ready where nothing runs");
+        assert_eq!((totals.high_water, totals.ready), (9, 0), "an ended iterator has no results");
         assert_eq!(indices(&totals), ["20", "10"]);
         assert_eq!(totals.blocking, totals.slowest);
         let both = WorkerTotals {

@@ -77,7 +77,7 @@ pub struct ObservedWorker {
     pub queued: u32,
     /// Number of results in the worker's completion ring.
     pub ready: u32,
-    /// Bytes of blocks in the worker's region that have pages.
+    /// Bytes of those blocks in the worker's region that have pages.
     pub warm: u64,
 }
 
@@ -176,7 +176,7 @@ fn worker_key(page: &StatusPage) -> (u32, u64, u64, u64) {
 /// of a `next` or a wait.
 fn counted(main: &MainPage, state: MainState, in_state_ns: u64, now_ns: u64) -> [u64; Count::LEN] {
     let mut counts = std::array::from_fn(|count| main.counts[count].load(Ordering::Relaxed));
-    // The wait may have begun later than the `next`, which may ask the sampler first.
+    // The wait may have begun later than the call of `next`, which may call the sampler first.
     let wait_ns = now_ns.saturating_sub(main.wait_since_ns.load(Ordering::Relaxed)).min(in_state_ns);
     let current: &[(Count, u64)] = match state {
         MainState::Next => &[(Count::Next, in_state_ns)],
@@ -194,21 +194,22 @@ fn counted(main: &MainPage, state: MainState, in_state_ns: u64, now_ns: u64) -> 
 
 fn worker_of(control: &ControlPage, started_ns: u64, epoch_task: u64, warm: u64, ready: u32) -> ObservedWorker {
     let (page, now_ns) = (&control.status, sys::clock::monotonic_ns());
+    // A worker on another machine never writes its pid.
     let pid = page.pid.load(Ordering::Relaxed);
     let state = WorkerState::from_u32(page.state.load(Ordering::Relaxed));
-    // Before its start a worker writes nothing. A worker on another machine never writes a pid.
+    // A worker writes nothing before it starts.
     let since_ns = match word(&page.since_ns) {
         0 => started_ns,
         since_ns => since_ns,
     };
-    let (task, taken_up) = (word(&page.task), word(&page.task_since_ns));
+    let (task, taken_ns) = (word(&page.task), word(&page.task_since_ns));
     let index = (word(&page.index_task) == task.wrapping_add(1)).then(|| index_of(page)).flatten();
     ObservedWorker {
         state,
         in_state_ns: now_ns.saturating_sub(since_ns),
         totals: WorkerTotals::of(page, (pid, state != WorkerState::Left), now_ns),
-        batch: task.checked_sub(epoch_task).filter(|_| taken_up != 0),
-        at_batch_ns: if taken_up == 0 { 0 } else { now_ns.saturating_sub(taken_up) },
+        batch: task.checked_sub(epoch_task).filter(|_| taken_ns != 0),
+        at_batch_ns: if taken_ns == 0 { 0 } else { now_ns.saturating_sub(taken_ns) },
         index,
         queued: control.tasks.waiting(),
         ready,
@@ -239,7 +240,7 @@ impl File<'_> {
         if bytes.len() == len {
             return Ok(bytes);
         }
-        Err(Error::corrupt(format!("a file of {} bytes, read at byte {offset}", self.len)))
+        Err(Error::corrupt(format!("the file of {} bytes does not have {len} bytes at offset {offset}", self.len)))
     }
 
     fn read<T: Shared>(&self, offset: u64) -> Result<T> {
@@ -247,7 +248,7 @@ impl File<'_> {
     }
 
     /// Reads a `T` until two successive reads have the same `key`, but at most [`PAGE_READS`] times. Returns the last
-    /// one read.
+    /// `T` that it read.
     fn read_steady<T: Shared, K: PartialEq>(&self, offset: u64, key: impl Fn(&T) -> K) -> Result<T> {
         let mut last: T = self.read(offset)?;
         for _ in 1..PAGE_READS {

@@ -1,5 +1,5 @@
 //! The random numbers of `seed_by`. The generator is counter-based, so that the numbers of a batch depend only on its
-//! position, and not on earlier batches.
+//! [`Place`], and not on earlier batches.
 //!
 //! The generator is Philox4x64-10, from J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw: "Parallel random numbers:
 //! as easy as 1, 2, 3", SC 2011. `numpy.random.Philox` computes the same function.
@@ -13,7 +13,7 @@ const MULTIPLIERS: [u64; 2] = [0xd2e7_470e_e14c_6c93, 0xca5a_8263_9512_1157];
 const WEYL: [u64; 2] = [0x9e37_79b9_7f4a_7c15, 0xbb67_ae85_84ca_a73b];
 const ROUNDS: usize = 10;
 
-/// The position of a batch, or of a sample, among all batches that a loader makes.
+/// The place of a batch, or of a sample, among all batches that a loader makes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
     /// 0 for the batch itself, including its collation; k + 1 for sample k of the batch.
@@ -26,7 +26,7 @@ pub struct Place {
     pub epoch: u64,
 }
 
-/// Returns four independent random words for a base seed and a position.
+/// Returns four independent random words for a base seed and a place.
 pub fn words(base_seed: u64, at: Place) -> [u64; 4] {
     philox([at.place, at.ordinal, at.worker, at.epoch], [base_seed, 0])
 }

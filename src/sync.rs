@@ -1,5 +1,5 @@
-//! Atomics from the standard library or, for the models (`--cfg loom`), from loom; functions that take a lock in spite
-//! of poisoning.
+//! Atomics from the standard library or, for the loom models (`--cfg loom`), from loom. Functions that take a lock even
+//! if it is poisoned.
 
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 

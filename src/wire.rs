@@ -1,9 +1,9 @@
 //! The format of the ring entries and of the message head, with the functions that read and write them.
 //!
 //! A task entry is `[task, kind, block, length, inline ...]`. Index batches of up to [`INLINE_BYTES`] bytes travel in
-//! the entry itself, others in a block of the main process's region. (If the ring held bytes instead, a large
-//! index batch would have to be written piece by piece while the worker reads it, and the main process cannot write
-//! during the user's training step.)
+//! the entry itself, others in a block of the main process's region. If the ring held bytes instead, a large index
+//! batch would have to be written piece by piece while the worker reads it. The main process cannot do that during the
+//! user's training step.
 //!
 //! A result entry is `[task, kind | block << 32, length, checksum, fetch us | collate us << 32, pack us | copies << 32,
 //! bytes, copied bytes]`. Its block holds the message: the number of leaves, a table of the leaves' blocks and lengths,
@@ -19,11 +19,11 @@ pub const INLINE_BYTES: usize = 32;
 const NO_BLOCK: u32 = u32::MAX;
 /// Bytes of a leaf's row in the table of a message.
 const LEAF_ROW: usize = 16;
-/// Bytes before the leaves' rows in a message.
-pub const MESSAGE_HEAD: usize = 8;
+/// Bytes of the leaf count, with which a message begins.
+pub const LEAF_COUNT_BYTES: usize = 8;
 
 numbered_enum! {
-    /// The kind of a message to a worker.
+    /// The kind of a task entry.
     pub enum TaskKind {
         /// Fetch a batch; the payload is encoded by the codec.
         Plain = 1,
@@ -43,7 +43,7 @@ numbered_enum! {
 }
 
 numbered_enum! {
-    /// The kind of a message from a worker.
+    /// The kind of a result entry.
     pub enum ResultKind {
         /// A batch, encoded by the codec.
         Plain = 1,
@@ -55,8 +55,8 @@ numbered_enum! {
         Exhausted = 4,
         /// The answer to [`TaskKind::Resume`] and [`TaskKind::Rewind`].
         Resumed = 5,
-        /// Like [`Self::Pickle`], but unpickling requests something from the worker (a descriptor), so the batch is
-        /// unpickled on receipt, before the worker may exit.
+        /// Like [`Self::Pickle`], but unpickling requests something from the worker, such as a descriptor. So the batch
+        /// is unpickled on receipt, before the worker may exit.
         Tied = 6,
         /// A snapshot of the worker's state, which answers no task. The entry's task is the number of answers that the
         /// worker had sent in the epoch. An entry without a block means that there was no memory for the snapshot.
@@ -73,7 +73,7 @@ impl ResultKind {
         matches!(self, Self::Snapshot | Self::FailedSnapshot)
     }
 
-    /// Returns true if an entry of this kind is valid with a message (if `has_block` is true), or without one (if it is
+    /// Returns true if an entry of this kind may have a message (if `has_block` is true), or may lack one (if it is
     /// false).
     fn fits(self, has_block: bool) -> bool {
         match self {
@@ -139,14 +139,14 @@ impl TaskEntry {
 }
 
 impl TaskKind {
-    /// Returns true if the message begins an epoch.
+    /// Returns true if an entry of this kind begins an epoch.
     #[inline]
     pub fn begins_epoch(self) -> bool {
         matches!(self, Self::Resume | Self::Early | Self::Rewind)
     }
 }
 
-/// Returns the payload of a message that begins an epoch ([`TaskKind::begins_epoch`]): the number of the epoch's first
+/// Returns the payload of an entry that begins an epoch ([`TaskKind::begins_epoch`]): the number of the epoch's first
 /// task, followed by a message for the worker's Python code.
 pub fn epoch_payload(first_task: u64, message: &[u8]) -> Vec<u8> {
     [&first_task.to_le_bytes(), message].concat()
@@ -154,7 +154,7 @@ pub fn epoch_payload(first_task: u64, message: &[u8]) -> Vec<u8> {
 
 /// Splits an [`epoch_payload`] into the number of the first task and the message.
 pub fn read_epoch(payload: &[u8]) -> Result<(u64, &[u8])> {
-    let bad = || Error::corrupt(format!("the beginning of an epoch in {} bytes", payload.len()));
+    let bad = || Error::corrupt(format!("an entry that begins an epoch, with {} bytes", payload.len()));
     let (first_task, message) = payload.split_first_chunk().ok_or_else(bad)?;
     Ok((u64::from_le_bytes(*first_task), message))
 }
@@ -247,11 +247,11 @@ pub struct Leaf {
 
 /// Returns the length of a message in bytes, given its number of leaves and the length of its payload.
 pub fn message_len(leaves: usize, payload: usize) -> u64 {
-    (MESSAGE_HEAD + leaves * LEAF_ROW + payload) as u64
+    (LEAF_COUNT_BYTES + leaves * LEAF_ROW + payload) as u64
 }
 
-/// Returns the offset of the payload in a message of `len` bytes, computed from its first [`MESSAGE_HEAD`] bytes. Fails
-/// with [`Error::Corrupt`] if the message is too short for its leaf table.
+/// Returns the offset of the payload in a message of `len` bytes, computed from its first [`LEAF_COUNT_BYTES`] bytes.
+/// Fails with [`Error::Corrupt`] if the message is too short for its leaf table.
 pub fn payload_start(first: &[u8], len: u64) -> Result<u64> {
     let count = word(first, 0).filter(|count| *count <= len / LEAF_ROW as u64);
     let start = count.map(|count| message_len(count as usize, 0)).filter(|start| *start <= len);
@@ -280,8 +280,8 @@ pub fn read_message(message: &[u8]) -> Result<(Vec<Leaf>, usize)> {
     if count > (message.len() / LEAF_ROW) as u64 {
         return Err(bad());
     }
-    let start = MESSAGE_HEAD + count as usize * LEAF_ROW;
-    let rows = message.get(MESSAGE_HEAD..start).ok_or_else(bad)?;
+    let start = LEAF_COUNT_BYTES + count as usize * LEAF_ROW;
+    let rows = message.get(LEAF_COUNT_BYTES..start).ok_or_else(bad)?;
     let row = |row: &[u8]| {
         let block = u32::try_from(word(row, 0)?).ok()?;
         Some(Leaf { block, len: word(row, 8)? })
@@ -290,8 +290,8 @@ pub fn read_message(message: &[u8]) -> Result<(Vec<Leaf>, usize)> {
     Ok((leaves.ok_or_else(bad)?, start))
 }
 
-/// Returns a checksum that detects accidental damage, not attacks: an FNV-like multiplication over words, with the
-/// final mix of Vigna's splitmix64.
+/// Returns a checksum that detects accidental damage, not attacks: an FNV-like multiplication over words, then the
+/// first and the last step of the final mix of Vigna's splitmix64.
 pub fn checksum(bytes: &[u8]) -> u64 {
     const MULTIPLIER: u64 = 0x9e37_79b9_7f4a_7c15;
     let mut sum = bytes.len() as u64 ^ MULTIPLIER;
@@ -347,11 +347,11 @@ mod tests {
         message.extend_from_slice(b"payload");
         assert_eq!(read_message(&message).unwrap(), (leaves.to_vec(), message.len() - 7));
         let start = message_len(2, 0);
-        assert_eq!(payload_start(&message[..MESSAGE_HEAD], start).unwrap(), start);
+        assert_eq!(payload_start(&message[..LEAF_COUNT_BYTES], start).unwrap(), start);
         assert!(payload_start(&u64::MAX.to_le_bytes(), start).is_err());
         for cut in 0..start as usize {
             assert!(read_message(&message[..cut]).is_err());
-            assert!(payload_start(&message[..cut.min(MESSAGE_HEAD)], cut as u64).is_err());
+            assert!(payload_start(&message[..cut.min(LEAF_COUNT_BYTES)], cut as u64).is_err());
         }
     }
 

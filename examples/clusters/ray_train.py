@@ -20,7 +20,7 @@ SIDE = 64
 
 
 class Images(Dataset):
-    """Compressed images of noise with a bright square in a corner, which is the class.
+    """Compressed images of noise with a bright square; the class is the corner with the square.
 
     Replace this dataset with one that reads files that all nodes can access.
     """
@@ -46,7 +46,7 @@ class Images(Dataset):
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--workers", type=int, default=2, help="actors of the cluster (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=2, help="workers, each of them an actor (default: %(default)s)")
     parser.add_argument("--cpus", type=float, default=0.5, help="CPUs reserved for each worker (default: %(default)s)")
     parser.add_argument("--on", metavar="RESOURCE", help="run workers only on nodes that have this resource")
     return parser.parse_args()
@@ -63,7 +63,7 @@ def main() -> None:
         num_workers=options.workers,
         persistent_workers=True,
         multiprocessing_context=rustloader.ray.RayContext(num_cpus=options.cpus, resources=resources),
-        # If a worker is lost with its node, another one replaces it, and makes the same batches.
+        # If a worker is lost with its node, another one replaces it and makes the same batches.
         max_restarts=8,
         seed_by="sample",
     )

@@ -1,6 +1,6 @@
-"""Lightning: fit with validation, save a checkpoint, resume from it, validate; on one process or with DDP on several.
+"""Lightning: fit with validation, save a checkpoint, resume from it, validate; in one process, or in several with DDP.
 
-Lightning rebuilds loaders, for example with a distributed sampler. `rustloader.install()` covers these, too.
+Lightning rebuilds loaders, for example with a distributed sampler. `rustloader.install()` replaces these, too.
 
 python examples/frameworks/lightning_fit.py                                   one process, persistent workers
 python examples/frameworks/lightning_fit.py --devices 2                       DDP over gloo
@@ -49,7 +49,7 @@ class Model(lightning.LightningModule):
         self.log("val", self.loss(batch), sync_dist=True)
 
     def on_train_epoch_end(self) -> None:
-        # Validation is complete, and the metrics cover all processes.
+        # Validation is complete at this point, and the metrics cover all processes.
         metrics = self.trainer.callback_metrics
         self.print(f"epoch {self.current_epoch}: loss {metrics['train'].item()}, validation {metrics['val'].item()}")
 
@@ -72,7 +72,7 @@ def trainer(epochs: int, devices: int) -> lightning.Trainer:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--devices", type=int, default=1, help="processes")
+    parser.add_argument("--devices", type=int, default=1, help="number of processes")
     options = parser.parse_args()
     if options.install:
         rustloader.install()

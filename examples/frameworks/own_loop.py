@@ -87,7 +87,7 @@ def torchvision(folder: Path, options: argparse.Namespace) -> None:
         print(f"epoch {epoch}: {trained}, test {test.mean().item()}")
 
 
-# --- timm: `create_dataset` on image files, `create_loader` with the prefetcher, the repeating loader or neither ------
+# --- timm: `create_dataset` on image files, `create_loader` with or without the prefetcher and the repeating loader ---
 
 
 def timm(folder: Path, options: argparse.Namespace) -> None:
@@ -293,7 +293,7 @@ def torchdata(folder: Path, options: argparse.Namespace) -> None:
         print(f"epoch {epoch}: test {test.mean().item()}")
 
 
-# For each library: its example, and the module to import before `install()`, as the top of a program would.
+# For each library: its example, and the module to import before `install()`, as a program usually does.
 LIBRARIES: dict[str, tuple[Callable[[Path, argparse.Namespace], None], str]] = {
     "torchvision": (torchvision, "torchvision"),
     "timm": (timm, "timm.data"),
@@ -308,7 +308,7 @@ LIBRARIES: dict[str, tuple[Callable[[Path, argparse.Namespace], None], str]] = {
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("library", choices=LIBRARIES)
-    parser.add_argument("--prefetcher", action="store_true", help="timm: use the prefetcher, which makes bytes floats")
+    parser.add_argument("--prefetcher", action="store_true", help="timm: use the prefetcher, which converts to float")
     parser.add_argument("--multi-epochs", action="store_true", help="timm: use the loader whose sampler never ends")
     options = parser.parse_args()
     run, module = LIBRARIES[options.library]

@@ -29,8 +29,8 @@ class Points(Dataset):
 
 
 def write_images(root: Path, classes: int = 4, each: int = 16, side: int = 40) -> Path:
-    """Writes PNG files `root/0/000.png` and so on: noise with a bright square in a corner, which is the class."""
-    # Imported here, because the examples that train on points need neither module.
+    """Writes PNG files `root/0/000.png` and so on: noise with a bright square; the class is the square's corner."""
+    # Imported here, because the examples that train on points do not need these modules.
     import numpy as np
     from PIL import Image
 

@@ -23,7 +23,7 @@ def main() -> None:
     if options.install:
         rustloader.install()
     if not dist.is_torchelastic_launched():
-        parser.exit(2, f"error: torchrun has to start this: torchrun --nproc-per-node 2 {sys.argv[0]}\n")
+        parser.exit(2, f"error: start this with torchrun: torchrun --nproc-per-node 2 {sys.argv[0]}\n")
 
     dist.init_process_group("gloo")
     rank, processes = dist.get_rank(), dist.get_world_size()

@@ -1,4 +1,4 @@
-"""Write the statistics of a loader to TensorBoard while a model trains, and print its bottleneck at the end.
+"""Writes the statistics of a loader to TensorBoard during training, and prints its bottleneck at the end.
 
 Each sample takes time, as decoding does; `--sample-ms` and `--step-ms` shift the balance between loading and training.
 """

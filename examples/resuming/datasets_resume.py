@@ -34,7 +34,7 @@ def write_files(folder: Path) -> list[str]:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--stream", action="store_true", help="an IterableDataset")
+    parser.add_argument("--stream", action="store_true", help="use an IterableDataset")
     options = parser.parse_args()
     datasets.disable_progress_bars()
     files, cache = write_files(options.folder / "files"), str(options.folder / "cache")
@@ -54,7 +54,7 @@ def main() -> None:
         return nn.functional.mse_loss(net(batch["x"]), batch["y"])
 
     if options.stream:
-        train(net, loader, loss_of, options, set_epoch=data.set_epoch)  # each epoch has another order of the files
+        train(net, loader, loss_of, options, set_epoch=data.set_epoch)  # the order of the files differs by epoch
     else:
         train(net, loader, loss_of, options)
 

@@ -43,7 +43,7 @@ class Stream(IterableDataset):
 class OneBehind(StatefulDataLoader):
     """A loader without a length. Lightning fetches one batch ahead of training from such a loader.
 
-    The state is therefore that of one batch earlier, so that a resumed run does not lose the fetched batch.
+    The state therefore leaves out the fetched batch, so that a resumed run does not lose it.
     """
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
@@ -78,8 +78,8 @@ class Model(lightning.LightningModule):
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--devices", type=int, default=1, help="processes")
-    parser.add_argument("--stream", action="store_true", help="an IterableDataset")
+    parser.add_argument("--devices", type=int, default=1, help="number of processes")
+    parser.add_argument("--stream", action="store_true", help="use an IterableDataset")
     options = parser.parse_args()
 
     lightning.seed_everything(7, workers=True)

@@ -1,4 +1,4 @@
-"""A training run that can be stopped at any moment, by Ctrl-C or SIGKILL: run again, it continues exactly there.
+"""A training run that can be stopped at any moment, by Ctrl-C or SIGKILL, and continues when it is run again.
 
 python examples/resuming/resume_train.py --folder run     stop it and run it again: the same losses as without the stop
 """

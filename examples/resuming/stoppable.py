@@ -32,7 +32,7 @@ class Points(Dataset):
 
 
 class Steps:
-    """Prints a line for each training step of a rank, then waits for ``step_seconds``."""
+    """A printer of training steps: a line for each step of a rank, then a pause of ``step_seconds``."""
 
     def __init__(self, step_seconds: float, rank: int = 0) -> None:
         self.step_seconds = step_seconds
@@ -49,7 +49,7 @@ def newest(folder: Path) -> Path | None:
     """Returns the checkpoint of the latest step; None if there is none.
 
     A checkpoint is a file or a folder with a name like `step-12`, perhaps with a suffix. The suffix `.new` marks an
-    unfinished one, which is ignored.
+    unfinished checkpoint, which is ignored.
     """
     checkpoints = {
         int(path.stem.removeprefix("step-")): path for path in folder.glob("step-*") if path.suffix != ".new"

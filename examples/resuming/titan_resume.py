@@ -1,4 +1,4 @@
-"""A loop like torchtitan's: each rank's loader in a distributed checkpoint, packed texts with a state.
+"""A loop like torchtitan's, whose distributed checkpoints contain the state of each rank's loader and packed texts.
 
 torchrun --nproc-per-node 2 examples/resuming/titan_resume.py --folder run
 """
@@ -26,7 +26,7 @@ LENGTH = 16
 
 
 class BaseDataLoader(Stateful, ABC):
-    """The interface that the trainer needs of a loader."""
+    """The interface of a loader that the trainer requires."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[Any]: ...
@@ -52,12 +52,12 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
         if not state_dict:
             return
         if state_dict["world_size"] != self.dp_world_size:
-            raise ValueError(f"the checkpoint is of {state_dict['world_size']} ranks, got {self.dp_world_size}")
+            raise ValueError(f"the checkpoint is for {state_dict['world_size']} ranks, got {self.dp_world_size}")
         super().load_state_dict(pickle.loads(state_dict[self._rank_id]))
 
 
 class Texts(IterableDataset, Stateful):
-    """An endless stream of texts, packed into sequences of equal length. A buffer keeps tokens for the next one."""
+    """An endless stream of texts, packed into sequences of equal length. A buffer keeps leftover tokens."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.first, self.step = rank, ranks
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     options = parser.parse_args()
     if not dist.is_torchelastic_launched():
-        parser.exit(2, f"error: torchrun has to start this: torchrun --nproc-per-node 2 {sys.argv[0]}\n")
+        parser.exit(2, f"error: start this with torchrun: torchrun --nproc-per-node 2 {sys.argv[0]}\n")
 
     dist.init_process_group("gloo")
     rank, processes = dist.get_rank(), dist.get_world_size()

@@ -1,4 +1,4 @@
-"""torchrun: DistributedSampler on several processes; a stopped epoch continues with another number of processes.
+"""torchrun: a DistributedSampler; a stopped epoch continues with a different number of processes.
 
 torchrun --nproc-per-node 2 examples/resuming/torchrun_reshard.py --folder run
 torchrun --nproc-per-node 4 examples/resuming/torchrun_reshard.py --folder run
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     options = parser.parse_args()
     if not dist.is_torchelastic_launched():
-        parser.exit(2, f"error: torchrun has to start this: torchrun --nproc-per-node 2 {sys.argv[0]}\n")
+        parser.exit(2, f"error: start this with torchrun: torchrun --nproc-per-node 2 {sys.argv[0]}\n")
 
     dist.init_process_group("gloo")
     rank, processes = dist.get_rank(), dist.get_world_size()

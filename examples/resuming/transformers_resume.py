@@ -32,7 +32,7 @@ def collate(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch
 class ResumingTrainer(Trainer):
     """A Trainer whose StatefulDataLoader restores its own position.
 
-    `ignore_data_skip=True` keeps the Trainer from skipping batches in addition.
+    `ignore_data_skip=True` keeps the Trainer from skipping batches as well.
     """
 
     loader: StatefulDataLoader

@@ -33,10 +33,10 @@ EXAMPLES = """\
 examples:
   python examples/start/train_digits.py                          6 epochs through each loader, with 2 workers
   python examples/start/train_digits.py --epochs 1 --workers 4   one short epoch with more workers
-  python examples/start/train_digits.py --start-method spawn     workers that start from scratch
+  python examples/start/train_digits.py --start-method spawn     workers that are new interpreters
 
 The exit status is 0 only if all losses are bit-identical, the Rust engine delivered every batch of the second
-run, and the net reached 97 % on the test images (checked from the default number of epochs on).
+run, and the net reached 97 % on the test images (not checked with fewer than the default number of epochs).
 """
 
 
@@ -193,7 +193,7 @@ def train_with_both(settings: Settings) -> tuple[Outcome, Outcome]:
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)  # the workers need the other cores; a fixed number keeps sums in the same order
     tqdm.monitor_interval = 0  # no helper thread, because workers are forked from this process
-    # The first use of a net takes longer, and must not count in either run.
+    # The first use of a net takes longer, so it happens before both runs.
     make_net()(torch.zeros(settings.batch_size, 1, SIDE, SIDE)).sum().backward()
     theirs = train_and_test("torch", torch.utils.data.DataLoader, settings)
     ours = train_and_test("rustloader", rustloader.DataLoader, settings)
@@ -228,7 +228,7 @@ def complaints(theirs: Outcome, ours: Outcome, settings: Settings) -> list[str]:
     if ours.losses != theirs.losses or not all(map(math.isfinite, ours.losses)):
         problems.append("the losses of the two runs are not bit-identical")
     if ours.accuracy != theirs.accuracy:
-        problems.append("the two nets do not score the same on the test images")
+        problems.append("the two nets have different accuracies on the test images")
     if settings.epochs >= EPOCHS and min(ours.accuracy, theirs.accuracy) < ACCURACY_GOAL:
         problems.append(f"the test accuracy is below {ACCURACY_GOAL:.0%}")
     if theirs.engine_batches != 0:

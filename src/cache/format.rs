@@ -18,7 +18,7 @@ pub(super) mod word {
     pub const MAGIC: usize = 0;
     pub const VERSION: usize = 1;
     pub const ROWS: usize = 2;
-    /// The length of the file in bytes.
+    /// Position at which the heap ends. The file is at least this long.
     pub const LIMIT: usize = 3;
     /// Position at which the free part of the heap starts.
     pub const END: usize = 4;

@@ -23,7 +23,7 @@ pub struct Head {
     pub version: u64,
     /// The number of rows.
     pub rows: u64,
-    /// The maximum length of the file in bytes.
+    /// The length of the table in bytes. The file is at least this long.
     pub limit: u64,
     /// The bytes that the creator of the file stored with it.
     pub meta: Vec<u8>,
@@ -95,7 +95,7 @@ pub struct Usage {
     pub misses: u64,
     /// Number of rows that were marked because their samples cannot be kept.
     pub refused: u64,
-    /// Number of records whose bytes had changed since they were written.
+    /// Number of records whose bytes were found to have changed since they were written.
     pub damaged: u64,
     /// Bytes of whole records.
     pub stored: u64,
@@ -226,9 +226,9 @@ impl Cache {
 
     /// Maps a table as [`Self::open`] does, in a file that outlives the programs that use it. The caller must hold the
     /// file's lock. `whole` is the length that the file had before the caller extended it to its limit; records beyond
-    /// that length are lost. After a crash of the machine, the index and the end of the heap may not match: if the file
-    /// was shorter than its limit, or was last used before the current boot, the end is computed from the index. Rows
-    /// whose samples could not be kept become absent, because the samples may be picklable by now.
+    /// that length are lost. After a crash of the machine, the index and the end of the heap may disagree. The end is
+    /// therefore computed from the index if the file was shorter than its limit, or was last used before the current
+    /// boot. Rows whose samples could not be kept become absent, because the samples may now be picklable.
     pub fn open_file(fd: OwnedFd, in_memory: bool, whole: u64) -> Result<Self> {
         let mut cache = Self::open(fd, in_memory)?;
         cache.verified = (0..cache.rows.div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
@@ -258,8 +258,8 @@ impl Cache {
         }
     }
 
-    /// Returns the first `max_rows` rows that have a record, or fewer if there are not as many. In a table of more than
-    /// 65,536 rows, looks only at evenly spaced rows.
+    /// Returns the first `max_rows` rows that have a record, or all of them if there are fewer. In a table of more than
+    /// 65,536 rows, considers only evenly spaced rows.
     pub fn some_rows(&self, max_rows: usize) -> Vec<u64> {
         let step = self.rows.div_ceil(1 << 16).max(1) as usize;
         let whole = (0..self.rows).step_by(step).filter(|row| matches!(self.lookup(*row), Lookup::Whole(_)));
@@ -413,9 +413,9 @@ impl Cache {
         let size = space_of(u64::from(len));
         let Some(fd) = self.fd() else { return Ok(self.close(Closed::NoRoom)) };
         let Some(at) = self.reserve(size) else {
-            // Other programs may have mapped more of the file than this program.
-            let is_all = self.header(word::LIMIT).load(Ordering::Relaxed) <= self.limit();
-            return Ok(if is_all { self.close(Closed::Full) } else { Put::Closed(false) });
+            // If another program has raised the limit, the file is full only for this program.
+            let maps_all = self.header(word::LIMIT).load(Ordering::Relaxed) <= self.limit();
+            return Ok(if maps_all { self.close(Closed::Full) } else { Put::Closed(false) });
         };
         let written = self.write(fd, row, at, len, parts);
         let published = match written {

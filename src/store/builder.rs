@@ -101,7 +101,7 @@ impl Builder {
         self.count_row()
     }
 
-    /// Appends a number to a chunk that has rows of another type: as a record that holds the number's tree.
+    /// Appends a number as a record that holds the number's tree, because the chunk has rows of another type.
     fn push_number(&mut self, write: impl FnOnce(&mut Writer<'_>)) -> Result<()> {
         let mut record = Vec::with_capacity(16);
         write(&mut Writer::new(&mut record));

@@ -7,8 +7,9 @@
 //! section:= at:u64 length:u64, in bytes
 //! table  := (first row:u64 place:u64) for each chunk, and once more for the end
 //! place  := position of the chunk (bits 0-55) and its form (bits 56-63)
-//! chunk  := (form 1) i64 ...  (form 2) f64 ...  (form 3) end:u32 for each row, bytes  (form 4) length:u64, bytes of one row
-//! slots  := words of an open-addressed table: 0, or row + 1 (bits 0-39) and the top of the row's hash (bits 40-63)
+//! chunk  := (form 1) i64 ...  (form 2) f64 ...  (form 3) end:u32 for each row, bytes
+//!           (form 4) length:u64, bytes of one row
+//! slots  := words of an open-addressed table: 0, or row + 1 (bits 0-39) and the hash's top bits (bits 40-63)
 //! unhashed := row:u64 of each row without a hash
 //! ```
 //! Numbers are little-endian. A chunk has 1,024 rows, or fewer if 1,024 rows would exceed 1 MiB; `chunk_rows` is 1,024

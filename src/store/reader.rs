@@ -88,7 +88,7 @@ impl Store {
         let (table, slots, unhashed) = (section(0, 16)?, section(1, 8)?, section(2, 8)?);
         let (meta, data) = (section(3, 1)?, section(4, 1)?);
         if table.len == 0 || !(slots.len == 0 || (slots.len / 8).is_power_of_two()) {
-            return Err(damaged("a table has a wrong length"));
+            return Err(damaged("a table has the wrong length"));
         }
         if rows > ROW_MASK || (chunk_rows != 0 && chunk_rows != ROWS) {
             return Err(damaged("the number of rows"));

@@ -1,5 +1,5 @@
-//! Checks that rows are read as they were written, and that reading an image never panics or leaves the image, whatever
-//! bytes it contains.
+//! Checks that rows are read as they were written. Reading an image must never panic or access memory outside the
+//! image, whatever bytes it contains.
 
 use std::os::fd::{AsFd, OwnedFd};
 

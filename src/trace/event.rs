@@ -40,7 +40,7 @@ numbered_enum! {
         Died = 14 => "died",
         /// A worker has been reported as stuck.
         Stalled = 15 => "stalled",
-        /// The loader's state was saved; `number` is the count of answers up to then.
+        /// The loader's state was saved; `number` is the count of answers before that.
         Saved = 16 => "saved",
         /// `prefetch_to_device` queues the copy of a batch.
         Copied = 17 => "copy",

@@ -11,7 +11,7 @@ use crate::sync::{Ordering, lock};
 /// The lowest [`Recorder::level`] at which samples are recorded.
 const SAMPLES: u32 = 2;
 
-/// Writes a worker's events into its ring.
+/// The writer of a worker's events into its ring.
 #[derive(Debug)]
 pub struct Recorder {
     arena: Arc<Arena>,

@@ -10,9 +10,9 @@ use crate::error::Result;
 use crate::sync::lock;
 use crate::sys;
 
-/// Writes the events of all loaders of a process. If there are two files, they take turns: after `turn` nanoseconds the
-/// older file is emptied and becomes the current one. Together they therefore hold at least the events of the last
-/// `turn` nanoseconds.
+/// The writer of the events of all loaders in a process. If there are two files, they take turns: after `turn`
+/// nanoseconds the older file is emptied and becomes the current one. Together they therefore hold at least the events
+/// of the last `turn` nanoseconds.
 #[derive(Debug)]
 pub struct Sink {
     turn: u64,
@@ -71,7 +71,7 @@ impl Sink {
             inner.since = end;
             inner.files.rotate_left(1);
             if let Some((_, file)) = inner.files.last_mut() {
-                // Truncate the file now: if the program is killed, no older events may follow the new ones. If the
+                // Truncate the file now: if the program is killed, no older events must follow the new ones. If the
                 // system refuses, the older events stay.
                 let _ = sys::memfd::set_len(&file.fd, 0);
                 file.len = 0;

@@ -13,8 +13,8 @@ use crate::shm::ring::Consumer;
 use crate::sync::{AtomicU32, Ordering, lock};
 use crate::sys;
 
-/// Collects the events of an iterator's workers and of the loop that uses it, and passes them to a [`Sink`]. Does
-/// nothing in a forked child.
+/// The collector of one iterator's events: those of its workers, and those of the loop that uses it. It passes them to
+/// a [`Sink`], and does nothing in a forked child.
 #[derive(Debug)]
 pub struct Source {
     arena: Arc<Arena>,
@@ -123,7 +123,7 @@ impl Source {
         self.mark(Kind::Died, worker, number, 0);
     }
 
-    /// Passes the events in the rings to the sink, unless it has done so within the last [`TRACE_DRAIN`].
+    /// Passes the events in the rings to the sink, unless that was done within the last [`TRACE_DRAIN`].
     #[inline]
     pub fn empty_if_due(&self, now: Duration) {
         if self.is_on()

@@ -10,7 +10,7 @@ use crate::shm::arena::Arena;
 use crate::shm::layout::WorkerState;
 use crate::sys::memfd;
 
-type Read5 = [u64; 5];
+type Record = [u64; 5];
 
 fn file() -> (OwnedFd, File) {
     let fd = memfd::create("trace", 0).unwrap();
@@ -19,7 +19,7 @@ fn file() -> (OwnedFd, File) {
 }
 
 /// Returns the records in the first `len` bytes.
-fn records(file: &mut File, len: u64) -> Vec<Read5> {
+fn records(file: &mut File, len: u64) -> Vec<Record> {
     let mut bytes = Vec::new();
     file.rewind().unwrap();
     file.take(len).read_to_end(&mut bytes).unwrap();

@@ -26,7 +26,7 @@ use crate::sys;
 use crate::sys::event::EventFd;
 use crate::sys::poll::PollSet;
 use crate::sys::socket::{Part, Socket, Transfer};
-use crate::wire::{self, Leaf, MESSAGE_HEAD, ResultEntry, TaskEntry, TaskKind};
+use crate::wire::{self, LEAF_COUNT_BYTES, Leaf, ResultEntry, TaskEntry, TaskKind};
 
 /// The ID of the arena's only worker.
 const WORKER: u32 = 0;
@@ -390,7 +390,7 @@ impl Remote {
             return Ok(None);
         };
         let mut table = Vec::new();
-        self.arena.read_block(WORKER, block, entry.len.min(MESSAGE_HEAD as u64), &mut table)?;
+        self.arena.read_block(WORKER, block, entry.len.min(LEAF_COUNT_BYTES as u64), &mut table)?;
         let start = wire::payload_start(&table, entry.len)?;
         self.arena.read_block(WORKER, block, start, &mut table)?;
         let (leaves, _) = wire::read_message(&table)?;

@@ -110,4 +110,4 @@ def test_a_loop_in_torchtitans_manner(tmp_path, workers):
 def test_a_loop_in_torchtitans_manner_refuses_another_number_of_ranks(tmp_path):
     Training([*program("titan_resume", processes=2), "--folder", tmp_path, "--step-seconds", "0.05"]).run(8, 2)
     text = Training([*program("titan_resume", processes=1), "--folder", tmp_path]).run(status=1).output
-    assert re.search("ValueError: the checkpoint is of 2 ranks, got 1", text), text
+    assert re.search("ValueError: the checkpoint is for 2 ranks, got 1", text), text

@@ -16,7 +16,7 @@ def run() -> int:
 
         return main()
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would disturb the cleanup
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would interrupt the cleanup
         return INTERRUPTED
 
 
@@ -47,5 +47,5 @@ if __name__ == "__main__":
     status = run()
     if status == INTERRUPTED:  # run() has cleaned up loaders and temporary files
         after_echo = "\n" if sys.stdout.isatty() else ""  # a terminal shows ^C
-        print(f"{after_echo}Interrupted: no process and no unfinished file remains.")
+        print(f"{after_echo}Interrupted: no processes and no unfinished files remain.")
     sys.exit(status)

@@ -1,8 +1,8 @@
 """Measures the gain of rustloader on this machine, in about a minute.
 
 Part 1, the gain: five kinds of batches through torch's DataLoader without workers, with workers, and through
-rustloader. Part 2, the proof: a net trained on image files through both loaders, with losses that must agree
-to the last bit. The demo draws a picture of both loaders at work.
+rustloader. Part 2, the proof: a net trained on image files through both loaders; the losses must agree to the
+last bit. The demo also draws a picture of both loaders at work.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ examples:
   make demo ARGS='--workers 4'                              4 workers per loader
   make demo ARGS='--readme --plot docs/demo.svg'            write README.md's table and its picture
 
-The exit status is 0 only if both loaders delivered equal batches and the same losses to the last bit, and the
+The exit status is 0 only if both loaders delivered equal batches, the losses were the same to the last bit, and the
 Rust engine delivered all batches of rustloader. Image files (about 48 MB) stay in examples/start/data for the next run.
 """
 PICTURED = next(workload for workload in WORKLOADS if workload.name == "Cached images")

@@ -64,7 +64,7 @@ class Result:
     Attributes:
         workload: what was measured.
         rates: batches/s of each round, by the loader's name.
-        own_share: share of the working time of rustloader's workers that the dataset's code takes, from 0 to 1.
+        own_share: the share of their working time that rustloader's workers spend in the dataset's code, from 0 to 1.
     """
 
     workload: Workload
@@ -96,7 +96,7 @@ def measure(workload: Workload, settings: Settings, progress: Progress) -> Resul
         Side(TORCH, torch_loader(dataset, workload.batch_size, **_with_workers(settings))),
         Side(OURS, our_loader(own_dataset, workload.batch_size, **_with_workers(settings))),
     ]
-    progress.say(f"{workload.name}: compare batches")
+    progress.say(f"{workload.name}: comparing batches")
 
     def measured(side: Side) -> float:
         rate = _pass(side, settings)

@@ -1,4 +1,4 @@
-"""Part 2 of the demo: promises that the demo proves on this machine."""
+"""Part 2 of the demo: promises that the demo checks on this machine."""
 
 from __future__ import annotations
 

@@ -44,8 +44,9 @@ def row(result: Result, workers: int) -> list[str]:
 
 
 def reason(result: Result) -> str:
-    """Explains why no loader can make this workload much faster."""
-    return f"{100 * result.own_share:.0f} % of the workers' time is {result.workload.work}, which no loader speeds up."
+    """Returns a sentence that explains why no loader can make this workload much faster."""
+    share = f"{100 * result.own_share:.0f} %"
+    return f"{share} of the workers' time is spent {result.workload.work}, which no loader speeds up."
 
 
 def conclusion(results: list[Result]) -> list[str]:
@@ -65,7 +66,7 @@ def conclusion(results: list[Result]) -> list[str]:
         lines.append(f"Fastest without workers (num_workers=0): {', '.join(unneeded)}.")
     return [
         *lines,
-        "Training gains only while it waits for its loader. To measure yours (make_loader returns it):",
+        "Training gets faster only if it waits for its loader. To measure yours (make_loader returns it):",
         f"  {_python()} -m rustloader bench train.py:make_loader",
     ]
 
@@ -117,7 +118,7 @@ def _gain(result: Result) -> str:
 
 
 def _without_gain(results: list[Result]) -> list[str]:
-    """Returns lines that name the workloads without a gain, and why; if there are none, that with the smallest gain."""
+    """Returns lines that name the workloads without a gain, with reasons, or else the one with the smallest gain."""
     same = [result for result in results if result.ratio(OURS, TORCH) is None]
     lines, noisy = [], [result.workload.name for result in same if result.own_share < MOSTLY]
     for result in same:

@@ -111,7 +111,7 @@ class Resized(Dataset[tuple[torch.Tensor, int]]):
 
 
 def crop_and_flip(sample: tuple[torch.Tensor, int]) -> tuple[torch.Tensor, int]:
-    """Crops and flips an image at random. Runs in each epoch, also on images from a cache."""
+    """Crops and flips an image at random. Runs in each epoch, even on images from a cache."""
     image, label = sample
     across, down, flip = torch.rand(3).tolist()
     left, top = (int(share * (RESIZED - SIDE + 1)) for share in (across, down))
@@ -149,7 +149,7 @@ class Workload:
     Attributes:
         name: what the batches contain, in a few words.
         detail: the shape of a batch.
-        work: what the dataset does for a sample, as the end of a sentence.
+        work: what the dataset does for a sample, as a phrase that follows "time is spent".
         dataset: creates the dataset, given the folder of the image files.
         batch_size: samples per batch.
         ours: creates another dataset with equal samples for rustloader's loader; None to use the same dataset.

@@ -38,7 +38,7 @@ def test_a_comparison_runs_as_a_whole_without_a_card(program, tmp_path):
     arguments += ["--trace", tmp_path / "out"]
     status, out, err = run(BENCHES / program, *arguments)
     assert status == 0, out + err
-    assert "no card: the CPU, no figures to quote" in out and "tokens" in out and "FAILED" not in out
+    assert "no GPU: this ran on the CPU, do not quote the results" in out and "tokens" in out and "FAILED" not in out
     assert json.loads((tmp_path / "out.tokens.json").read_text())["traceEvents"]
     rows = ["cudaMemcpyAsync", "memcpy", "torch pageable", "torch pinned", "ours pageable", "ours"]
     assert all(row in out for row in rows) if program == "to_device.py" else "ratio" in out
@@ -48,7 +48,7 @@ def test_registering_runs_as_a_whole_without_a_card():
     arguments = ["--device", "cpu", "--mib", "4", "--grain", "2", "--sizes", "0.5,1", "--rounds", "1"]
     status, out, err = run(BENCHES / "registered.py", *arguments)
     assert status == 0, out + err
-    assert "no figures to quote" in out and "ms per 2 MiB" in out and "unregister" in out
+    assert "do not quote the results" in out and "ms per 2 MiB" in out and "unregister" in out
     status, _, err = run(BENCHES / "registered.py", "--device", "cpu", "--sizes", "100")
     assert status == 2 and "a batch must fit into a grain" in err
 
@@ -68,7 +68,7 @@ def test_a_profile_is_drawn(tmp_path):
     trace.write_text(json.dumps({"traceEvents": events}))
     status, out, err = run(BENCHES / "overlap.py", trace, picture)
     assert status == 0, err
-    assert out.startswith("A kernel also ran in 50% of the time of copies to the device")
+    assert out.startswith("A kernel also ran during 50% of the time spent on copies to the device")
     root = xml.etree.ElementTree.parse(picture).getroot()
     words = [it.text for it in root.iter("{http://www.w3.org/2000/svg}text")]
     assert "5.1 ms: 50% of the copies to the device overlap with kernels" in words

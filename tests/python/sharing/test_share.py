@@ -661,7 +661,7 @@ def test_a_memory_cgroup_that_is_too_small_is_an_error_with_sizes():
         assert works and kills() == 0
     for kind, text in errors:
         assert kind == "MemoryError" and limit in text and "bytes are left; share less" in text, text
-    assert f"{1 << 30} bytes were requested after 0 bytes" in errors[0][1]
+    assert f"{1 << 30} bytes are needed in addition to 0 bytes written so far" in errors[0][1]
 
 
 def test_a_memory_cgroup_that_is_nearly_full_has_room_for_a_small_object():
@@ -680,7 +680,8 @@ def test_a_memory_cgroup_that_is_nearly_full_has_room_for_a_small_object():
     with cgroups.of_400_mb() as (join, limit, kills):
         works, (kind, text) = cgroups.in_cgroup(join, body)
         assert works and kills() == 0
-    assert kind == "MemoryError" and limit in text and f"{8 << 20} bytes were requested after 0 bytes" in text, text
+    needed = f"{8 << 20} bytes are needed in addition to 0 bytes written so far"
+    assert kind == "MemoryError" and limit in text and needed in text, text
 
 
 def test_an_address_space_that_is_too_small_is_a_memory_error():
@@ -696,8 +697,9 @@ def test_an_address_space_that_is_too_small_is_a_memory_error():
     *errors, works = report["value"]
     assert works == 1 << 20
     pattern = (
-        r"cannot share this object: (\d+) bytes were requested after (\d+) bytes, all of them are mapped( twice)? into "
-        r"the address space \(RLIMIT_AS, `ulimit -v`\), and (\d+) bytes are left; .*"
+        r"cannot share this object: (\d+) bytes are needed in addition to (\d+) bytes written so far, "
+        r"all of them are mapped( twice)? into the address space \(RLIMIT_AS, `ulimit -v`\), "
+        r"and (\d+) bytes are left; .*"
     )
     sizes = []
     for kind, text in errors:

@@ -112,7 +112,7 @@ def test_ctrl_c_leaves_nothing_and_says_so(moment, data, tmp_path):
         finally:
             process.kill()
     assert (process.returncode, err) == (130, ""), out + err
-    assert out.splitlines()[-1] == "Interrupted: no process and no unfinished file remains."
+    assert out.splitlines()[-1] == "Interrupted: no processes and no unfinished files remain."
     assert in_session(process.pid) == set()
     # Whole files or none.
     left = {path.name for path in set(folder.glob("*")) - before}
@@ -286,7 +286,7 @@ def test_the_last_lines_name_the_largest_gain_and_what_gains_nothing():
     assert lines[:4] == [
         "Largest gain: Fast, 11x torch with workers.",
         "No measurable difference: Same.",
-        "  97 % of the workers' time is counting, which no loader speeds up.",
+        "  97 % of the workers' time is spent counting, which no loader speeds up.",
         "Fastest without workers (num_workers=0): Cheap.",
     ]
     assert "Smallest gain: Cheap, 2.0x." in part("text").conclusion([fast, cheap])
