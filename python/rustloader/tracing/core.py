@@ -144,7 +144,7 @@ def trace(
     Args:
         path: The file. With the suffix ``.gz`` it is compressed to about a tenth of the size; Perfetto also opens
             compressed files.
-        level: "batch" for one slice per batch (default), "sample" for one slice per sample in addition.
+        level: "batch" for one slice per batch (default), "sample" to add one slice per sample.
         seconds: Keep only the last ``seconds`` seconds of the body (default: None, keep all).
 
     Returns:

@@ -101,7 +101,7 @@ impl Bridge {
 
     /// Returns a view of a plain tensor's memory. Returns `None` if the object is not exactly a `torch.Tensor`. Also
     /// returns `None` if the tensor is not on the CPU, is not strided, requires grad, has names or a dtype that DLPack
-    /// lacks, or is a lazy conjugate, negative or zero tensor.
+    /// lacks, or is a lazy conjugate, a lazy negation or a zero tensor.
     pub fn view<'a>(&self, obj: &'a Bound<'_, PyAny>) -> Option<TensorView<'a>> {
         if !self.is_tensor(obj) {
             return None;
