@@ -74,8 +74,8 @@ class _Source:
     Attributes:
         done: The event after the copy; None if the copy failed, until the event is recorded.
         host: The objects that the copy reads.
-        delivery: None if the batch was not delivered. Otherwise the event before the copy, the event after all work that
-            was queued in the program's stream at the delivery, and the batch's size in bytes.
+        delivery: None if the batch was not delivered. Otherwise the event before the copy, the event after all work
+            that was queued in the program's stream at the delivery, and the batch's size in bytes.
     """
 
     __slots__ = ("delivery", "done", "host")
