@@ -126,7 +126,7 @@ REWIND: Final[int]
 UNREADABLE: Final[int]
 
 @type_check_only
-class Foresight(Protocol):
+class Predictor(Protocol):
     """An iterator over the predicted index batches of the next epoch. Implemented by
     ``iterator.early_epochs.EpochPredictor``."""
 
@@ -222,7 +222,7 @@ class Engine:
         is_first: bool,
         message: bytes,
         first_worker: int = 0,
-        foresight: Foresight | None = None,
+        predictor: Predictor | None = None,
     ) -> None:
         """Starts an epoch, and puts a code and its value into ``answer``: ``END`` if the epoch has started. For every
         epoch except the first, sends ``message`` to the workers and waits for their replies. A worker that has not yet
@@ -230,7 +230,7 @@ class Engine:
         share a queue. After ``VACANT``, a call with the same message continues the start. ValueError: there is no such
         worker.
 
-        With ``foresight``, the workers may start the next epoch as soon as the sampler of the current one is exhausted.
+        With ``predictor``, the workers may start the next epoch as soon as the sampler of the current one is exhausted.
         The call of ``begin`` for that next epoch still draws from the sampler. If the message, the first worker and the
         index batches are as predicted, the workers' results are used, and the value with ``END`` is True. Otherwise,
         the results are discarded, and the value is False."""
@@ -239,7 +239,7 @@ class Engine:
         self,
         answer: list[Any],
         next_index: Iterator[Any] | Callable[[], Any],
-        foresight: Foresight | None = None,
+        predictor: Predictor | None = None,
     ) -> None:
         """Puts the next answer, a code and its value, into ``answer``. If it must wait, holds the GIL for up to 20 us,
         then releases it. After ``VACANT``, every call is answered with ``VACANT`` until the dead worker is replaced,

@@ -8,7 +8,7 @@ use super::view::LeafView;
 use crate::tree::Kind;
 use crate::tree::layout::Dims;
 
-/// An array in a batch that is delivered as a tensor, the one that `torch.as_tensor` would return for it. The worker
+/// An array of a batch, to be delivered as the tensor that `torch.as_tensor` would return for it. The worker
 /// does not create that tensor, because the tensor would hide the array, and with it any other references to the
 /// memory.
 #[pyclass(frozen, module = "rustloader._core")]

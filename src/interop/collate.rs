@@ -21,7 +21,7 @@ pub fn stack<M: Memory>(
     batch: &Bound<'_, PyAny>,
     alloc: &mut dyn FnMut(usize) -> PyResult<Option<M>>,
 ) -> PyResult<Option<Py<PyAny>>> {
-    // Own references to the items, because other threads may change the list while the GIL is released.
+    // Hold references to the items, because other threads may change the list while the GIL is released.
     let Some(items) = items(batch) else { return Ok(None) };
     let Some(first) = items.first().and_then(|item| bridge.view(item)) else { return Ok(None) };
     if !items.iter().all(|item| bridge.is_tensor(item)) || bridge.has_modes(py)? {

@@ -86,7 +86,7 @@ pub fn show_activity<R: Send>(py: Python<'_>, port: &Port, show: impl FnOnce() -
 }
 
 /// A wrapper that measures the time of a collate function. While the function runs, the status page shows that the
-/// worker collates.
+/// worker is collating.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct TimedCollate {
     pub port: Arc<Port>,

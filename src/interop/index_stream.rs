@@ -21,7 +21,7 @@ use super::exit_guard::{call, next_item};
 pub struct IndexStream {
     /// torch's own iterator, which is used instead of arrays if `begin` returns `None`. It must not have been started.
     torch_iterator: Py<PyAny>,
-    /// The BatchSampler, whose `batch_size` is read for each batch, as torch does. `None` if single indices are
+    /// The BatchSampler, whose `batch_size` is read for each batch, as in torch. `None` if single indices are
     /// yielded.
     batches: Option<Py<PyAny>>,
     begin: Py<PyAny>,
@@ -50,7 +50,7 @@ struct StreamState {
     full: Option<usize>,
     /// The first indices of a batch that continues in the next array.
     pending: Vec<i64>,
-    /// Number of index batches to skip, until it is converted into `skip_indices`.
+    /// Number of index batches still to skip, except those already converted into `skip_indices`.
     skip_batches: usize,
     /// Number of indices still to skip.
     skip_indices: usize,
@@ -99,7 +99,7 @@ impl IndexStream {
             self.start(py, &mut state)?;
         }
         if state.skip_batches > 0 || state.skip_indices > 0 {
-            self.leave_out(py, &mut state)?;
+            self.skip_requested(py, &mut state)?;
         }
         match state.source {
             Source::TorchIterator => next_item(self.torch_iterator.bind(py)),
@@ -148,11 +148,11 @@ impl IndexStream {
 
     /// Skips the number of index batches that `skip` has requested, assuming the current batch size for all of them.
     /// After an interrupt, the next call continues.
-    fn leave_out(&self, py: Python<'_>, state: &mut StreamState) -> PyResult<()> {
+    fn skip_requested(&self, py: Python<'_>, state: &mut StreamState) -> PyResult<()> {
         if let Source::TorchIterator = state.source {
             while state.skip_batches > 0 {
-                let left_out = next_item(self.torch_iterator.bind(py))?;
-                state.skip_batches = if left_out.is_some() { state.skip_batches - 1 } else { 0 };
+                let skipped = next_item(self.torch_iterator.bind(py))?;
+                state.skip_batches = if skipped.is_some() { state.skip_batches - 1 } else { 0 };
             }
             return Ok(());
         }
@@ -194,8 +194,8 @@ impl IndexStream {
             state.at += taken;
             ended = taken == 0 && !self.refill(py, state)?;
         }
-        let is_left_out = state.pending.is_empty() || (ended && state.full.is_some());
-        let batch = if is_left_out { None } else { Some(self.to_python(state.pending.iter().copied(), py)?) };
+        let is_dropped = state.pending.is_empty() || (ended && state.full.is_some());
+        let batch = if is_dropped { None } else { Some(self.to_python(state.pending.iter().copied(), py)?) };
         state.pending.clear();
         // An incomplete batch does not end the stream yet, because torch reads `batch_size` once more after it.
         if batch.is_none() {

@@ -64,7 +64,7 @@ thread_local! {
 /// Interval between two checks of a count by a waiting thread.
 const PAUSE: Duration = Duration::from_micros(100);
 
-/// A block whose deleter was called during a move. Dropping the value frees the block.
+/// A block (see `dlpack::block`) whose deleter was called during a move. Dropping the value frees the block.
 #[derive(Debug)]
 pub struct Freed {
     block: *mut c_void,

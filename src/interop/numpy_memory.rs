@@ -101,7 +101,7 @@ impl Api {
     }
 
     /// Returns NumPy's default functions if the current context uses them. Returns `None` if it has another handler.
-    fn default(self, py: Python<'_>) -> PyResult<Option<Functions>> {
+    fn default_functions(self, py: Python<'_>) -> PyResult<Option<Functions>> {
         // SAFETY: the GIL is held; the call returns a new reference or raises an error.
         let current = unsafe { Bound::from_owned_ptr_or_err(py, (self.get)())? };
         // SAFETY: the call raises an error unless the object is a capsule of this name.
@@ -129,7 +129,7 @@ impl NumpyMemory {
     /// if forks cannot be watched. The handler is never freed, because arrays may outlive everything else.
     pub fn new(py: Python<'_>, port: &Arc<Port>) -> PyResult<Option<Self>> {
         let Ok(Some(api)) = Api::find(py) else { return Ok(None) };
-        let Some(default) = api.default(py)? else { return Ok(None) };
+        let Some(default) = api.default_functions(py)? else { return Ok(None) };
         if arrays::watch(port).is_err() {
             return Ok(None);
         }
@@ -150,7 +150,7 @@ impl NumpyMemory {
 
     /// Sets the handler in the current context, if NumPy's default handler is still set there.
     pub fn enter(&self, py: Python<'_>) -> PyResult<()> {
-        if self.api.default(py)?.is_none() {
+        if self.api.default_functions(py)?.is_none() {
             return Ok(());
         }
         // SAFETY: the argument is a handler's capsule, and the GIL is held. The call returns a new reference to the
@@ -174,7 +174,7 @@ impl Context {
 
     /// Allocates memory in the region. Returns `None` if NumPy's default function is to be used, and null if there is
     /// no memory; NumPy then raises a MemoryError.
-    fn array(&self, len: usize, zeroed: bool) -> Option<*mut c_void> {
+    fn allocate(&self, len: usize, zeroed: bool) -> Option<*mut c_void> {
         if len < ARRAY_MIN {
             return None;
         }
@@ -193,15 +193,15 @@ unsafe extern "C" fn malloc(ctx: *mut c_void, len: usize) -> *mut c_void {
     // SAFETY: see above.
     let context = unsafe { Context::of(ctx) };
     // SAFETY: NumPy's function is called with NumPy's context.
-    context.array(len, false).unwrap_or_else(|| unsafe { (context.default.malloc)(context.default.ctx, len) })
+    context.allocate(len, false).unwrap_or_else(|| unsafe { (context.default.malloc)(context.default.ctx, len) })
 }
 
 unsafe extern "C" fn calloc(ctx: *mut c_void, count: usize, size: usize) -> *mut c_void {
     // SAFETY: see above.
     let context = unsafe { Context::of(ctx) };
-    let array = count.checked_mul(size).and_then(|len| context.array(len, true));
+    let memory = count.checked_mul(size).and_then(|len| context.allocate(len, true));
     // SAFETY: NumPy's function is called with NumPy's context.
-    array.unwrap_or_else(|| unsafe { (context.default.calloc)(context.default.ctx, count, size) })
+    memory.unwrap_or_else(|| unsafe { (context.default.calloc)(context.default.ctx, count, size) })
 }
 
 unsafe extern "C" fn realloc(ctx: *mut c_void, memory: *mut c_void, len: usize) -> *mut c_void {

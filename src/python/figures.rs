@@ -85,7 +85,7 @@ figures! {
 }
 
 // A worker's table: the time in each state, the number of tasks, the CPU time and the wall time of the measured
-// fetches, and the adopted leaves with their bytes.
+// fetches, and the numbers of adopted leaves and of their bytes.
 figures! {
     WorkerTotals { pid: u32, alive: bool, start_cpu: f64, start_queued: f64, }
     numbers {

@@ -127,8 +127,8 @@ pub fn _trim_pool(py: Python<'_>) -> usize {
     py.detach(pool::clear)
 }
 
-/// Returns the number of system calls of each kind that this process has made, for tests. The first use arms the
-/// failpoints that the environment names.
+/// Returns the number of system calls of each kind that this process has made, for tests. The first use of any
+/// failpoint arms those that the environment names.
 #[cfg(feature = "failpoints")]
 #[pyfunction]
 pub fn _failpoint_calls() -> std::collections::HashMap<&'static str, u64> {

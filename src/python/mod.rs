@@ -15,8 +15,9 @@ mod trace;
 
 use pyo3::prelude::*;
 
-// The code relies on the GIL in `PyEngine::finish`, in `sys::deferred_signals`, and for the items that `codec::encode`
-// borrows. With `gil_used`, a free-threaded Python enables the GIL and prints a warning when it loads the module.
+// The code relies on the GIL, for example in `PyEngine::finish`, in `sys::deferred_signals`, and for the items that
+// `codec::encode` borrows. With `gil_used`, a free-threaded Python enables the GIL and prints a warning when it loads
+// the module.
 #[pymodule(gil_used = true)]
 mod _core {
     #[pymodule_export]

@@ -58,9 +58,8 @@ impl PyPort {
         Ok((code, first_task, Some(PyBytes::new(py, message).into_any().unbind())))
     }
 
-    /// Allocates `len` bytes in the arena. Returns `None`, and the caller uses the heap, if the region is full or the
-    /// worker's objects hold too much of it. In the latter case, runs Python's garbage collector first, because garbage
-    /// may hold blocks.
+    /// Allocates `len` bytes in the arena. Returns `None` if the region is full, or if the worker's objects hold too
+    /// much of it even after Python's garbage collector has run. The caller then uses the heap.
     fn lease(&self, py: Python<'_>, len: usize) -> PyResult<Option<WorkerLease>> {
         // Python itself reports errors that finalizers raise.
         let collect = || drop(py.import("gc").and_then(|gc| gc.call_method0("collect")));

@@ -32,8 +32,8 @@ impl PyLink {
     }
 }
 
-/// Opens the worker's end. The process must do nothing else, because it exits when the connection ends, even while the
-/// dataset is loading a sample.
+/// Opens the worker's end. The process must have no other work, because it exits when the connection ends, even
+/// while the dataset is loading a sample.
 pub fn open(fd: i32, ring_slots: u32, region_len: u64) -> PyResult<Arc<Remote>> {
     // SAFETY: the caller passes ownership of the descriptor, which is open.
     let socket = unsafe { OwnedFd::from_raw_fd(fd) };

@@ -25,8 +25,8 @@ pub fn call_into<'py>(
     into.append(call(function, args)?)
 }
 
-/// A context in which signals are deferred. Entering the context is a single call, and so is leaving it. Python may run
-/// the handler of another signal after any call, and no handler may run between the steps of entering or leaving.
+/// A context in which signals are deferred. Entering the context is a single call, and so is leaving it: Python may run
+/// the handler of another signal between two calls, but no handler may run between the steps of entering or leaving.
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct DeferredSignals {
     signals: Vec<i32>,

@@ -56,7 +56,7 @@ class Trace:
         if current() is not None:
             raise RuntimeError("this process is already making a trace: end that one first")
         if os.path.isdir(self.path):
-            raise IsADirectoryError(errno.EISDIR, "the path of a trace must be a file, and this is a folder", self.path)
+            raise IsADirectoryError(errno.EISDIR, "the path of a trace must be a file, but this is a folder", self.path)
         if os.path.exists(self.path) and not os.access(self.path, os.W_OK):
             raise PermissionError(errno.EACCES, "the trace cannot be written to this file", self.path)
         self._spool = Spool(self.path, self._level, self._seconds)
@@ -118,7 +118,7 @@ class Trace:
             logger.warning("a DataLoader is not in the trace %s: %s", self.path, error)
 
     def put(self, source: int, kind: int, begin: int, end: int, number: int = 0) -> None:
-        """Adds a record of the main process for a loader without workers."""
+        """Adds a record of the main process: a fetch or step of a loader without workers, or a copy to a device."""
         spool = self._spool
         if spool is not None and spool.is_ours:
             spool.sink.put(source, kind, TRACE_MAIN, begin, end - begin, number)
@@ -144,7 +144,7 @@ def trace(
     Args:
         path: The file. With the suffix ``.gz`` it is compressed to about a tenth of the size; Perfetto also opens
             compressed files.
-        level: "batch" for one slice per batch (default), "sample" for one slice per sample in addition.
+        level: "batch" for one slice per batch (default), "sample" to add one slice per sample.
         seconds: Keep only the last ``seconds`` seconds of the body (default: None, keep all).
 
     Returns:

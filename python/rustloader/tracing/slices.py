@@ -27,7 +27,7 @@ _FETCH, _COLLATE, _PACK, _PUBLISH, _SAMPLE = map(TRACE_KINDS.index, ("fetch", "c
 _NEXT, _WAITING, _EPOCH, _STARTED = map(TRACE_KINDS.index, ("next", "waiting", "epoch", "started"))
 _DIED, _STALLED, _SAVED, _PIN = map(TRACE_KINDS.index, ("died", "stalled", "saved", "pin"))
 _BATCH_KINDS = {_FETCH, _COLLATE, _PACK, _PUBLISH, _SAMPLE}
-_MOMENT_KINDS = {_EPOCH, _STARTED, _DIED, _STALLED, _SAVED}
+_INSTANT_KINDS = {_EPOCH, _STARTED, _DIED, _STALLED, _SAVED}
 _NO_INDEX = (1 << 64) - 1
 
 # The kind, begin, length, and two numbers. In `lines`, the entire first word takes the place of the kind.
@@ -119,12 +119,12 @@ class _Source:
             self._named.add(row)
             yield self._row_name(row, "pin thread")
         pending = self._pending.setdefault(row, [])
-        if kind in _MOMENT_KINDS:
+        if kind in _INSTANT_KINDS:
             if kind == _EPOCH and not self._begin_epoch(number, extra):
                 return
             if kind == _DIED:
                 yield from self._batch(row, is_whole=True)
-            yield self._moment(row, record)
+            yield self._instant(row, record)
         elif row == 0 and kind == _NEXT:
             yield self._slice(row, "next", begin, length, self._args(number - 1) if number else "")
             for _, since, time, *_ in pending:
@@ -225,7 +225,7 @@ class _Source:
             f'"id":{self._number << 32 | task},"cat":"batch","name":"batch"{binding}}}'
         )
 
-    def _moment(self, row: int, record: _Record) -> str:
+    def _instant(self, row: int, record: _Record) -> str:
         kind, at, _, number, extra = record
         args, name = "", TRACE_KINDS[kind]
         if kind == _STARTED:

@@ -23,7 +23,7 @@ from rustloader.system import local_ranks
 ABOUT, _LOADERS = "about.json", "loaders.jsonl"
 # Version of the format of the folder.
 VERSION = 1
-# A record. From its highest bits, the first word consists of the source (32 bits), the worker, main process or pin
+# A record. From the highest bits down, the first word holds the source (32 bits), the worker, main process or pin
 # thread (24 bits), and the kind (8 bits). The start, the length and two numbers follow.
 _RECORD = struct.Struct("<5Q")
 _READ_BYTES = _RECORD.size << 14
@@ -126,7 +126,7 @@ def read_about(folder: str) -> dict[str, Any]:
     with open(os.path.join(folder, ABOUT)) as file:
         about: dict[str, Any] = json.load(file)
     if about.get("version") != VERSION:
-        raise ValueError(f"{folder} has records of version {about.get('version')}, and this rustloader reads {VERSION}")
+        raise ValueError(f"{folder} has records of version {about.get('version')}, but this rustloader reads {VERSION}")
     about["loaders"] = []
     with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, _LOADERS)) as file:
         about["loaders"] = [json.loads(line) for line in file if line.endswith("\n")]

@@ -178,7 +178,8 @@ unsafe fn delete<M: Memory>(context: *mut std::ffi::c_void) {
     }
 }
 
-/// # Safety The same as for [`free`]; `header` must be the address of a `Header<M>`.
+/// # Safety
+/// The same as for [`free`]; `header` must be the address of a `Header<M>`.
 unsafe fn free_caught<M: Memory>(header: *mut std::ffi::c_void) {
     if let Some(header) = NonNull::new(header.cast::<Header<M>>()) {
         // SAFETY: by the contract.
@@ -284,7 +285,7 @@ mod tests {
         for early in [true, false] {
             let (block, _, count) = counted();
             let legacy = block.legacy();
-            // SAFETY: as above; the structure lives until the deleter has run on an exported block.
+            // SAFETY: as above; the structure lives until the deleter has run on an owned block.
             let delete = || unsafe { (*legacy).deleter.unwrap()(legacy) };
             if early {
                 delete();

@@ -17,7 +17,7 @@ use crate::tree::layout::{Dims, is_contiguous};
 
 impl Bridge {
     /// Returns a view of a plain array's memory. Returns `None` if the object is not exactly an `ndarray`, or if its
-    /// dtype is not a native one of kind b, i, u, f or c.
+    /// dtype is not a built-in one of kind b, i, u, f or c in native byte order.
     pub fn array_view(&self, obj: &Bound<'_, PyAny>) -> Option<LeafView> {
         let numpy = self.numpy.as_ref().filter(|numpy| numpy.is_array(obj))?;
         let dtype = numpy.dtype_of(obj).ok()??;
@@ -75,15 +75,15 @@ impl Bridge {
     pub fn ndarray<M: Memory>(&self, py: Python<'_>, lease: M, offset: usize, form: Form<'_>) -> Made {
         form.check(&lease, offset).map_err(PyValueError::new_err)?;
         let Form { dtype, shape, strides } = form;
-        let (numpy, own) = self.numpy(dtype)?;
+        let (numpy, numpy_dtype) = self.numpy(dtype)?;
         let buffer = Py::new(py, LeaseBuffer::new(lease))?;
         let shape_tuple = PyTuple::new(py, shape)?;
         if is_contiguous(shape, strides) {
-            let array = numpy.ndarray.bind(py).call1((shape_tuple, own, buffer, offset))?;
+            let array = numpy.ndarray.bind(py).call1((shape_tuple, numpy_dtype, buffer, offset))?;
             return Ok(array.unbind());
         }
         let bytes = PyTuple::new(py, strides.iter().map(|stride| stride.wrapping_mul(dtype.itemsize() as i64)))?;
-        Ok(numpy.ndarray.bind(py).call1((shape_tuple, own, buffer, offset, bytes))?.unbind())
+        Ok(numpy.ndarray.bind(py).call1((shape_tuple, numpy_dtype, buffer, offset, bytes))?.unbind())
     }
 
     /// Creates an array that owns a copy of `bytes`, which must have the length of the form's extent.
@@ -99,11 +99,11 @@ impl Bridge {
             unsafe { heap.ptr().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
             return self.ndarray(py, heap, 0, form);
         }
-        let (numpy, own) = self.numpy(form.dtype)?;
+        let (numpy, numpy_dtype) = self.numpy(form.dtype)?;
         let (ndarray, shape) = (numpy.ndarray.bind(py), PyTuple::new(py, form.shape)?);
         let array = match order {
-            Order::C => ndarray.call1((shape, own))?,
-            _ => ndarray.call1((shape, own, py.None(), 0, py.None(), "F"))?,
+            Order::C => ndarray.call1((shape, numpy_dtype))?,
+            _ => ndarray.call1((shape, numpy_dtype, py.None(), 0, py.None(), "F"))?,
         };
         let export = Export::of(&array, ffi::PyBUF_STRIDES | ffi::PyBUF_WRITABLE)?;
         if export.0.len != bytes.len() as isize {

@@ -101,7 +101,7 @@ impl Bridge {
 
     /// Returns a view of a plain tensor's memory. Returns `None` if the object is not exactly a `torch.Tensor`. Also
     /// returns `None` if the tensor is not on the CPU, is not strided, requires grad, has names or a dtype that DLPack
-    /// lacks, or is a lazy conjugate, negative or zero tensor.
+    /// lacks, or is a lazy conjugate, a lazy negation or a zero tensor.
     pub fn view<'a>(&self, obj: &'a Bound<'_, PyAny>) -> Option<TensorView<'a>> {
         if !self.is_tensor(obj) {
             return None;
@@ -153,14 +153,14 @@ impl Bridge {
         let dtype = Dtype::from_dl(tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes)?;
         if dtype == Dtype::UINT8 || dtype == Dtype::INT8 {
             // torch describes other dtypes to DLPack in the same way: uint1 to uint7, bit, and int1 to int7.
-            let own = obj.getattr(intern!(obj.py(), "dtype")).ok()?;
-            if self.dtype_of(&own) != Some(dtype) {
+            let torch_dtype = obj.getattr(intern!(obj.py(), "dtype")).ok()?;
+            if self.dtype_of(&torch_dtype) != Some(dtype) {
                 return None;
             }
         }
         let dims = |from: *const i64| match tensor.ndim {
             0 => Some(Dims::EMPTY),
-            // SAFETY: the pointer is to `ndim` numbers inside the tensor, and no Python code runs before they are
+            // SAFETY: `from` points to `ndim` numbers inside the tensor, and no Python code runs before they are
             // copied.
             n => Dims::new(unsafe { std::slice::from_raw_parts(from, usize::try_from(n).ok()?) }),
         };

@@ -33,9 +33,9 @@ pub fn move_storage<'py>(
     // For a storage without memory, such as a fake one, torch's function raises its own error below.
     let address = storage.call_method0(intern!(py, "data_ptr")).and_then(|it| it.extract()).unwrap_or(0_usize);
     let moving = Move::begin(address as *const u8, |time| py.detach(|| std::thread::sleep(time)));
-    let mut call = vec![storage.clone()];
-    call.extend(args.iter());
-    let result = PyTuple::new(py, call).and_then(|call| function.call(call, kwargs));
+    let mut all_args = vec![storage.clone()];
+    all_args.extend(args.iter());
+    let result = PyTuple::new(py, all_args).and_then(|all_args| function.call(all_args, kwargs));
     // Keep the memory even if a signal handler raised an exception after the move.
     if let Some(memory) = moving.end() {
         keep(storage, memory)?;

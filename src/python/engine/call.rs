@@ -40,7 +40,7 @@ pub(super) struct Call<'a, 'py> {
     pub(super) answer: &'a Bound<'py, PyList>,
     /// The sampler's iterator, or a function that returns the next index batch.
     pub(super) next_index: &'a Bound<'py, PyAny>,
-    /// The iterator over the predicted index batches of the next epoch (`Foresight` in `_core.pyi`); `None` if epochs
+    /// The iterator over the predicted index batches of the next epoch (`Predictor` in `_core.pyi`); `None` if epochs
     /// do not start early.
     pub(super) predictor: Option<&'a Bound<'py, PyAny>>,
 }

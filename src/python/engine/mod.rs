@@ -205,7 +205,7 @@ impl PyEngine {
     /// arrived instead.
     // The arguments are those of the Python method.
     #[allow(clippy::too_many_arguments)]
-    #[pyo3(signature = (answer, next_index, is_first, message, first_worker = 0, foresight = None))]
+    #[pyo3(signature = (answer, next_index, is_first, message, first_worker = 0, predictor = None))]
     fn begin<'py>(
         &self,
         py: Python<'py>,
@@ -214,26 +214,26 @@ impl PyEngine {
         is_first: bool,
         message: &[u8],
         first_worker: u32,
-        foresight: Option<&Bound<'py, PyAny>>,
+        predictor: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<()> {
         self.check_worker(first_worker)?;
         let mut access = self.enter(py)?;
-        self.call(py, access.state(), answer, next_index, foresight).begin(is_first, message, first_worker)
+        self.call(py, access.state(), answer, next_index, predictor).begin(is_first, message, first_worker)
     }
 
     /// Delivers the next result. Before that, draws one more index batch, as torch does, or fills the reorder window.
     /// If the sampler raises an error, a later call raises it, because this call can still deliver its batch. The
     /// result is in `answer` before this method returns, so a signal handler that raises cannot lose it.
-    #[pyo3(signature = (answer, next_index, foresight = None))]
+    #[pyo3(signature = (answer, next_index, predictor = None))]
     fn next<'py>(
         &self,
         py: Python<'py>,
         answer: &Bound<'py, PyList>,
         next_index: &Bound<'py, PyAny>,
-        foresight: Option<&Bound<'py, PyAny>>,
+        predictor: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<()> {
         let mut access = self.enter(py)?;
-        self.call(py, access.state(), answer, next_index, foresight).next()
+        self.call(py, access.state(), answer, next_index, predictor).next()
     }
 
     fn start_pinning(
@@ -381,8 +381,8 @@ impl PyEngine {
     ///
     /// The GIL is held here, and in `Access::drop` until the gate is released, for two reasons. First, the holder
     /// checks for the request and then releases the gate: without the GIL, a request between these two steps would find
-    /// the gate closed and be lost. Second, holding the GIL ensures that Python never forks while a thread holds the
-    /// handle's lock or the meter's. Threads that wait at the gate take its lock without the GIL, so a forked child
+    /// the gate still taken and be lost. Second, holding the GIL ensures that Python never forks while a thread holds
+    /// the handle's lock or the meter's. Threads that wait at the gate take its lock without the GIL, so a forked child
     /// must not touch that lock.
     fn finish(&self) {
         if !self.handle.is_ours() {

@@ -25,8 +25,8 @@ impl Raised {
 
 #[pymethods]
 impl Raised {
-    /// Raises the error; a second call raises RuntimeError. This object does not keep the error, because the error's
-    /// traceback refers to the frame that holds this object.
+    /// Raises the error; a second call raises RuntimeError. Raising takes the error out of this object, because the
+    /// error's traceback refers to the frame that holds the object.
     fn reraise(&self, py: Python<'_>) -> PyResult<()> {
         let error = self.error().take();
         Err(match error {

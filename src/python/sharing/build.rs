@@ -16,7 +16,7 @@ pub struct ShareBuilder {
     builder: Mutex<Option<(Builder, Shapes)>>,
 }
 
-/// Number of rows after which signals are checked again.
+/// Number of rows, or pairs, between two checks for signals.
 const SIGNALS_EVERY: u64 = 1024;
 
 impl ShareBuilder {
@@ -29,7 +29,7 @@ impl ShareBuilder {
     }
 }
 
-/// Adds a note that names the failed item to an error. Returns the error.
+/// Adds to an error a note that names the failed item. Returns the error.
 fn with_note(py: Python<'_>, error: PyErr, row: u64, part: &str) -> PyErr {
     let note = format!("rustloader.share() failed at {part} {row} (counted from 0)");
     // If the note cannot be added, the error is raised without it.

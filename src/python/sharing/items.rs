@@ -65,8 +65,8 @@ impl SharedItems {
     }
 }
 
-/// Converts an int, or an object with an `__index__`, to an index, as Python's sequences do. Returns `None` for any
-/// other object.
+/// Converts an int, or an object with an `__index__` method, to an index, as Python's sequences do. Returns `None` for
+/// any other object.
 #[inline]
 fn index_of(key: &Bound<'_, PyAny>) -> PyResult<Option<isize>> {
     // SAFETY: the object is alive; a call that fails returns -1 and sets an exception.

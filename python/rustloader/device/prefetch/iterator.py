@@ -211,7 +211,7 @@ class DeviceIterator:
             for place in range(len(ahead)):
                 if not isinstance(ahead[place], (Copied, _Failed, _End)):
                     self._copy(place)
-            # After an error, the loader is asked for more only when the program has received the error.
+            # After an error, the loader is asked for more only after the program has received the error.
             if len(ahead) >= self._target or (ahead and isinstance(ahead[-1], (_Failed, _End))):
                 return
             self._pull()
@@ -325,7 +325,7 @@ def _raise(iterator: DeviceIterator, name: str) -> None:
     """Raises a signal handler's error that an attribute holds, and clears the attribute.
 
     `is_interrupt` inspects the frames of the traceback, and Python 3.11 and 3.12 then keep their variables. So no
-    variable of these frames refers to the error: such a cycle would keep the program's batches until the garbage
+    variable of these frames may refer to the error: such a cycle would keep the program's batches until the garbage
     collector runs.
     """
     error = getattr(iterator, name)

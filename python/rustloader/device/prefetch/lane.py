@@ -74,14 +74,14 @@ class _Source:
     Attributes:
         done: The event after the copy; None if the copy failed, until the event is recorded.
         host: The objects that the copy reads.
-        copied: None if the batch was not delivered. Otherwise the event before the copy, the event after all work that
-            was queued in the program's stream at the delivery, and the batch's size in bytes.
+        delivery: None if the batch was not delivered. Otherwise the event before the copy, the event after all work
+            that was queued in the program's stream at the delivery, and the batch's size in bytes.
     """
 
-    __slots__ = ("copied", "done", "host")
+    __slots__ = ("delivery", "done", "host")
 
-    def __init__(self, done: Any, host: Any, copied: tuple[Any, Any, int] | None = None) -> None:
-        self.done, self.host, self.copied = done, host, copied
+    def __init__(self, done: Any, host: Any, delivery: tuple[Any, Any, int] | None = None) -> None:
+        self.done, self.host, self.delivery = done, host, delivery
 
 
 class _Loan:
@@ -281,10 +281,10 @@ class Lane:
 
     def _count(self, source: _Source) -> None:
         """Adds a finished copy to the counters, if its batch was delivered."""
-        if source.copied is None:
+        if source.delivery is None:
             return
         streams = self.streams
-        started, reached, nbytes = source.copied
+        started, reached, nbytes = source.delivery
         seconds = streams.seconds(started, source.done)
         # If the program's stream has not reached the delivery yet, it did not wait for this copy.
         waited = streams.seconds(reached, source.done) if streams.is_done(reached) else 0.0

@@ -42,7 +42,7 @@ def prefetch_to_device(
     Args:
         loader: A loader of rustloader or torch, or any iterable of batches.
         device: The device of the batches (default: None, the accelerator of this process; the CPU if there is none).
-            Without an index it is the calling thread's current device. On the CPU batches are delivered unchanged.
+            Without an index, it is the calling thread's current device. On the CPU, batches are delivered unchanged.
         depth: Number of batches to copy ahead (default: 2).
 
     Returns:
@@ -81,7 +81,7 @@ def prefetch_to_device(
 class DeviceLoader:
     """A loader that delivers the batches of another loader on a device, made by ``prefetch_to_device``.
 
-    It has the length and the attributes of that loader. Over a ``StatefulDataLoader`` it also has ``state_dict`` and
+    It has the length and the attributes of that loader. Over a ``StatefulDataLoader``, it also has ``state_dict`` and
     ``load_state_dict``, and its state counts the batches that the program has received. As a context manager, it closes
     itself at the end of the ``with`` statement.
 
