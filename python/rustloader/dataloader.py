@@ -34,7 +34,7 @@ else:
 
 
 def __getattr__(name: str) -> Any:
-    """Returns a name that only torch's module defines, such as ``rustloader.dataloader.default_collate``."""
+    """Returns an attribute that only torch's module has, such as ``rustloader.dataloader.default_collate``."""
     if name.startswith("__") or not hasattr(torch_dataloader, name):
         raise AttributeError(f"module 'rustloader.dataloader' has no attribute {name!r}")
     return getattr(torch_dataloader, name)
@@ -65,7 +65,7 @@ class DataLoader(torch_data.DataLoader[_T_co]):
         batch_sampler: Yields index batches (default: None).
         num_workers: Number of worker processes (default: 0, torch's own loop in this process). "auto" starts with the
             number of cores that this process may use, and adapts the number to the measurements of each epoch.
-        collate_fn: Makes a batch from a list of samples (default: None, torch's ``default_collate``; in workers it then
+        collate_fn: Makes a batch from a list of samples (default: None, torch's ``default_collate``, which in workers
             writes plain tensors and numbers directly into the arena).
         pin_memory: True delivers batches in pinned memory (default: False). A thread of the engine copies plain batches
             to pinned memory.
@@ -176,7 +176,7 @@ class DataLoader(torch_data.DataLoader[_T_co]):
         if not sys.platform.startswith("linux"):
             unsupported.warn()
             return super()._get_iterator()
-        reason = _why_other_iterator(super()._get_iterator)
+        reason = _why_not_engine(super()._get_iterator)
         if reason is not None:
             fallback.fall_back(self, reason)
             return super()._get_iterator()
@@ -186,7 +186,7 @@ class DataLoader(torch_data.DataLoader[_T_co]):
 
 
 def _add_keywords(cls: Any) -> None:
-    """Adds the options that torch does not have to a loader class: its attributes, its signature and its docstring."""
+    """Adds to a loader class's attributes, signature and docstring the options that torch does not have."""
     torch_signature = inspect.signature(torch_data.DataLoader.__init__)
     added = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=options.type_of(name))
@@ -209,7 +209,7 @@ for _name in re.findall(r"\w+", " ".join(map(str, DataLoader.__annotations__.val
         globals().setdefault(_name, getattr(torch_dataloader, _name))
 
 
-def _why_other_iterator(get_iterator: Callable[..., Any]) -> str | None:
+def _why_not_engine(get_iterator: Callable[..., Any]) -> str | None:
     """Returns the reason why the engine's iterator cannot replace the one that torch's loader would make; None if it
     can."""
     if not is_defined_in(get_iterator, torch_dataloader):

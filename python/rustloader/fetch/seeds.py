@@ -76,7 +76,7 @@ def sample_seed() -> int:
     Use it to seed random number generators of your own in the dataset or the ``collate_fn`` of a loader with
     ``seed_by="sample"`` or ``seed_by="batch"``. With ``"sample"`` each sample has its own seed, and ``collate_fn`` has
     another one. With ``"batch"`` all samples of a batch and its ``collate_fn`` have the same seed.
-    docs/reproducibility.md describes the function that computes the seeds; later versions keep this function.
+    docs/reproducibility.md describes how the seeds are computed; later versions compute the same seeds.
 
     Returns:
         An integer from 0 to 2**63 - 1.
@@ -97,7 +97,7 @@ def sample_seed() -> int:
     seed = _current.seed
     if seed is None:
         raise RuntimeError(
-            "sample_seed() has no seed here: call it in the dataset or the collate_fn of a DataLoader with "
+            "sample_seed() is not available here: call it in the dataset or the collate_fn of a DataLoader with "
             'seed_by="sample" or seed_by="batch", in the thread that makes the sample'
         )
     return seed
@@ -145,8 +145,8 @@ class Seeds:
 
     def begin_iterator(self) -> None:
         """Seeds the generators for ``iter(dataset)`` in a later epoch of persistent workers. A worker that is restarted
-        in that epoch then draws the same numbers as its predecessor. In the first epoch, both use torch's seeds of the
-        worker."""
+        in that epoch then draws the same numbers as its predecessor. In the first epoch, both use the seeds that torch
+        gives the worker."""
         if self._worker and self._first_task:
             self._seed(_ITERATOR, 0)
             set_current(None)

@@ -23,7 +23,7 @@ class Step:
         seeds: Seeds batches or samples; None leaves that to torch.
         guard: Decides what happens to samples that fail; None lets their errors propagate.
         make_pool: Creates the threads that make the samples of a batch; None makes one sample after another.
-        wrap_indices: Wraps an index batch to act before each of its samples; None leaves it unchanged.
+        wrap_indices: Wraps an index batch so that code runs before each of its samples; None leaves it unchanged.
 
     Attributes:
         fetcher: torch's fetcher; None before the first call of `use`.

@@ -40,7 +40,7 @@ _torch_is_known = all(
     )
 )
 
-# Functions for default_collate's table that make the same batches of tensors and numbers as torch.
+# Functions in default_collate's map of types that make the same batches of tensors and numbers as torch's own.
 standard_functions: list[Any] = [collate.collate_tensor_fn, collate.collate_float_fn, collate.collate_int_fn]
 
 

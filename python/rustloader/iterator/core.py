@@ -56,8 +56,8 @@ class _MultiProcessingDataLoaderIter(TorchIter, _IndexStreams, metaclass=IterTyp
 
     def __init__(self, loader: LoaderLike) -> None:
         if _MultiProcessingDataLoaderIter not in type(self).__mro__:
-            # This is a subclass of torch's iterator that was defined before `install()`. To call the `__init__` of its
-            # base class, it looks up the class by name in torch's module, and finds this class there.
+            # The class of `self` is a subclass of torch's iterator, defined before `install()`. To call its base
+            # class's `__init__`, it looks up the base class by name in torch's module, and finds the engine's class.
             TorchIter.__init__(self, loader)
             return
         ledger.open_for(self, loader)

@@ -24,8 +24,8 @@ from rustloader.system.protocols import LoaderLike, WorkersIterator
 
 logger = logging.getLogger("rustloader")
 
-# Maximum number of seeds drawn from torch's global generator between two epochs for which a prediction can account. The
-# `iter()` of another loader draws one such seed.
+# A prediction can account for at most this number of seeds that the program draws from torch's global generator between
+# two epochs. The `iter()` of another loader draws one such seed.
 _MAX_SEEDS = 8
 # Number of consecutive wrong predictions after which no more are made.
 _MAX_WRONG = 3

@@ -19,8 +19,8 @@ from rustloader.system.protocols import LoaderLike
 
 # Number of failures that the error message lists.
 _LISTED = 3
-# Number of earlier counts that are kept: at most two for each batch that a state can go back, plus those of the current
-# batch.
+# Number of earlier counts that are kept: at most two for each batch by which a state can go back, plus those of the
+# current batch.
 _KEPT_COUNTS = 2 * (BACK_BATCHES + 2)
 # Minimum number of samples by which a fractional `max_errors` is multiplied if the number of samples in an epoch is
 # unknown. Once more samples have been delivered, their number is used instead.

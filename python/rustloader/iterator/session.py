@@ -316,7 +316,7 @@ class Session:
             raise last()
         if it._shutdown:
             self.engine.stay()
-            # As in torch, whose shutdown marks all workers as unavailable.
+            # torch raises it here too, because its shutdown marks all workers as unavailable.
             raise StopIteration
         answer, self.rescued = self.rescued, None
         if answer is None:

@@ -1,4 +1,4 @@
-"""Adds index streams, seeds, tables and the handling of failed samples to torch's iterator without workers."""
+"""Adds index streams, seeds, tables and the handling of failed samples to torch's single-process iterator."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def prepare(iterator: _BaseDataLoaderIter, loader: LoaderLike) -> None:
     guard_and_count = prepare_fetcher(iterator, loader, config, seeding)
     if guard_and_count is not None:
         guard, count = guard_and_count
-        iterator._sampler_iter = _Indices(iterator._sampler_iter, count)
+        iterator._sampler_iter = _IndexBatches(iterator._sampler_iter, count)
         iterator._dataset_fetcher = GuardedFetcher(
             iterator._dataset_fetcher, iterator._dataset_kind, guard, iterator._sampler_iter, count
         )
@@ -99,13 +99,13 @@ def _guard_and_count(
     return guard, count
 
 
-class _Indices:
+class _IndexBatches:
     """An iterator over an epoch's index batches, which raises the epoch's error once too many samples have failed."""
 
     def __init__(self, batches: Iterator[Any], count: failures.FailureCount) -> None:
         self._batches, self._count = batches, count
 
-    def __iter__(self) -> _Indices:
+    def __iter__(self) -> _IndexBatches:
         return self
 
     def __next__(self) -> Any:

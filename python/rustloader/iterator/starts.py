@@ -27,16 +27,16 @@ class Start:
 
     Args:
         saved: The start that an earlier run saved; None if there is none.
-        is_owed: Whether ``seed`` also draws a seed from torch's global generator if ``saved`` is given. That seed is
+        owes_draws: Whether ``seed`` also draws a seed from torch's global generator if ``saved`` is given. That seed is
             not used; it only advances the generator as torch would.
 
     Attributes:
         given: The start that an earlier run saved; None if there is none.
     """
 
-    def __init__(self, saved: Mapping[str, Any] | None = None, is_owed: bool = False) -> None:
+    def __init__(self, saved: Mapping[str, Any] | None = None, owes_draws: bool = False) -> None:
         self.given = None if saved is None else dict(saved)
-        self._is_owed = is_owed
+        self._owes_draws = owes_draws
         self._noted: dict[str, Any] | None = None
         # Only the first seed is used. A signal handler that runs during the draw and calls `seed` may add another.
         self._seeds: list[torch.Tensor] = []
@@ -57,7 +57,7 @@ class Start:
     def seed(self) -> int:
         """Returns the seed of a RandomSampler without a generator: the given one, or one that the first call draws as
         torch does."""
-        if not self._seeds and (self.given is None or self._is_owed):
+        if not self._seeds and (self.given is None or self._owes_draws):
             call_into(self._seeds, torch.Tensor.random_, torch.empty((), dtype=torch.int64))
         if self.given is not None:
             return int(self.given["seed"])
@@ -122,7 +122,7 @@ def shard(start: Mapping[str, Any]) -> np.ndarray:
         order = np.arange(size)
     remaining = order[start["consumed"] :]
     replicas = start["num_replicas"]
-    # As in torch, the order is either truncated or repeated from its start, so that all ranks get the same number.
+    # As in torch, the order is either truncated or repeated from its start, so that all ranks get equally many samples.
     each = len(remaining) // replicas if start["drop_last"] else -(-len(remaining) // replicas)
     places = np.arange(start["rank"], each * replicas, replicas)
     return remaining[places % max(len(remaining), 1)]

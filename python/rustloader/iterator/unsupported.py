@@ -1,4 +1,4 @@
-"""The public names for systems other than Linux. There is no extension, and loaders run on torch's own iterator."""
+"""The public names on systems other than Linux, where there is no extension and torch's own iterator runs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def engine_batches() -> int:
 
 def sample_seed() -> int:
     """Raises RuntimeError: without the engine, loaders use torch's seeds."""
-    raise RuntimeError(f"sample_seed() has no seed here: {_WHY}")
+    raise RuntimeError(f"sample_seed() is not available: {_WHY}")
 
 
 def share(x: Any, *, threshold: int = 1 << 20, key: str | None = None, timeout: float = 1800.0) -> Any:

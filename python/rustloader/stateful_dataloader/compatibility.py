@@ -47,7 +47,7 @@ def dataset_of(loader: LoaderLike) -> DatasetState:
     """Describes the dataset of a loader for a state."""
     dataset = loader.dataset
     if loader._dataset_kind == _DatasetKind.Iterable:
-        # `len` of an iterable dataset is only an estimate, and may take long.
+        # `len` of an iterable dataset is only an estimate, and may be slow.
         return DatasetState("iterable", None, is_stateful(dataset))
     return DatasetState("map", length_of(dataset), is_stateful(dataset))
 
@@ -90,7 +90,7 @@ def _check_kind(saved: Any, present: str) -> None:
     description = _SAMPLERS.get(saved) if isinstance(saved, str) else None
     if description is None:
         raise ValueError(f"the state's kind of sampler must be one of {', '.join(_SAMPLERS)}, got {saved!r}")
-    # These two kinds cannot be distinguished before iteration, because a sampler may have a state only in its iterator.
+    # These two kinds cannot be distinguished before iteration, because the state may be only in the sampler's iterator.
     if saved != present and not {saved, present} <= {"stateful", "other"}:
         remedy = "load it into a loader with the same sampler, or start without a state"
         raise _difference(description, _SAMPLERS[present], remedy)

@@ -25,7 +25,7 @@ _SAMPLERS = TORCH_SAMPLERS | {
 
 
 def describe(state: Any) -> str:
-    """Describes a state in words: its origin, its position, its sampler, and the states of dataset and workers.
+    """Describes a state in words: its origin, its position, its sampler, and the states of its dataset and workers.
 
     Accepts states of rustloader and of torchdata, and does not change them. The last line lists entries that are
     missing or have the wrong type, if there are any.
@@ -154,7 +154,7 @@ class _Description:
         if following is None:
             return text
         if total is not None and following >= total:
-            return f"{text}; the end was not reached, and the next iter() is an epoch without batches"
+            return f"{text}; the end was not reached, and the next iter() begins an epoch without batches"
         written = self._own.value(Own.DELIVERED) if self._own else following
         moved = "" if written in (None, following) else f" (a program has moved it from {written})"
         return f"{text}; the next one is batch {following}{moved}"

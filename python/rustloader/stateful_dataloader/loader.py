@@ -41,10 +41,10 @@ _Iter = _WithoutWorkers | _WithWorkers
 class StatefulDataLoader(DataLoader[_T_co]):
     """Loads batches as ``rustloader.DataLoader`` does, and saves and loads its position.
 
-    ``state_dict()`` returns the position in the epoch. A loader over the same dataset that loads this state, even in
-    another process, delivers the remaining batches of the epoch: each batch once, in the same order. The class replaces
-    ``torchdata.stateful_dataloader.StatefulDataLoader``: it has the same methods and keys, and torch's order of
-    samples. It loads torchdata's states. docs/resuming.md describes when resuming is exact.
+    ``state_dict()`` returns the position in the epoch. If a loader over the same dataset, even in another process,
+    loads this state, it delivers the remaining batches of the epoch: each batch once, in the same order. The class
+    replaces ``torchdata.stateful_dataloader.StatefulDataLoader``: it has the same methods and keys, and torch's order
+    of samples. It loads torchdata's states. docs/resuming.md describes when resuming is exact.
 
     It has the arguments of ``rustloader.DataLoader``, and these:
 
@@ -84,8 +84,8 @@ class StatefulDataLoader(DataLoader[_T_co]):
     _interim: dict[str, Any] | None = None
     # The draws of the next epoch, if they were made or predicted for a state.
     _draws: EarlyDraws | None = None
-    # Set when a state of a finished epoch, or of an epoch that had not begun, is loaded. They watch for seeding of the
-    # loader's generator and of torch's global generator.
+    # Watch for seeding of the loader's generator and of torch's global generator. Set when a state of a finished epoch,
+    # or of an epoch that had not begun, is loaded.
     _since_load: tuple[SeedWatch, SeedWatch]
     # Number of epochs that have begun, including those before a resume.
     _epochs = 0
@@ -177,12 +177,12 @@ class StatefulDataLoader(DataLoader[_T_co]):
         return state
 
     def _state_before_end(self) -> dict[str, Any]:
-        """Returns the state after the last batch of an epoch, if only a prefetcher has seen the epoch's end."""
+        """Returns the state after the last batch of an epoch whose end only a prefetcher has seen."""
         assert self._iterator is not None
         return self._iterator.state(0, False)
 
     def _state_before_error(self) -> dict[str, Any]:
-        """Returns the state before the last error, if only a prefetcher has seen the error."""
+        """Returns the state before the last error, which only a prefetcher has seen."""
         assert self._iterator is not None
         return self._iterator.state(0, False, before_error=True)
 
@@ -333,7 +333,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
         """Brings a sampler with its own generator or state to the end of a finished epoch."""
         start = None if plan.next is None else plan.next.sampler
         if start is None:
-            # In torchdata's states of loaders without workers, the sampler's state is already that after the epoch.
+            # In torchdata's states of loaders without workers, the sampler's state was taken after the epoch.
             has_ended = plan.dataset is None and plan.num_workers == 0
             run_out(self._index_sampler, plan.sampler, plan.low, has_ended)
         else:
@@ -344,7 +344,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
         early = self._draws
         if early is None or early.was_seeded_since():
             return Plan(epoch=self._epochs)
-        start = _random_start(early.draws, is_owed=not early.are_made)
+        start = _random_start(early.draws, owes_draws=not early.are_made)
         return Plan(epoch=self._epochs, base_seed=early.draws.base_seed, sampler=start, owes_draws=not early.are_made)
 
     def _early_draws(self, are_made: bool) -> Draws:
@@ -393,10 +393,12 @@ def _add_parameters() -> None:
 _add_parameters()
 
 
-def _random_start(draws: Draws, is_owed: bool = False) -> SamplerState | None:
+def _random_start(draws: Draws, owes_draws: bool = False) -> SamplerState | None:
     """Returns the start of a sampler's order as the sampler's part of a state.
 
     Returns None if the sampler draws nothing, or draws from its own generator.
     """
     start = draws.sampler
-    return None if not start or _WITHOUT_GENERATOR.isdisjoint(start) else SamplerState(start=start, is_owed=is_owed)
+    return (
+        None if not start or _WITHOUT_GENERATOR.isdisjoint(start) else SamplerState(start=start, owes_draws=owes_draws)
+    )

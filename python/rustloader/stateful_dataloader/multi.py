@@ -30,7 +30,7 @@ class _StatefulMultiProcessingIter(_MultiProcessingDataLoaderIter):
 
     @property
     def raised(self) -> int:
-        """Number of answers in the current epoch that were errors. Prefetching reads it."""
+        """Number of answers in the current epoch that were errors. A prefetcher reads it."""
         return self._epochs.raised
 
     @property

@@ -119,7 +119,7 @@ class EarlyDraws:
 
 
 class SeedWatch:
-    """Detects that the program has seeded a generator (None: torch's global generator).
+    """Detects whether the program has seeded a generator (None: torch's global generator).
 
     Seeding with the same number as before goes undetected if the program draws afterwards, or had not drawn before.
     """
@@ -173,8 +173,8 @@ def run_out(index_sampler: Any, saved: SamplerState | None, position: int = 0, h
     Args:
         index_sampler: The source of the loader's index batches.
         saved: As for ``sampling``.
-        position: Number of index batches that were delivered.
-        has_ended: Whether the saved state of a stateful sampler is already that after the epoch.
+        position: Number of batches that were delivered.
+        has_ended: Whether the saved state of a stateful sampler was taken after the epoch.
     """
     kind = kind_of(index_sampler)
     if saved is None:

@@ -68,7 +68,8 @@ def _read(state: Any, loader: LoaderLike) -> Plan:
 
 
 def _place_with_workers(plan: Plan, is_iterable: bool) -> None:
-    """Sets the position of a plan with workers. In torchdata's states, ``steps`` batches follow the last snapshot."""
+    """Sets the position of a plan from a state with workers. In torchdata's states, ``steps`` batches follow the last
+    snapshot."""
     steps, count = plan.steps, plan.num_workers
     plan.first_worker = (plan.last_worker + 1) % count
     if is_iterable and plan.dataset is None and not any(start.has_state for start in plan.workers):
@@ -123,7 +124,7 @@ def fresh(loader: StatefulLoaderLike, draws: Draws) -> dict[str, Any]:
         len_called=loader._IterableDataset_len_called,
         epoch=loader._epochs,
         dataset=dataset_of(loader),
-        # A copy of a loader that has run has seeds before its first epoch.
+        # If the loader is a copy of one that has run, it has seeds before its first epoch.
         seeds=loader_state.epochs(loader),
         next=draws,
     ).to_torchdata()
@@ -135,7 +136,7 @@ def _check_workers_states(plan: Plan, loader: LoaderLike, is_iterable: bool) -> 
     for start in plan.workers:
         if start.dataset_state is not None and not has_state:
             raise ValueError(
-                f"the state has a state of the dataset, but {type(loader.dataset).__qualname__} has no "
+                f"the state contains a state of the dataset, but {type(loader.dataset).__qualname__} has no "
                 "load_state_dict: load it into a loader over the same dataset"
             )
         if start.iterator_state is not None and not is_iterable:

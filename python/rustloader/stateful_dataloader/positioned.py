@@ -86,7 +86,7 @@ class Positioned:
             it._base_seed = base_seed
 
     def seed_from(self, seeding: Seeding | None) -> None:
-        """Sets the seeds of the epoch, and the ordinals at which they start."""
+        """Sets the seeds of the epoch, which apply from the plan's position on."""
         if seeding is not None and (self.origin.low or self.origin.ahead):
             seeding = dataclasses.replace(seeding, first_ordinal=self.origin.low, ahead=self.origin.ahead)
         self.seeding = seeding

@@ -81,7 +81,7 @@ class Recorder(Iterator[Any]):
         kind: The sampler.
         torch_iterator: Its unstarted iterator.
         saved: The saved state of the sampler; None to start at the beginning of the epoch.
-        position: Number of index batches delivered before the epoch resumes.
+        position: Number of batches delivered before the epoch resumes.
         every: Number of index batches between two states to keep; 0 keeps only the first state.
 
     Attributes:
@@ -105,7 +105,7 @@ class Recorder(Iterator[Any]):
         self._every = every
         self._inner: Inner | None = None
         self._iterator: Iterator[Any] | None = None
-        # Makes other threads wait. Reentrant, because a signal handler runs in the same thread.
+        # Makes other threads wait. Reentrant, because a signal handler may run in the thread that holds it.
         self._lock = threading.RLock()
         self._is_beginning = False
         self._position = at

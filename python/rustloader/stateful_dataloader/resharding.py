@@ -1,4 +1,4 @@
-"""``reshard``: converts the states of all ranks with a DistributedSampler to those of another number of ranks."""
+"""``reshard``: converts the states of all ranks with a DistributedSampler to states for another number of ranks."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ class _Rank:
         if self.sampler.kind != "distributed":
             raise ValueError(
                 f"the states are of a sampler of kind {self.sampler.kind!r}: only states of torch's DistributedSampler "
-                "can be resharded, including subclasses that change neither its order nor its state"
+                "or of a subclass that changes neither its order nor its state can be resharded"
             )
         if own.get(Own.AHEAD):
             raise ValueError(
-                f"batches {list(own[Own.AHEAD])} were delivered before earlier ones, so the other samples cannot be "
-                "redistributed: take the states with in_order=True, or at the end of an epoch"
+                f"batches {list(own[Own.AHEAD])} were delivered before earlier ones, so the remaining samples cannot "
+                "be redistributed: take the states with in_order=True, or at the end of an epoch"
             )
         if DatasetState.of(own.get(Own.DATASET) or {}).stateful:
             raise ValueError(

@@ -253,8 +253,8 @@ class StatefulDistributedSampler(DistributedSampler[Any]):
         rank: Rank of this process (default: None, its rank in the process group).
         shuffle: True shuffles the indices (default: True).
         seed: Seed of the order, the same on all ranks (default: 0).
-        drop_last: True drops the indices that do not divide evenly; False repeats some indices instead (default:
-            False).
+        drop_last: If the indices do not divide evenly among the ranks, True drops the last of them, and False repeats
+            the first (default: False).
 
     Attributes:
         yielded: Number of indices that the current epoch has yielded.
@@ -302,7 +302,7 @@ class StatefulDistributedSampler(DistributedSampler[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Returns the number of indices yielded in the current epoch.
 
-        After a load, and until the next epoch yields an index, returns the number of indices that the epoch skips.
+        After a load, and until the next epoch yields an index, returns the number of indices that epoch skips.
         """
         return {self._YIELDED: self.yielded if self.next_yielded is None else self.next_yielded}
 

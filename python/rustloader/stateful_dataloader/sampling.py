@@ -42,7 +42,7 @@ class Sampling:
         """Makes the random draws that torch makes in the first ``next``, unless they have been made."""
 
     def state(self, position: int) -> SamplerState:
-        """Returns the state of the sampler after the index batches before ``position`` were delivered.
+        """Returns the state of the sampler after the batches before ``position`` were delivered.
 
         Makes the draws of the first ``next`` unless they have been made, because they belong to the state.
         """
@@ -176,15 +176,15 @@ def _of_torch_sampler(
         saved_start = {**saved_start, "rank": kind.inner.rank}
         # A program may have moved the position back to a batch from before the reshard.
         position = max(position - saved_start["first"], 0)
-    is_owed = saved is not None and saved.is_owed
-    start = Start(saved_start, is_owed)
+    owes_draws = saved is not None and saved.owes_draws
+    start = Start(saved_start, owes_draws)
     stream = indices.stream(kind.index_sampler, torch_iterator, start)
     if isinstance(stream, IndexStream):
         if position:
             stream.skip(position)
         return _FromStart(kind, stream, functools.partial(_begin_stream, kind, start))
     is_begun = kind.name == "distributed" and kind.batches is None
-    source = Source(kind, saved_start, _indices(kind, position), torch_iterator if is_begun else None, is_owed)
+    source = Source(kind, saved_start, _indices(kind, position), torch_iterator if is_begun else None, owes_draws)
     if is_begun:
         # torch read the sampler's settings when it created the iterator, so they are recorded now.
         source.begin()

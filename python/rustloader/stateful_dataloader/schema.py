@@ -128,7 +128,7 @@ class SamplerState:
         index_sampler_state: torchdata's ``_index_sampler_state``.
         sampler_iter_state: torchdata's ``_sampler_iter_state``.
         says_batch_size: Whether the state has an entry for the batch size, which may be None.
-        is_owed: Whether torch's draws must still be made, because ``start`` only predicts them. Not saved in states.
+        owes_draws: Whether torch's draws must still be made, because ``start`` only predicts them. Not saved in states.
     """
 
     kind: Any = None
@@ -142,7 +142,7 @@ class SamplerState:
     index_sampler_state: Any = None
     sampler_iter_state: Any = None
     says_batch_size: bool = True
-    is_owed: bool = False
+    owes_draws: bool = False
 
     @classmethod
     def of(cls, entries: Mapping[str, Any], main: Mapping[str, Any] | None = None) -> Self:
@@ -159,7 +159,7 @@ class SamplerState:
             index_sampler_state=main.get(INDEX_SAMPLER_STATE),
             sampler_iter_state=main.get(SAMPLER_ITER_STATE),
             says_batch_size="batch_size" in entries,
-            is_owed=False,
+            owes_draws=False,
         )
 
     @property
@@ -198,7 +198,7 @@ class State:
 
     Attributes:
         num_workers: Number of workers of the loader that wrote the state.
-        low: Ordinal before which all index batches are delivered.
+        low: Ordinal before which all batches are delivered.
         ahead: Delivered ordinals from ``low`` on, in ascending order.
         yielded: Number of batches delivered; an error instead of a batch does not count.
         steps: Number of batches that torchdata delivered after its snapshot.
@@ -305,7 +305,7 @@ class State:
         Args:
             state: The state.
             check: Called for states of this package, with the dataset's part and then with the sampler's, before the
-                position and the snapshots are read. Raises ValueError if they do not fit.
+                position and the snapshots are read. Raises ValueError if a part does not fit.
 
         Raises:
             ValueError: ``state`` is not a state, or one of its entries is missing or wrong.
@@ -377,7 +377,7 @@ class State:
     def _read_own(self, own: Mapping[str, Any]) -> None:
         ahead = value_of(own, Own.AHEAD, list, tuple)
         if not all(isinstance(value, int) and value >= 0 for value in ahead):
-            raise ValueError(f"the state's {Own.AHEAD!r} must have non-negative integers, got {ahead!r}")
+            raise ValueError(f"the state's {Own.AHEAD!r} must contain only non-negative integers, got {ahead!r}")
         self.ahead = tuple(sorted(ahead))
         self.epoch = count(own, Own.EPOCH)
         self.failures = count(own, Own.FAILURES, 0)

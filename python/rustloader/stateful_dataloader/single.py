@@ -51,7 +51,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         resuming.load_dataset(loader.dataset, start)
         self._epoch.init_torch_iterator(self, super().__init__, loader)
         resuming.load_iterator(self._dataset_fetcher, start)
-        self._maker = Snapshots(SnapshotPolicy(self._epoch.every, plan.low), 1, self._dataset_kind)
+        self._snapshot_maker = Snapshots(SnapshotPolicy(self._epoch.every, plan.low), 1, self._dataset_kind)
         config = fetching.adapted(loader, resolve(loader).changed(worker_threads=1))
         self._epoch.seed_from(fetching.seeding(loader, config, int(self._base_seed)))
         # The guard, which decides what happens to failed samples, and their count; None if `on_error` is "raise".
@@ -66,12 +66,13 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         tracing.follow_fetches(self, loader_state.of(loader), names.of(loader))
 
     def _resume_sampler(self, torch_iterator: Iterator[Any]) -> Iterator[Any]:
-        """Takes the first snapshot and replays the batches after the saved one. Returns the remaining index batches."""
+        """Takes the first snapshot. Replays the batches between the saved snapshot and the position. Returns the
+        remaining index batches."""
         start, low = self._start, self.origin.low
         fetcher, count = self._dataset_fetcher, start.replayed
-        with contextlib.suppress(Exception):  # `state` raises it again
-            first = self._maker.first(fetcher, self._dataset)
-            if self._maker.has_state:
+        with contextlib.suppress(Exception):  # `state` raises the error again
+            first = self._snapshot_maker.first(fetcher, self._dataset)
+            if self._snapshot_maker.has_state:
                 self._snapshots.append((0, first))
         is_map = self._dataset_kind == _DatasetKind.Map
         self._epoch.sampling = sampling = self._epoch.sample_from(
@@ -93,7 +94,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
 
     @property
     def raised(self) -> int:
-        """Number of answers in the epoch that were errors. Prefetching reads it."""
+        """Number of answers in the epoch that were errors. A prefetcher reads it."""
         return self._epoch.raised
 
     def delivered_nothing(self) -> bool:
@@ -173,7 +174,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
                 self._errors.append(answers)
                 self._epoch.raised += 1
             raise
-        if self._maker.has_state:
+        if self._snapshot_maker.has_state:
             self._keep_snapshot(answers)
         return data
 
@@ -183,7 +184,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         self.finished = True
 
     def _keep_snapshot(self, answers: int) -> None:
-        made = self._maker.after(self.origin.low + answers, self._dataset_fetcher, self._dataset)
+        made = self._snapshot_maker.after(self.origin.low + answers, self._dataset_fetcher, self._dataset)
         if made is None:
             return
         kept = self._snapshots
@@ -202,7 +203,9 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         while back:
             answers -= 1
             if answers < 0:
-                raise ValueError("back must not be larger than the number of batches delivered since the last resume")
+                raise ValueError(
+                    "back must not be larger than the number of batches delivered since the epoch began or was resumed"
+                )
             back -= answers not in self._errors
         return answers
 
@@ -235,11 +238,11 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         )
 
     def _worker(self, answers: int, is_last: bool, finished: bool) -> WorkerStart:
-        """Returns the start that resumes the dataset and the fetcher after a number of answers.
+        """Returns the start from which the dataset and the fetcher resume after a number of answers.
 
         ``is_last`` is True if these are all answers so far.
         """
-        maker, start, snapshot = self._maker, self._start, None
+        maker, start, snapshot = self._snapshot_maker, self._start, None
         is_at_start = answers == 0 and start.has_state and not finished
         if is_last and maker.has_state and not is_at_start and (finished or self._drawn_at != answers):
             snapshot = maker.state(self._dataset_fetcher, self._dataset)

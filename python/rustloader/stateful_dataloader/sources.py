@@ -29,7 +29,7 @@ class Source:
         start: The start of the order; None to draw the order as torch does.
         skip: Number of indices to skip.
         iterator: The iterator over a DistributedSampler, if torch has already created it.
-        is_owed: As for ``Start``.
+        owes_draws: As for ``Start``.
     """
 
     def __init__(
@@ -38,16 +38,16 @@ class Source:
         start: Mapping[str, Any] | None,
         skip: int,
         iterator: Iterator[Any] | None = None,
-        is_owed: bool = False,
+        owes_draws: bool = False,
     ) -> None:
-        self._is_owed = is_owed
+        self._owes_draws = owes_draws
         self._kind = kind
         self._start = start
         self._skip = skip
         self._iterator = iterator
         # Only the first entry counts. A signal handler that calls `begin` during a call of `begin` may add a second.
         self._begun: list[_Begun] = []
-        # Makes other threads wait. Reentrant, because a signal handler runs in the same thread.
+        # Makes other threads wait. Reentrant, because a signal handler may run in the thread that holds it.
         self._lock = threading.RLock()
 
     def begin(self) -> _Begun:
@@ -79,9 +79,9 @@ class Source:
             # torch draws from the global generator.
             state = torch.get_rng_state()
             return _advanced(iter(inner)), {"global_generator": state}
-        if self._is_owed and self._start is not None and "global_generator" in self._start:
+        if self._owes_draws and self._start is not None and "global_generator" in self._start:
             _advanced(iter(inner))
-        start = Start(self._start, self._is_owed)
+        start = Start(self._start, self._owes_draws)
         generator, is_private = start.generator_of(inner)
         if is_private:
             inner = copy.copy(inner)

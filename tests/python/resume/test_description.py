@@ -446,7 +446,7 @@ def test_states_of_a_loader(workers, shuffle):
     states.append(loader.state_dict())
     positions = [f"{k} batch{'es' * (k != 1)} delivered of 7; the next one is batch {k}" for k in range(7)]
     positions.append(
-        "7 batches delivered of 7; the end was not reached, and the next iter() is an epoch without batches"
+        "7 batches delivered of 7; the end was not reached, and the next iter() begins an epoch without batches"
     )
     positions.append("7 batches delivered of 7; the epoch has ended, and the next iter() begins another one")
     assert [line(state, "position") for state in states] == [f"epoch 0, {position}" for position in positions]
