@@ -1,4 +1,4 @@
-# Everything a newcomer needs; `make help` explains it. The environment is made in .venv by the targets themselves.
+# The tasks of development; `make help` lists them. The targets create .venv themselves.
 
 PYTHON ?= python3
 TORCH ?= torch
@@ -11,10 +11,10 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 CARGO ?= cargo
 HOST = $(shell rustc -vV | sed -n 's/^host: //p')
-# One interpreter for every build of the bindings, so that cargo does not build PyO3 again for each.
+# All builds of the bindings use the same interpreter, so that cargo does not rebuild PyO3 for each.
 export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 
-# What the extension is built from. Python files are used where they are.
+# The sources of the extension. Python files need no build: they are imported from the source tree.
 RUST_SOURCES := $(shell find src -name '*.rs' 2>/dev/null) Cargo.toml Cargo.lock pyproject.toml
 
 .DEFAULT_GOAL := help
@@ -32,14 +32,14 @@ help: ## Show this text
 	@echo
 	@echo 'Variables, with their current values:'
 	@echo '  PYTHON=$(PYTHON)   the Python of .venv: a name or a path, 3.11 or newer'
-	@echo '  TORCH=$(TORCH)   the torch of .venv, as an argument of pip, for instance TORCH=torch==2.6.0'
-	@echo '  ARGS=$(ARGS)   more arguments for the program or the tests, for instance ARGS=--help'
+	@echo '  TORCH=$(TORCH)   the torch of .venv, as a requirement for pip, for example TORCH=torch==2.6.0'
+	@echo '  ARGS=$(ARGS)   additional arguments for the program or the tests, for example ARGS=--help'
 	@echo '  KIND=$(KIND)   what make compare or make stress runs'
 	@echo '  START_METHOD=$(START_METHOD)   how the loaders of make test start workers: fork, forkserver or spawn'
 	@echo
 	@echo 'Targets that use Python first set up .venv (about 5 GB with torch), and keep it until PYTHON or TORCH changes.'
 
-demo: build ## See what rustloader gains on this machine, and that a training's losses stay the same (ARGS=--help)
+demo: build ## Measure the gain on this machine, and check that training losses stay the same (ARGS=--help)
 	$(BIN)/python examples/start/demo $(ARGS)
 
 TEST_RUST := $(CARGO) test --features failpoints
@@ -52,33 +52,34 @@ test-all: build ## Run all tests in full, without Ray (40 minutes on two cores)
 	@$(MAKE) test-loom test-python LANE=
 	$(PYTEST) tests/python -m alone $(ARGS)
 
-# A target directory of its own: other RUSTFLAGS would make cargo build everything again each time.
+# A separate target directory: other RUSTFLAGS in the same one would make cargo rebuild everything each time.
 test-loom: ## Run the loom models of the lock-free parts
 	RUSTFLAGS="$$RUSTFLAGS --cfg loom" $(CARGO) test --release --target-dir target/loom --test 'loom_*'
 
-# Tests wait about as long as they work, so twice as many processes as cores, up to 8. Each takes 400 MB. A process that has
-# run out of tests takes some of another's.
+# Tests wait about half of the time, so there are two processes per core, up to 8 in all. Each takes 400 MB. A process
+# that has run out of tests takes some from another.
 JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 PARALLEL := -n $(JOBS) --dist worksteal --max-worker-restart 0 -m 'not alone'
 
-# How loaders start workers where a test does not say. It takes Python 3.14's default to other versions.
+# The start method of loaders for which a test sets none. forkserver is the default of Python 3.14.
 START_METHOD ?= fork
 
 LANE ?= --short
-test-python: build failpoints ## Run a short form of all Python tests (LANE= in full; ARGS='-k name')
+test-python: build failpoints ## Run a short form of all Python tests (LANE= runs them in full; ARGS='-k name')
 	RUSTLOADER_TEST_START_METHOD=$(START_METHOD) $(PYTEST) tests/python $(PARALLEL) $(LANE) $(ARGS)
 
-test-docs: build ## Run the tests of documents, docstrings, options and packaging in full
+test-docs: build ## Run the tests of documentation, docstrings, options and packaging in full
 	$(PYTEST) tests/python/docs $(PARALLEL) $(ARGS)
 
 # Scheduler, engine, shared memory and codec in Rust; whole loaders, pinning, statistics and the command line in Python.
 FAST := parity/test_class parity/test_iteration parity/test_worker unit/test_codec device/test_pinning tools/test_stats \
 	tools/test_cli_arguments tools/test_cli_bench_passes
-test-fast: build ## Run a part of the tests, for work on the code (a minute on two cores)
+test-fast: build ## Run a subset of the tests, for use during development (a minute on two cores)
 	$(TEST_RUST) --lib --test '*_model' --test 'engine_*' --test garbage
 	$(PYTEST) $(FAST:%=tests/python/%.py) $(PARALLEL) --short $(ARGS)
 
-# Programs that break things at random, each for minutes; `make test-all` runs a short form of each, `make test` of most.
+# Programs that inject random faults or run random programs, for minutes each. `make test-all` runs a short form of
+# each, and `make test` of most.
 STRESS.kill := faults.kill
 STRESS.matrix := faults.matrix --all
 STRESS.restarts := faults.restarts
@@ -99,21 +100,22 @@ STRESS.gpu := faults.device_stress
 STRESS.gpu-sanitizer := faults.device_stress --small --epochs 1
 STRESS.KINDS := $(sort $(patsubst STRESS.%,%,$(filter-out STRESS.KINDS,$(filter STRESS.%,$(.VARIABLES)))))
 SANITIZER ?= compute-sanitizer
-stress: build $(if $(filter ray%,$(KIND)),$(RAY)/.made-with) $(if $(filter failures,$(KIND)),failpoints) ## Break things at random: KIND=kill, interrupts, restarts, ... (make stress alone lists them)
+stress: build $(if $(filter ray%,$(KIND)),$(RAY)/.made-with) $(if $(filter failures,$(KIND)),failpoints) ## Inject random faults or run random programs: KIND=kill, interrupts, ... (make stress alone lists them)
 ifeq ($(KIND),)
-	@echo 'make stress KIND=..., with ARGS=--help for what it does: $(STRESS.KINDS)'
+	@echo 'make stress KIND=... (ARGS=--help explains a kind). The kinds: $(STRESS.KINDS)'
 else ifeq ($(STRESS.$(KIND)),)
-	@echo 'error: KIND=$(KIND) is none of $(STRESS.KINDS)' >&2; exit 1
+	@echo 'error: KIND=$(KIND) is not one of $(STRESS.KINDS)' >&2; exit 1
 else ifneq ($(filter ray%,$(KIND)),)
 	@$(IN_ITS_OWN_NETWORK) cd tests/lib; "$$@" $(abspath $(RAY))/bin/python -m $(STRESS.$(KIND)) $(ARGS)
 else ifeq ($(KIND),gpu-sanitizer)
-	@command -v $(SANITIZER) >/dev/null || { echo 'error: $(SANITIZER) was not found. It comes with the CUDA toolkit: put its bin folder on PATH, or name it in SANITIZER.' >&2; exit 1; }
+	@command -v $(SANITIZER) >/dev/null || { echo 'error: $(SANITIZER) was not found. It comes with the CUDA toolkit: put its bin folder on PATH, or set SANITIZER to the path of the program.' >&2; exit 1; }
 	cd tests/lib && $(SANITIZER) --target-processes application-only --report-api-errors no --error-exitcode 1 $(abspath $(BIN))/python -m $(STRESS.$(KIND)) $(ARGS)
 else
 	cd tests/lib && $(abspath $(BIN))/python -m $(STRESS.$(KIND)) $(ARGS)
 endif
 
-# The extension needs an ASan runtime in the process before it: gcc's, and the C++ library, so that torch's exceptions pass.
+# gcc's ASan runtime must be loaded before the extension, together with libstdc++: otherwise torch's C++ exceptions
+# fail.
 ASAN_TESTS := codec tensors leases transport_torch damage
 asan: build ## Run the Rust tests and some Python tests under AddressSanitizer (needs a nightly Rust and gcc's libasan)
 	RUSTFLAGS="$$RUSTFLAGS -Zsanitizer=address" $(CARGO) +nightly test --tests --no-fail-fast --features failpoints --target $(HOST) --target-dir target/asan
@@ -123,13 +125,13 @@ asan: build ## Run the Rust tests and some Python tests under AddressSanitizer (
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
 		PYTHONPATH=target/asan/python $(BIN)/python -m pytest $(ASAN_TESTS:%=tests/python/unit/test_%.py) $(ARGS)
 
-# Both ask databases on the network, which lint does not need.
-audit: $(VENV)/.made-with ## Look for known vulnerabilities of the dependencies (cargo install cargo-audit; needs the network)
+# Both programs query databases over the network, so `make lint` does not run them.
+audit: $(VENV)/.made-with ## Look for known vulnerabilities in the dependencies (cargo install cargo-audit; needs the network)
 	$(CARGO) audit
 	$(BIN)/python -m venv target/audit && target/audit/bin/pip install --quiet pip-audit
 	target/audit/bin/pip-audit --path $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
-# On a machine without a CUDA device all of them are skipped.
+# Without a CUDA device, all these tests are skipped.
 test-gpu: build ## Run the tests that need a CUDA device
 	$(PYTEST) tests/python -m gpu $(ARGS)
 
@@ -145,9 +147,9 @@ lint: build ## Run formatters, linters and type checkers for Rust and Python
 	$(BIN)/python tests/mutants/run.py --check
 	$(BIN)/python -m mypy.stubtest rustloader._core --allowlist tests/stubtest-allowlist.txt --ignore-unused-allowlist --mypy-config-file pyproject.toml
 
-failpoints: target/failpoints/.built ## Build the extension with failpoints, for tests that refuse system calls (not installed)
+failpoints: target/failpoints/.built ## Build the extension with failpoints, for tests that make system calls fail (not installed)
 
-# Programs that measure, in benches/. Each interleaves what it compares in one run.
+# The programs of benches/. Each measures what it compares in interleaved rounds of one run.
 COMPARE.auto := auto
 COMPARE.breakdown := breakdown
 COMPARE.gpu := gpu to_device registered
@@ -166,21 +168,21 @@ COMPARE.starts := starts
 COMPARE.KINDS := $(sort $(patsubst COMPARE.%,%,$(filter-out COMPARE.KINDS,$(filter COMPARE.%,$(.VARIABLES)))))
 compare: build $(if $(filter ray,$(KIND)),$(RAY)/.made-with) ## Compare with torch's DataLoader (ARGS='--quick'), or measure something else: KIND=memory, resuming, ...
 ifeq ($(COMPARE.$(or $(KIND),rows)),)
-	@echo 'error: KIND=$(KIND) is none of $(COMPARE.KINDS)' >&2; exit 1
+	@echo 'error: KIND=$(KIND) is not one of $(COMPARE.KINDS)' >&2; exit 1
 else ifeq ($(KIND),ray)
 	@$(IN_ITS_OWN_NETWORK) "$$@" $(RAY)/bin/python benches/remote.py $(ARGS)
 else
 	@set -ex; for program in $(COMPARE.$(or $(KIND),rows)); do $(BIN)/python benches/$$program.py $(ARGS); done
 endif
 
-# Not a part of `make test`: it needs the network once, and what it tests is written by others.
+# Not part of `make test`: the first run needs the network, and a failure may be that of another project.
 ecosystem: build $(ECOSYSTEM)/.made-with ## Run Lightning, transformers, timm and nine more on both loaders (another 6 GB)
 	$(ECOSYSTEM)/bin/python -m pytest tests/ecosystem $(ARGS)
 
-# Ray listens on all interfaces: where the system allows it, in a network of its own, with the loopback alone.
+# Ray listens on all interfaces. If the system allows it, Ray runs in a network namespace that has only the loopback.
 ALONE := unshare --net --map-root-user sh -c 'ip link set lo up && exec "$$@"' alone
 IN_ITS_OWN_NETWORK = if $(ALONE) true 2>/dev/null; then set -- $(ALONE); else set --; fi; set -x;
-test-ray: build $(RAY)/.made-with ## Run workers as actors of a small Ray cluster (another 300 MB)
+test-ray: build $(RAY)/.made-with ## Run the tests of workers on a small Ray cluster (another 300 MB)
 	@$(IN_ITS_OWN_NETWORK) "$$@" $(RAY)/bin/python -m pytest tests/ray -W default $(ARGS)
 
 wheel: $(VENV)/.made-with ## Build a wheel into dist/
@@ -196,7 +198,7 @@ dist: $(VENV)/.made-with ## Build and check a release in dist/: this machine's w
 	target/twine/bin/twine check --strict dist/*.whl dist/*.tar.gz
 	target/twine/bin/abi3audit --strict dist/*-abi3-*.whl
 
-# Built from sources alone: an environment of its own, without torch.
+# The site is built from the sources alone, in a separate environment without torch.
 DOCS := target/docs
 docs: $(DOCS)/.made ## Build the documentation's site in target/site; a dead link or anchor is an error
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict $(ARGS)
@@ -216,8 +218,8 @@ clean: ## Remove everything that make created: .venv, builds, caches, the demo's
 
 build: $(VENV)/.built ## Build the extension and install it into .venv
 
-# .made-with holds what PYTHON and TORCH were. Where it says something else, or the Python behind it has gone,
-# scripts/venv.sh runs again and changes what has to change.
+# .made-with records the PYTHON and TORCH that .venv was made with. If they differ from the current ones, or the Python
+# of .venv no longer exists, scripts/venv.sh runs again and updates .venv.
 export PYTHON TORCH
 MADE_WITH := $(shell test -x $(BIN)/python && cat $(VENV)/.made-with 2>/dev/null)
 ifneq ($(MADE_WITH),PYTHON=$(PYTHON) TORCH=$(TORCH))
