@@ -21,8 +21,8 @@ from rustloader.tools.bench.timeline import Timeline
 __all__ = ["draw", "write"]
 
 INK = "#333333"
-# Okabe and Ito's colours, which colour-blind people can distinguish. The timelines use those of TORCH and OURS.
-COLOURS = {NO_WORKERS: "#777777", TORCH: "#D55E00", OURS: "#0072B2"}
+# Okabe and Ito's colors, which color-blind people can distinguish. The timelines use those of TORCH and OURS.
+COLORS = {NO_WORKERS: "#777777", TORCH: "#D55E00", OURS: "#0072B2"}
 GROUP = 4.4  # height of a workload's group, in bars: its title, three bars, a gap
 WIDTH = 1.17  # width of the part with the bars; the longest bar is 1, and its rate is next to it
 
@@ -56,7 +56,7 @@ def draw(results: list[Result], timelines: dict[str, Timeline], pictured: Worklo
     gains = left.subplots()
     _draw_gains(gains, results)
     labels = {NO_WORKERS: "torch, no workers", TORCH: "torch", OURS: "rustloader"}
-    _draw_legend(left, [Patch(color=COLOURS[name], label=label) for name, label in labels.items()])
+    _draw_legend(left, [Patch(color=COLORS[name], label=label) for name, label in labels.items()])
 
     right.suptitle(f"{pictured.name}, with a training step of {STEP * 1e3:.0f} ms", fontsize=12, color=INK)
     panels = list(right.subplots(2, sharex=True))
@@ -84,12 +84,12 @@ def _draw_gains(panel: Axes, results: list[Result]) -> None:
         panel.text(0, top, result.workload.name, fontsize=11, fontweight="bold", color=INK, va="center")
         gain = result.ratio(OURS, TORCH)
         words = "no measurable difference" if gain is None else f"{times(gain)} torch with workers"
-        panel.text(WIDTH, top, words, fontsize=10.5, color=COLOURS[OURS], va="center", ha="right")
+        panel.text(WIDTH, top, words, fontsize=10.5, color=COLORS[OURS], va="center", ha="right")
         fastest = max(map(max, result.rates.values()))  # each group has its own scale
         for number, name in enumerate((NO_WORKERS, TORCH, OURS), start=1):
             lane = top + number
             low, high = min(result.rates[name]) / fastest, max(result.rates[name]) / fastest
-            panel.barh(lane, result.median(name) / fastest, 0.86, color=COLOURS[name])
+            panel.barh(lane, result.median(name) / fastest, 0.86, color=COLORS[name])
             panel.plot([low, high], [lane, lane], color=INK, linewidth=1.2, solid_capstyle="butt")
             panel.text(high + 0.015, lane, rate(result.median(name)), fontsize=10, color=INK, va="center")
     panel.set_xlim(0, WIDTH)
