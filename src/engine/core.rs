@@ -153,7 +153,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         }
     }
 
-    /// Returns, for each worker, true if the worker takes tasks in this epoch.
+    /// Returns, for each worker, whether it takes tasks in this epoch.
     pub fn active(&self) -> Vec<bool> {
         (0..self.arena().geometry().workers).map(|worker| self.scheduler.is_active(WorkerId(worker))).collect()
     }

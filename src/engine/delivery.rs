@@ -48,7 +48,7 @@ use crate::scheduler::Decision;
 /// An event of the current call.
 #[derive(Debug)]
 pub enum Event<T, B, E> {
-    /// An epoch begins. This event resets the state of the last epoch.
+    /// An epoch begins. This event resets the state of the previous epoch.
     EpochBegan,
     /// A call to `next` begins.
     NextBegan,
@@ -78,7 +78,7 @@ enum Stage {
     Draws(u32),
     /// The scheduler decides the answer.
     Answers,
-    /// The scheduler has answered `Wait`, and the timeout runs.
+    /// The scheduler has answered `Wait`, and the timeout is running.
     Waits,
 }
 

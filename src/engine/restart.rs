@@ -15,10 +15,10 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.liveness.restarts()
     }
 
-    /// Empties a vacant worker's slot for its next process, which [`Engine::started`] registers. Results that the last
+    /// Empties a vacant worker's slot for its next process, which [`Engine::started`] registers. Results that the dead
     /// process published stay valid, and so do the leases on its blocks. The payloads of tasks that it did not take are
-    /// released. The call may be repeated until `started` succeeds. If a failed `started` has filled the slot, that
-    /// process must have ended.
+    /// released. The call may be repeated until `started` succeeds. If a failed `started` has filled the slot, the
+    /// process in it must have ended.
     ///
     /// Errors: [`Error::Usage`] if the worker is not vacant.
     pub fn vacate(&mut self, worker: u32) -> Result<()> {

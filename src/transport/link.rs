@@ -68,7 +68,7 @@ struct Intake {
     has_left: bool,
     /// The error with which the consumer failed to receive. The thread then ends the connection.
     failed: Option<Error>,
-    /// True if the connection has ended, or is damaged.
+    /// True if the connection has ended or failed.
     has_ended: bool,
     /// True if the thread must receive the next frame, because it has to wait for memory.
     needs_memory: bool,
@@ -420,7 +420,7 @@ impl Link {
             let mut rows = Vec::new();
             wire::message_head(leaves.iter(), &mut rows);
             let memory = self.arena.block_memory(self.worker, block, len)?.as_ptr();
-            // SAFETY: the block has `len` bytes, which are the rows and the payload, and nothing else uses it yet.
+            // SAFETY: the block has `len` bytes, for the rows and the payload, and nothing else uses it yet.
             unsafe {
                 std::ptr::copy_nonoverlapping(rows.as_ptr(), memory, rows.len());
                 let payload = memory.add(rows.len());

@@ -61,7 +61,7 @@ pub struct Port {
     /// worker's loop writes it.
     pub(super) largest: [AtomicU64; 2],
     stack: StackOffer,
-    /// CPU nanoseconds of the process when the current fetch began; 0 if it is not measured.
+    /// CPU time of the process when the current fetch began, in nanoseconds; 0 if the fetch is not measured.
     fetch_began: AtomicU64,
     /// The connection to the main process, if the main process is on another machine. The main process cannot see the
     /// status page in that case.
