@@ -608,7 +608,7 @@ class Port:
 
     def finish(self, seconds: float) -> bool:
         """Sends the remaining published results to a main process on another machine, and closes the connection. Runs
-        without the GIL. Returns True if all results were sent within ``seconds``. Must be called after ``leave``."""
+        without the GIL. Returns False if that takes longer than ``seconds``. Must be called after ``leave``."""
 
     def watch(self, parent: tuple[int, int]) -> None:
         """Makes this process end once the main process, given by its pid and start time, has ended."""

@@ -61,7 +61,7 @@ impl Answers {
         Ok(Some(Snapshot { answers, is_error: message.is_error(), payload: message.read()? }))
     }
 
-    /// Keeps a snapshot that has arrived, and releases those that no position still needs.
+    /// Keeps a snapshot that has arrived, and releases those that no position needs any longer.
     pub(super) fn keep(&mut self, arena: &Arc<Arena>, incoming: Incoming) {
         let settled = self.positions.settled(incoming.worker);
         let message = SnapshotMessage::new(arena, incoming);

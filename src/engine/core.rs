@@ -57,7 +57,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// Creates an engine without workers or snapshots, over a given arena.
     pub fn over(arena: Arc<Arena>, settings: Settings) -> Result<Self> {
         if arena.geometry().shared_queue != (settings.dispatch == Dispatch::SharedQueue) {
-            return Err(Error::usage("an arena must have a shared queue if the dispatch uses one, and only then"));
+            return Err(Error::usage("an arena must have a shared queue if and only if the dispatch uses one"));
         }
         let handle = Arc::new(Handle::new(arena.clone())?);
         page::open(&arena, &settings);
@@ -153,7 +153,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         }
     }
 
-    /// Returns, for each worker, true if the worker takes tasks in this epoch.
+    /// Returns, for each worker, whether it takes tasks in this epoch.
     pub fn active(&self) -> Vec<bool> {
         (0..self.arena().geometry().workers).map(|worker| self.scheduler.is_active(WorkerId(worker))).collect()
     }
@@ -192,8 +192,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
 
     fn registered(&mut self, worker: u32, process: &Process, token: u64) -> Result<()> {
         let is_vacant = self.scheduler.is_vacant(WorkerId(worker));
-        // The call does not fail if the process of a replacement cannot be added to the poll set: the loader then
-        // checks at intervals whether the process has ended.
+        // The call does not fail if a replacement process cannot be added to the poll set: the loader then checks at
+        // intervals whether the process has ended.
         self.inbox.watch(worker, process, token, is_vacant)?;
         if is_vacant { self.replaced(worker) } else { Ok(()) }
     }
@@ -238,7 +238,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         let first_task = self.scheduler.first_task().0;
         self.outbox.begin_epoch(first_task, message, rewinds);
         self.times.show_epoch(first_task);
-        let result = self.effects();
+        let result = self.perform_actions();
         self.sticky(result)
     }
 
@@ -306,7 +306,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     }
 
     #[inline]
-    pub(super) fn effects(&mut self) -> Result<()> {
+    pub(super) fn perform_actions(&mut self) -> Result<()> {
         while let Some(action) = self.scheduler.poll() {
             match action {
                 Action::Retire(worker) => self.outbox.control(worker.0, TaskKind::Leave, &[])?,

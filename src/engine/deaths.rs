@@ -18,7 +18,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             // queue, while the other workers may be asleep.
             self.handle.wake(worker)?;
         }
-        self.effects()
+        self.perform_actions()
     }
 
     /// Returns the details of a death, for the caller's error.

@@ -7,7 +7,7 @@
 //! # Precedence
 //! [`Delivery::answer`] alone decides which answer comes first. It returns the answer of the first row that applies:
 //!
-//! | # | State | Answer | Left by |
+//! | # | State | Answer | Ended by |
 //! |---|---|---|---|
 //! | 1 | an earlier call deferred an error of the sampler ([`Event::DrawFailed`]); checked once, as the call begins | [`Step::Raise`] | the answer |
 //! | 2 | the iterator is closed | [`Step::Closed`] | nothing |
@@ -23,7 +23,7 @@
 //!
 //! An error of the sampler never replaces a batch: the call whose draw fails still delivers its batch, and the error is
 //! deferred to the next call (1) or to the end of the epoch (8). After an error or an interrupt the draw is owed,
-//! because a signal handler may have raised the exception before the sampler yielded an index.
+//! because a signal handler may have raised the exception before the sampler yielded an index batch.
 //!
 //! With a window, no draw is owed, because the scheduler answers `Submit` while there is room. The scheduler must not
 //! do so while an error is deferred, or a sampler that always fails would keep the call from ending.
@@ -31,7 +31,7 @@
 //!
 //! # State kept elsewhere
 //! - The scheduler keeps the staged batch, the refills for exhausted workers, and the death that it raises. They are
-//!   part of torch's algorithm, and `tests/scheduler_model.rs` compares them to torch's fields.
+//!   part of torch's algorithm, and `tests/scheduler_model.rs` compares them with torch's fields.
 //! - Python's `Session` keeps `last`, the error that every call raises after an end or a death: waiting threads and
 //!   forked children cannot access the state in this module. It also keeps `rescued`, an answer that a signal handler
 //!   intercepted after the engine had returned it. Both take precedence over this table, `last` before `rescued`.
@@ -48,7 +48,7 @@ use crate::scheduler::Decision;
 /// An event of the current call.
 #[derive(Debug)]
 pub enum Event<T, B, E> {
-    /// An epoch begins. This event resets the state of the last epoch.
+    /// An epoch begins. This event resets the state of the previous epoch.
     EpochBegan,
     /// A call to `next` begins.
     NextBegan,
@@ -78,7 +78,7 @@ enum Stage {
     Draws(u32),
     /// The scheduler decides the answer.
     Answers,
-    /// The scheduler has answered `Wait`, and the timeout runs.
+    /// The scheduler has answered `Wait`, and the timeout is running.
     Waits,
 }
 

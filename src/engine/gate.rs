@@ -10,12 +10,12 @@ use crate::sync::lock;
 /// handler instead of deadlocking.
 #[derive(Debug, Default)]
 pub struct Gate {
-    queue: Mutex<Queue>,
+    state: Mutex<State>,
     freed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Queue {
+struct State {
     owner: Option<ThreadId>,
     /// Number of threads that wait for `freed`. If it is 0, `leave` makes no system call.
     waiting: usize,
@@ -33,17 +33,17 @@ pub enum Attempt {
 }
 
 impl Gate {
-    fn queue(&self) -> MutexGuard<'_, Queue> {
-        lock(&self.queue)
+    fn state(&self) -> MutexGuard<'_, State> {
+        lock(&self.state)
     }
 
     /// Takes exclusive access if no thread has it.
     #[inline]
     pub fn try_enter(&self) -> Attempt {
-        let (mut queue, me) = (self.queue(), thread::current().id());
-        match queue.owner {
+        let (mut state, me) = (self.state(), thread::current().id());
+        match state.owner {
             None => {
-                queue.owner = Some(me);
+                state.owner = Some(me);
                 Attempt::Entered
             }
             Some(owner) if owner == me => Attempt::Reentered,
@@ -54,20 +54,20 @@ impl Gate {
     /// Waits until another thread gives up exclusive access, for at most `limit`. Returns at once if no thread has it.
     /// The caller must try to enter again.
     pub fn wait(&self, limit: Duration) {
-        let mut queue = self.queue();
-        if queue.owner.is_some() {
-            queue.waiting += 1;
-            (queue, _) = self.freed.wait_timeout(queue, limit).unwrap_or_else(PoisonError::into_inner);
-            queue.waiting -= 1;
+        let mut state = self.state();
+        if state.owner.is_some() {
+            state.waiting += 1;
+            (state, _) = self.freed.wait_timeout(state, limit).unwrap_or_else(PoisonError::into_inner);
+            state.waiting -= 1;
         }
     }
 
     /// Ends the caller's exclusive access.
     #[inline]
     pub fn leave(&self) {
-        let mut queue = self.queue();
-        queue.owner = None;
-        if queue.waiting > 0 {
+        let mut state = self.state();
+        state.owner = None;
+        if state.waiting > 0 {
             self.freed.notify_one();
         }
     }
@@ -111,7 +111,7 @@ mod tests {
             })
             .collect();
         threads.into_iter().for_each(|thread| thread.join().unwrap());
-        assert_eq!(gate.queue().waiting, 0);
+        assert_eq!(gate.state().waiting, 0);
     }
 
     #[test]
@@ -120,6 +120,6 @@ mod tests {
         gate.wait(Duration::from_secs(600));
         assert_eq!(gate.try_enter(), Attempt::Entered);
         gate.wait(Duration::from_millis(1));
-        assert_eq!(gate.queue().waiting, 0);
+        assert_eq!(gate.state().waiting, 0);
     }
 }

@@ -30,7 +30,7 @@ struct WorkerSlot {
     /// Number of processes that have been started in this slot.
     generation: u32,
     /// The current process; `None` before the start of the first process and of each replacement.
-    liveness: Option<Arc<Process>>,
+    process: Option<Arc<Process>>,
 }
 
 /// Returns the token of a worker's pidfd in a poll set. It includes the generation, so that an event of an earlier
@@ -109,20 +109,20 @@ impl Handle {
     /// use.
     fn register(&self, worker: u32, open: impl FnOnce() -> Result<Process>) -> Result<(Arc<Process>, u64)> {
         let mut slot = self.slot(worker)?;
-        if slot.liveness.is_some() {
+        if slot.process.is_some() {
             return Err(Error::usage(format!("worker {worker} was started twice")));
         }
         let process = Arc::new(open()?);
         self.trace.mark(Kind::Started, worker, process.pid as u64, u64::from(slot.generation));
         slot.generation += 1;
-        slot.liveness = Some(process.clone());
+        slot.process = Some(process.clone());
         Ok((process, token(worker, slot.generation)))
     }
 
     /// Empties a worker's slot. Fails with [`Error::Usage`] if it is empty or if its process has not ended.
     pub(super) fn vacate(&self, worker: u32) -> Result<()> {
         let mut slot = self.slot(worker)?;
-        match slot.liveness.take_if(|process| process.has_exited()) {
+        match slot.process.take_if(|process| process.has_exited()) {
             Some(_) => Ok(()),
             None => Err(Error::usage(format!("worker {worker} has no process that has ended"))),
         }
@@ -162,14 +162,14 @@ impl Handle {
 
     /// Returns a worker's current process. Returns `None` before its start, and in a forked child.
     pub fn process(&self, worker: u32) -> Option<Arc<Process>> {
-        self.slot(worker).ok()?.liveness.clone()
+        self.slot(worker).ok()?.process.clone()
     }
 
     /// Returns the worker and the process that a token names. Returns `None` if that process is no longer current.
     pub(super) fn named_by(&self, named: u64) -> Option<(u32, Arc<Process>)> {
         let worker = named as u32;
         let slot = self.slot(worker).ok()?;
-        let process = slot.liveness.clone()?;
+        let process = slot.process.clone()?;
         (token(worker, slot.generation) == named).then_some((worker, process))
     }
 
@@ -177,7 +177,7 @@ impl Handle {
     pub(super) fn new_pin_control(&self) -> Result<Arc<PinControl>> {
         let control = Arc::new(PinControl::new()?);
         let placed = self.pinning.set(control.clone());
-        placed.map_err(|_| Error::usage("an iterator has only one pin thread"))?;
+        placed.map_err(|_| Error::usage("the iterator already has a pin thread"))?;
         Ok(control)
     }
 
@@ -385,7 +385,7 @@ impl Handle {
             let Ok(slot) = self.slot(worker) else { return false };
             // The kernel orders the end of the process after all of its stores.
             let state = || self.arena.control(worker).status.state.load(Ordering::Relaxed);
-            let ended = slot.liveness.as_ref().is_some_and(|process| process.has_exited());
+            let ended = slot.process.as_ref().is_some_and(|process| process.has_exited());
             slot.generation == 1 && ended && state() == WorkerState::Left as u32
         })
     }

@@ -63,7 +63,7 @@ impl<B: Send + 'static> Inbox<B> {
         around: impl FnOnce(pin::Body<P>) -> std::result::Result<(), String> + Send + 'static,
     ) -> Result<()> {
         let Some(Source::Rings(completions)) = self.source.take_if(|source| matches!(source, Source::Rings(_))) else {
-            return Err(Error::usage("an iterator has only one pin thread"));
+            return Err(Error::usage("the iterator already has a pin thread"));
         };
         let link = pin::start(prepare, &self.handle, completions, results, restarts, around)?;
         // Store the link before anything else can fail: the thread owns the rings now.

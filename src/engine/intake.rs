@@ -26,7 +26,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             }
         }
         self.take_events()?;
-        self.effects()
+        self.perform_actions()
     }
 
     /// Completes a [`Step::Open`](super::Step::Open): passes the tied result, with the opened batch `ready`, to the
@@ -34,7 +34,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     pub fn opened(&mut self, ready: B) -> Result<()> {
         let tied = self.delivery.untie(None).ok_or_else(|| Error::usage("no result is tied"))?;
         self.times.tick();
-        let result = self.completed(tied.incoming, Some(ready)).and_then(|()| self.effects());
+        let result = self.completed(tied.incoming, Some(ready)).and_then(|()| self.perform_actions());
         self.sticky(result)
     }
 
@@ -73,7 +73,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             return Ok(());
         }
         let (worker, bytes) = (WorkerId(incoming.worker), incoming.entry.load.bytes);
-        // A task that a death has bound to the worker is no longer in the queue.
+        // A task that was bound to the worker after a death is no longer in the queue.
         if self.outbox.queue().is_some() && !self.scheduler.is_oldest_of(worker, task) {
             self.outbox.answered(incoming.worker, &incoming.entry)?;
         }

@@ -9,7 +9,7 @@ use crate::sync::lock;
 use crate::sys::event::EventFd;
 use crate::transport::Link;
 
-/// The current connection of each worker. Each lock is held only while an `Arc` is copied or replaced.
+/// The current connection of each worker. Each lock is held only while an `Arc` is cloned or replaced.
 #[derive(Debug)]
 pub(super) struct Links(Box<[Mutex<Option<Arc<Link>>>]>);
 

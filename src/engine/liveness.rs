@@ -72,7 +72,7 @@ impl Liveness {
         self.answered[worker as usize] += 1;
     }
 
-    /// Returns the number of results that a worker's processes have published in this epoch; 0 if workers are not
+    /// Returns the number of results that a worker's processes have published in this epoch; 0 unless workers may be
     /// replaced.
     pub(super) fn answers_of(&self, worker: u32) -> u64 {
         self.answered[worker as usize]
@@ -115,7 +115,7 @@ impl Liveness {
         self.overdue.forget(worker);
     }
 
-    /// Drops the record of a worker's last process, because the worker has a process again.
+    /// Drops the record of a worker's dead process, because the worker has a process again.
     pub(super) fn replaced(&mut self, worker: u32) {
         self.records.remove(&worker);
     }

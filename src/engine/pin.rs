@@ -77,7 +77,7 @@ pub struct Body<P: Prepare> {
     events: Sender<PinEvent<P::Ready>>,
     drain: Receiver<u32>,
     /// Workers that died before one of their tied results was opened. That result and all later ones of the same
-    /// process are discarded. `None` if workers are not replaced.
+    /// process are discarded. `None` unless workers may be replaced.
     lost: Option<BTreeSet<u32>>,
 }
 

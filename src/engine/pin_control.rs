@@ -28,13 +28,13 @@ pub struct PinControl {
 #[derive(Debug, Default)]
 pub(super) struct ThreadEnd {
     ended: Mutex<bool>,
-    has_ended: Condvar,
+    condvar: Condvar,
 }
 
 impl ThreadEnd {
     pub(super) fn end(&self) {
         *lock(&self.ended) = true;
-        self.has_ended.notify_all();
+        self.condvar.notify_all();
     }
 }
 
@@ -87,7 +87,7 @@ impl PinControl {
     /// ended.
     pub fn join(&self, limit: Duration) -> bool {
         let ended = lock(&self.end.ended);
-        let waited = self.end.has_ended.wait_timeout_while(ended, limit.min(WAIT_SLICE), |ended| !*ended);
+        let waited = self.end.condvar.wait_timeout_while(ended, limit.min(WAIT_SLICE), |ended| !*ended);
         *waited.unwrap_or_else(PoisonError::into_inner).0
     }
 }

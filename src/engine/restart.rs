@@ -15,10 +15,10 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.liveness.restarts()
     }
 
-    /// Empties a vacant worker's slot for its next process, which [`Engine::started`] registers. Results that the last
+    /// Empties a vacant worker's slot for its next process, which [`Engine::started`] registers. Results that the dead
     /// process published stay valid, and so do the leases on its blocks. The payloads of tasks that it did not take are
-    /// released. The call may be repeated until `started` succeeds. If a failed `started` has filled the slot, that
-    /// process must have ended.
+    /// released. The call may be repeated until `started` succeeds. If a failed `started` has filled the slot, the
+    /// process in it must have ended.
     ///
     /// Errors: [`Error::Usage`] if the worker is not vacant.
     pub fn vacate(&mut self, worker: u32) -> Result<()> {
@@ -60,7 +60,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// Makes the death of a vacant worker final.
     pub fn give_up(&mut self, worker: u32) -> Result<()> {
         self.event(Event::GivenUp(WorkerId(worker)))?;
-        self.effects()
+        self.perform_actions()
     }
 
     /// Records that a vacant worker has a process again.
@@ -68,11 +68,11 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
         self.event(Event::WorkerReplaced(WorkerId(worker)))?;
         self.liveness.replaced(worker);
         self.handle.answers().resumed(worker);
-        let result = self.effects();
+        let result = self.perform_actions();
         self.sticky(result)
     }
 
-    /// Returns the tag of the task that [`Step::Resend`](super::Step::Resend) asks to send again.
+    /// Returns the tag of the task that must be sent again; see [`Step::Resend`](super::Step::Resend).
     pub fn unsent(&self) -> Option<&T> {
         self.scheduler.unsent().map(|(_, _, tag)| tag)
     }

@@ -22,7 +22,7 @@ pub enum Ending {
 }
 
 impl Ending {
-    /// Puts the arena into the pool or releases its pages. Call it without the GIL, because this may take long.
+    /// Puts the arena into the pool or releases its pages. Call it without the GIL, because this may take a long time.
     pub fn carry_out(self) {
         match self {
             Self::Nothing => {}
@@ -71,7 +71,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
                 }
             }
         }
-        match self.event(Event::Shutdown).and_then(|()| self.effects()) {
+        match self.event(Event::Shutdown).and_then(|()| self.perform_actions()) {
             Ok(()) => Ending::Pool(arena),
             Err(_) => Ending::Retire(arena),
         }

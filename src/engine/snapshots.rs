@@ -38,9 +38,9 @@ impl<M> Snapshots<M> {
         self.workers[worker as usize].is_in_epoch = true;
     }
 
-    /// Keeps a snapshot that a worker made after `count` answers, and drops those that no position still needs. All
-    /// positions include at least `settled` answers from this worker. `snapshot` is `None` if the worker omitted the
-    /// snapshot because there was no memory for it.
+    /// Keeps a snapshot that a worker made after `count` answers, and drops those that no position needs any longer.
+    /// All positions include at least `settled` answers from this worker. `snapshot` is `None` if the worker omitted
+    /// the snapshot because there was no memory for it.
     pub fn keep(&mut self, worker: u32, count: u64, snapshot: Option<M>, settled: u64) {
         let WorkerSnapshots { kept, is_in_epoch, has_started } = &mut self.workers[worker as usize];
         if !*is_in_epoch {

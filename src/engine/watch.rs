@@ -93,7 +93,7 @@ impl Watch {
         Some(left)
     }
 
-    /// Returns true if draws in the current call must be measured, because the last call took long.
+    /// Returns true if draws in the current call must be measured, because the last call was long.
     #[inline]
     pub(super) fn was_long(&self) -> bool {
         self.was_long

@@ -7,8 +7,7 @@ use crate::sync::{AtomicU64, Ordering};
 /// Number of counters.
 pub const COUNTERS: usize = WorkerState::COUNT + 7;
 
-/// Returns the counters in the order in which [`store`] writes them, and in which a reader of the page may see them
-/// change.
+/// Returns the counters in the order in which [`store`] writes them. The readers of a status page rely on this order.
 fn counters(page: &StatusPage) -> [&AtomicU64; COUNTERS] {
     let StatusPage { spent_ns, tasks_done, sent, largest, start_queued_ns, start_cpu_ns, .. } = page;
     let [starting, idle, fetch, collate, pack, publish, left] = spent_ns;

@@ -31,7 +31,7 @@ numbered_enum! {
         Stop = 2,
         /// To the worker: end the process at once.
         Kill = 3,
-        /// From the worker: it enters its loop.
+        /// From the worker: it is entering its loop.
         Ready = 4,
         /// From the worker: an answer to a task, or a snapshot.
         Result = 5,
@@ -77,7 +77,7 @@ impl Head {
         let (kind, count) = (Kind::of_number(number(0)), number(4));
         let bad = || {
             let kind = number(0);
-            Error::connection(format!("received an invalid frame: kind {kind}, {count} parts, {len} bytes"))
+            Error::connection(format!("received an invalid frame: kind {kind}, count {count}, {len} bytes"))
         };
         let head = Self { kind: kind.ok_or_else(bad)?, count, len };
         let fits = match head.kind {
@@ -89,7 +89,7 @@ impl Head {
     }
 }
 
-/// Appends words, in little-endian order.
+/// Appends words as little-endian bytes.
 pub fn put_words(out: &mut Vec<u8>, words: &[u64]) {
     words.iter().for_each(|word| out.extend_from_slice(&word.to_le_bytes()));
 }

@@ -34,7 +34,7 @@ impl FrameReader {
     }
 
     /// Receives the available bytes if there is no complete head yet, and returns what has arrived. Does not wait.
-    /// Returns an error if the connection has ended inside a frame.
+    /// Returns an error if the connection has ended in the middle of a frame.
     pub(super) fn arrived(&mut self, socket: &Socket) -> Result<Arrived> {
         if self.end - self.begin >= HEAD {
             return Ok(Arrived::Head);
@@ -165,5 +165,5 @@ fn receive_some(
 }
 
 fn cut() -> Error {
-    Error::connection("it was closed inside a frame")
+    Error::connection("it was closed in the middle of a frame")
 }

@@ -1,5 +1,5 @@
-//! The sending side of a link, which moves tasks from the rings to the socket, and keeps track of tasks that are not
-//! answered yet.
+//! The sending side of a link, which moves tasks from the rings to the socket, and keeps track of the tasks that have
+//! not been answered.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -18,14 +18,14 @@ use crate::sys;
 use crate::sys::socket::{Part, Socket, Transfer};
 use crate::wire::{ResultEntry, ResultKind, TaskEntry, TaskKind};
 
-/// The sending side, with the tasks that were taken from the rings and are not answered yet.
+/// The sending side, with the tasks that have been taken from the rings but not answered.
 #[derive(Debug)]
 pub(super) struct FrameWriter {
     arena: Arc<Arena>,
     worker: u32,
     tasks: Consumer<ArenaRing>,
     queue: Option<Claimer<ArenaQueue>>,
-    /// Tasks that were taken and are not answered, the oldest first.
+    /// Tasks that have been taken but not answered, the oldest first.
     unanswered: VecDeque<(u64, TaskKind)>,
     /// True if the worker's iterable dataset has ended. The worker then answers no tasks until the next epoch.
     exhausted: bool,
@@ -54,12 +54,12 @@ impl FrameWriter {
     }
 
     /// Returns true if another task may be taken from a shared queue. None is taken until the worker is ready, because
-    /// other workers may be idle.
+    /// an idle worker could take it sooner.
     pub(super) fn has_credit(&self) -> bool {
         self.ready && self.outstanding() < LINK_CREDIT
     }
 
-    /// Returns the number of tasks that were taken and are not answered yet.
+    /// Returns the number of tasks that have been taken but not answered.
     pub(super) fn outstanding(&self) -> usize {
         self.unanswered.len()
     }
@@ -69,7 +69,7 @@ impl FrameWriter {
         self.out.extend_from_slice(&Head::bare(kind).to_bytes());
     }
 
-    /// Notes that the worker enters its loop.
+    /// Notes that the worker is entering its loop.
     pub(super) fn on_ready(&mut self) {
         self.ready = true;
         self.publish_status();
@@ -155,12 +155,12 @@ impl FrameWriter {
         }
     }
 
-    /// Notes that the worker begins a sample. `words` contains the sample's task, and its position in the index batch
+    /// Notes that the worker begins a sample. `words` contains the task, then the sample's position in the index batch
     /// plus 1. The frame may arrive before the answers to earlier tasks.
     pub(super) fn on_sample(&self, mut words: impl Iterator<Item = u64>) {
         let (Some(task), Some(place)) = (words.next(), words.next()) else { return };
-        let is_due = |(due, kind): &(u64, TaskKind)| *due == task && *kind != TaskKind::Resume;
-        if !self.ready || self.exhausted || !self.unanswered.iter().any(is_due) {
+        let is_named = |(unanswered, kind): &(u64, TaskKind)| *unanswered == task && *kind != TaskKind::Resume;
+        if !self.ready || self.exhausted || !self.unanswered.iter().any(is_named) {
             return;
         }
         let page = &self.arena.control(self.worker).status;

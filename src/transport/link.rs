@@ -68,7 +68,7 @@ struct Intake {
     has_left: bool,
     /// The error with which the consumer failed to receive. The thread then ends the connection.
     failed: Option<Error>,
-    /// True if the connection has ended, or is damaged.
+    /// True if the connection has ended or failed.
     has_ended: bool,
     /// True if the thread must receive the next frame, because it has to wait for memory.
     needs_memory: bool,
@@ -139,8 +139,7 @@ impl Link {
         self.received.load(Ordering::Relaxed)
     }
 
-    /// Returns the number of tasks that were sent and are not answered yet; `None` if the link may not take another
-    /// task from a shared queue.
+    /// Returns the number of outstanding tasks; `None` if the link may not take another task from a shared queue.
     pub fn outstanding(&self) -> Option<usize> {
         let writer = lock(&self.writer);
         (!self.has_ended() && writer.has_credit()).then(|| writer.outstanding())
@@ -168,7 +167,7 @@ impl Link {
         self.socket.shut_down(std::net::Shutdown::Both);
     }
 
-    /// Sends the entries in the rings. Leaves those for which the socket has no room to the link's thread.
+    /// Sends the entries in the rings. The link's thread sends those for which the socket has no room.
     pub fn pump(&self) {
         if matches!(self.send_queued(), Some(false)) {
             self.wake();
@@ -275,7 +274,7 @@ impl Link {
     }
 
     fn serve(&self) -> Result<()> {
-        // Sends the tasks that were queued before the thread began.
+        // Send the tasks that were queued before the thread began.
         self.pump();
         let mut idle = None;
         loop {
@@ -334,11 +333,11 @@ impl Link {
         let mut readiness = Ok(Readiness::default());
         let mut seen = 0;
         while matches!(readiness, Ok(Readiness { rung: false, .. })) {
-            let now = self.streak.load(Ordering::Relaxed);
-            if now == seen {
+            let streak = self.streak.load(Ordering::Relaxed);
+            if streak == seen {
                 break;
             }
-            seen = now;
+            seen = streak;
             readiness = self.socket.wait(false, false, Some(self.bell.as_fd()), Some(LINK_OFF_DUTY));
         }
         self.off_duty.store(false, Ordering::Relaxed);
@@ -369,7 +368,7 @@ impl Link {
             _ if intake.has_left => return Err(Error::connection("received a frame after the worker's last one")),
             Kind::Ready => {
                 lock(&self.writer).on_ready();
-                // From now on the worker takes tasks of a shared queue.
+                // From now on the worker takes tasks from a shared queue.
                 self.pump();
             }
             Kind::Result => self.take_result(head, intake, waits)?,
@@ -421,7 +420,7 @@ impl Link {
             let mut rows = Vec::new();
             wire::message_head(leaves.iter(), &mut rows);
             let memory = self.arena.block_memory(self.worker, block, len)?.as_ptr();
-            // SAFETY: the block has `len` bytes, which are the rows and the payload, and nothing else uses it yet.
+            // SAFETY: the block has `len` bytes, for the rows and the payload, and nothing else uses it yet.
             unsafe {
                 std::ptr::copy_nonoverlapping(rows.as_ptr(), memory, rows.len());
                 let payload = memory.add(rows.len());
@@ -436,7 +435,7 @@ impl Link {
             (entry.block, entry.len, entry.load.bytes) = (Some(block), len, bytes);
         }
         counters::store(self.page(), &counted);
-        let full = || Error::connection("received more results than may be outstanding");
+        let full = || Error::connection("received more results than the ring can hold");
         if !entry.kind.is_snapshot() {
             lock(&self.writer).on_answer(&entry)?;
         }

@@ -14,9 +14,9 @@
 //! that region. The link does not need the GIL.
 //!
 //! A frame begins with [`frame::Head`]. Lengths are checked against the sizes of the arena before their bytes are
-//! received. Any damage ends the connection, and the end of a connection counts as the end of its worker. The engine
-//! waits on an eventfd of the link instead of a pidfd, so deaths, restarts and shutdown work as for local workers. The
-//! exit status of such a worker is unknown. The kernel probes an idle connection
+//! received. An invalid frame ends the connection, and the end of a connection counts as the end of its worker. The
+//! engine waits on an eventfd of the link instead of a pidfd, so deaths, restarts and shutdown work as for local
+//! workers. The exit status of such a worker is unknown. The kernel probes an idle connection
 //! ([`LINK_SILENCE`](crate::config::LINK_SILENCE)), so there are no heartbeats.
 //!
 //! While the consumer holds all memory of the region, the link reads nothing from the socket; after

@@ -47,7 +47,7 @@ pub struct Remote {
     finishing: AtomicBool,
     /// True if the connection has ended, or everything has been sent.
     ended: Mutex<bool>,
-    has_ended: Condvar,
+    condvar: Condvar,
 }
 
 /// The receiving side.
@@ -72,8 +72,8 @@ struct Outgoing {
 impl Remote {
     /// Creates an arena, and serves its only worker over a connected socket. `ring_slots` and `region_len` are those of
     /// the main process's arena, so that a batch that would not fit there is refused here. If the connection ends
-    /// before [`Remote::finish`], the worker is asked to leave, and then `lost` runs in a thread. `killed` runs in a
-    /// thread when the main process asks this process to end.
+    /// before [`Remote::finish`], the worker is asked to leave, and then the receiving thread runs `lost`. It runs
+    /// `killed` when the main process asks this process to end.
     pub fn start(
         socket: OwnedFd,
         ring_slots: u32,
@@ -98,7 +98,7 @@ impl Remote {
             bell: EventFd::new()?,
             finishing: AtomicBool::new(false),
             ended: Mutex::new(false),
-            has_ended: Condvar::new(),
+            condvar: Condvar::new(),
         });
         remote.socket.keep_alive(LINK_SILENCE);
         let (sending, receiving) = (remote.clone(), remote.clone());
@@ -110,7 +110,7 @@ impl Remote {
         });
         let started = started.and_then(|()| spawn("rl_send", move || sending.run_sender()));
         if let Err(error) = started {
-            // Ends the first thread if the second one could not be started.
+            // End the first thread if the second one could not be started.
             remote.finishing.store(true, Ordering::Relaxed);
             remote.socket.shut_down(std::net::Shutdown::Both);
             return Err(error);
@@ -132,7 +132,7 @@ impl Remote {
         })
     }
 
-    /// Notifies the main process that the worker enters its loop.
+    /// Notifies the main process that the worker is entering its loop.
     pub fn ready(&self) {
         self.send_notice(&Head::bare(Kind::Ready).to_bytes());
     }
@@ -159,7 +159,7 @@ impl Remote {
     }
 
     /// Sends the results that the worker has published, then a [`Kind::Left`] frame, and ends the connection. Returns
-    /// true if everything was sent within `limit`.
+    /// false if sending takes longer than `limit`, and in a child of the worker.
     pub fn finish(&self, limit: Duration) -> bool {
         // A child that the dataset forked has no connection.
         if !self.arena.is_ours() {
@@ -168,10 +168,10 @@ impl Remote {
         self.finishing.store(true, Ordering::Release);
         let _ = self.bell.ring();
         let ended = lock(&self.ended);
-        let waited = self.has_ended.wait_timeout_while(ended, limit, |ended| !*ended);
-        let sent_all = waited.is_ok_and(|(ended, _)| *ended);
+        let waited = self.condvar.wait_timeout_while(ended, limit, |ended| !*ended);
+        let in_time = waited.is_ok_and(|(ended, _)| *ended);
         self.socket.shut_down(std::net::Shutdown::Both);
-        sent_all
+        in_time
     }
 
     /// Ends the connection of a worker that cannot start. The main process treats this as the worker's death.
@@ -260,7 +260,7 @@ impl Remote {
             self.socket.shut_down(std::net::Shutdown::Both);
         }
         *lock(&self.ended) = true;
-        self.has_ended.notify_all();
+        self.condvar.notify_all();
     }
 
     fn send_published(&self) -> Result<()> {
@@ -366,8 +366,7 @@ impl Remote {
         let mut parts = vec![Part::new(head), payload];
         for leaf in &leaves {
             let memory = self.arena.block_memory(WORKER, leaf.block, leaf.len)?.as_ptr();
-            // SAFETY: as above. An object of the worker may write into the leaf at the same time, as it may with a
-            // local worker.
+            // SAFETY: as above. The dataset may write into the leaf at the same time, as it may in a local worker.
             parts.push(unsafe { Part::raw(memory, leaf.len as usize) });
         }
         let sent = parts.chunks(PARTS).try_for_each(|parts| self.send(parts));
@@ -459,7 +458,7 @@ impl Intake {
         if let Some(payload) = inline.get_mut(..head.len as usize) {
             self.reader.fill(socket, payload, pause)?;
             let entry = TaskEntry::inline(task, kind, payload);
-            return entry.ok_or_else(|| Error::usage("a short payload is inline"));
+            return entry.ok_or_else(|| Error::usage("a payload that fits into an entry must be inline"));
         }
         if head.len <= SMALL_MESSAGE {
             self.allocator.trust(SMALL_MESSAGE);

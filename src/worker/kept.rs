@@ -57,7 +57,7 @@ pub struct WorkerLease {
     pub len: usize,
 }
 
-// SAFETY: the lease has only a raw pointer into a shared mapping; its release takes the allocator's lock.
+// SAFETY: `ptr`, the only field that is not `Send`, points into a shared mapping; dropping takes the allocator's lock.
 unsafe impl Send for WorkerLease {}
 
 impl WorkerLease {

@@ -1,5 +1,5 @@
-//! The worker's end of the engine: its rings, its region, the watchdog that ends it after the main process has ended,
-//! and its reaction to SIGTERM.
+//! The worker's side of the engine: its rings, its region, the watchdog that ends the worker after the main process has
+//! ended, and the reaction to SIGTERM.
 
 pub mod arrays;
 pub mod kept;

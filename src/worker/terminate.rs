@@ -11,6 +11,8 @@
 //! | no other worker, up to the limit | a signal to this worker | is killed by it, and the main process names the worker |
 //! | there is no other worker | unknown | continues for [`SIGTERM_ALONE`] |
 //!
+//! The limit is the argument `alone` of [`survive_group_signal`].
+//!
 //! A second SIGTERM ends the worker at once, and so does a SIGTERM that the worker sends to itself. A SIGTERM from the
 //! main process is part of a shutdown, and makes the worker leave. [`decide`] runs in the signal handler: it only loads
 //! and stores atomics.

@@ -16,7 +16,7 @@ use crate::sys;
 pub struct Parent {
     /// The process ID.
     pub pid: i32,
-    /// The start time in kernel ticks since boot; 0 if unreadable.
+    /// The start time in clock ticks since boot; 0 if unreadable.
     pub start_time: u64,
     /// True if the main process is this process's direct parent. When a direct parent ends, another process becomes the
     /// parent.

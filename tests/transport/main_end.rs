@@ -41,7 +41,7 @@ fn raw(way: Way) -> (Main, UnixStream) {
 fn closed(bytes: usize) -> &'static str {
     match bytes {
         0 => "the connection was closed",
-        _ => "the connection broke: it was closed inside a frame",
+        _ => "the connection broke: it was closed in the middle of a frame",
     }
 }
 

@@ -22,7 +22,7 @@ struct WatchedWorker {
     task: Option<TaskId>,
     /// Time of the first check that found this task.
     seen: Duration,
-    /// The last report: the phase, the task, and true if the worker had not taken the task.
+    /// The last report: the phase, the task, and whether the task was still waiting for the worker.
     reported: Option<(Phase, Option<TaskId>, bool)>,
 }
 

@@ -70,9 +70,9 @@ fn dump(
     let is_complete = |unchanged| unchanged >= STACK_SETTLED && !sys::signal::blocks(process.pid, signal);
     while !is_complete(unchanged) && sys::clock::monotonic() < deadline {
         std::thread::sleep(STACK_CHECK);
-        let now = sys::proc_fd::len(file);
-        unchanged = if now == len && now > start { unchanged + 1 } else { 0 };
-        len = now;
+        let new_len = sys::proc_fd::len(file);
+        unchanged = if new_len == len && new_len > start { unchanged + 1 } else { 0 };
+        len = new_len;
     }
     if len > start {
         return Ok(String::from_utf8_lossy(&sys::proc_fd::read(file, start, STACK_SHOWN)).into_owned());

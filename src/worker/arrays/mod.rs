@@ -6,8 +6,8 @@
 //! So no finalizer that runs when the batch is dropped can reach the memory. Any other array is copied at once.
 //!
 //! Then the codec notes the block ([`Port::note_array`]), the worker drops the batch, and [`Port::take_freed`] reports
-//! whether the memory was freed in between: a view, buffer or tensor that still uses the memory has kept it alive. If
-//! the memory was freed, the block passes to the consumer; if not, its bytes are copied.
+//! whether the memory was freed in between. If so, the block passes to the consumer. If not, because a view, buffer or
+//! tensor still uses the memory, its bytes are copied.
 //!
 //! A child that the dataset forks has its own copy of ordinary memory. Blocks are shared memory, so the child replaces
 //! the blocks of live arrays with private copies before any other code runs in it. The worker's forking thread waits
@@ -49,9 +49,9 @@ impl Port {
 
     /// Allocates memory for an array of `len` bytes, filled with zeros if `zeroed` is set. Returns `None` if the array
     /// must use ordinary memory: the arrays already fill their share of the region, the region has no room, or this is
-    /// a child of the worker. Returns [`Error::NoMemory`] if the machine or the memory cgroup has no memory left, so
-    /// that an allocation of ordinary memory would invoke the OOM killer. Waits only while other workers have reserved
-    /// too much memory.
+    /// a child of the worker. Returns [`Error::NoMemory`] if the machine or the memory cgroup has no memory left: an
+    /// allocation of ordinary memory would then invoke the OOM killer. Waits only while other workers have reserved too
+    /// much memory.
     pub fn allocate_array(&self, len: usize, zeroed: bool) -> Result<Option<NonNull<u8>>> {
         let memory = match retry_while_reserved(|| self.new_array(len), std::thread::sleep) {
             Ok(memory) => memory,
@@ -178,8 +178,8 @@ struct Watched {
     next: Option<&'static Watched>,
 }
 
-/// The addresses and lengths of the arrays that this process, as a forked child, has as private copies, including those
-/// that its ancestors made.
+/// The addresses and lengths of the arrays of which this process, a forked child, has private copies, whether it made
+/// them or inherited them.
 static PRIVATE: AtomicPtr<Vec<(usize, usize)>> = AtomicPtr::new(std::ptr::null_mut());
 
 /// A fork in progress.
@@ -215,7 +215,7 @@ pub fn watch(port: &Arc<Port>) -> Result<()> {
     }
 }
 
-/// Returns the length in bytes of the array at `address` that this child has as a private copy; 0 if there is none.
+/// Returns the length in bytes of this child's private copy of the array at `address`; 0 if there is none.
 fn private_len(address: usize) -> usize {
     // SYNC: arrays-private
     // SAFETY: a published value is never freed.

@@ -45,8 +45,8 @@ pub struct Port {
     pub(in crate::worker) arrays: Mutex<Arrays>,
     /// The last array for which no memory was left: the task that needed it, and the error.
     pub(in crate::worker) refused_array: Mutex<Option<(u64, Error)>>,
-    /// The main process's doorbell. If a dataset has closed the descriptor, it does not ring, and the main process
-    /// finds results at its next check, within 250 ms.
+    /// The main process's doorbell. If a dataset has closed the descriptor, the doorbell does not ring, and the main
+    /// process finds results at its next check, within 250 ms.
     pub(super) doorbell: sys::event::EventFd,
     /// A block reserved for the message that reports a lack of memory.
     pub(super) reserve: Mutex<Option<u32>>,
@@ -61,7 +61,7 @@ pub struct Port {
     /// worker's loop writes it.
     pub(super) largest: [AtomicU64; 2],
     stack: StackOffer,
-    /// CPU nanoseconds of the process when the current fetch began; 0 if it is not measured.
+    /// CPU time of the process when the current fetch began, in nanoseconds; 0 if the fetch is not measured.
     fetch_began: AtomicU64,
     /// The connection to the main process, if the main process is on another machine. The main process cannot see the
     /// status page in that case.
@@ -177,7 +177,7 @@ impl Port {
         u32::try_from(spent / 1000).unwrap_or(u32::MAX)
     }
 
-    /// Returns the worker's state, its task, and true if it replays earlier batches, for [`Port::record`].
+    /// Returns the worker's state, its task, and whether it is replaying earlier batches, for [`Port::record`].
     #[inline]
     fn activity(&self) -> (u32, u64, bool) {
         let StatusPage { state, task, place, .. } = self.status();
@@ -263,7 +263,7 @@ impl Port {
         StackOffer::make_file(self.status())
     }
 
-    /// Offers stack dumps in the file of [`Port::make_stack_file`]; `None` if no handler writes them.
+    /// Offers stack dumps in the file of [`Port::make_stack_file`]. `fd` is `None` if no handler writes them.
     pub fn offer_stack(&self, fd: Option<i32>) {
         self.stack.offer(self.status(), fd);
     }
@@ -333,8 +333,8 @@ impl Port {
         Ok(polled?.map_or(Received::Stop, Received::Task))
     }
 
-    /// Takes the next task after a wait, which ended because there is a task, the time has passed, or the program's
-    /// loop has released a block. If there is no task, releases idle memory.
+    /// Takes the next task after a wait, which ended because there is a task, the time slice has passed, or the
+    /// program's loop has released a block. If there is no task, releases idle memory.
     fn end_wait(&self) -> Result<Received> {
         let entry = self.poll()?;
         if entry.is_none() {

@@ -9,8 +9,8 @@ pub enum Keep {
     Yes,
     /// The block contained an object of the worker that may no longer exist. The consumer already holds the block.
     TransferredEarly,
-    /// The block contains an array, which begins at `offset` of the leaf. Whether the worker keeps the array is known
-    /// only after the batch is dropped.
+    /// The block contains an array, which begins `offset` bytes into the leaf. Whether the worker keeps the array is
+    /// known only after the batch is dropped.
     Unknown {
         /// Number of the leaf's bytes before the array.
         offset: u64,

@@ -12,9 +12,9 @@ use crate::sys;
 use crate::wire::Leaf;
 
 impl Port {
-    /// Releases idle pages of an idle worker: those that the outstanding batches do not need, or all of them if the
-    /// worker has been idle for long or is ahead of the program's loop. A worker that is ahead has time to get fresh
-    /// pages before the loop needs its next batch.
+    /// Releases idle pages of an idle worker: those that the outstanding tasks do not need, or all of them if the
+    /// worker has been idle for a long time or is ahead of the program's loop. A worker that is ahead has time to get
+    /// fresh pages before the loop needs its next batch.
     pub(super) fn trim(&self) -> Result<()> {
         let (idle, long) = (self.idle(), self.status().long_idle());
         let mut allocator = lock(&self.allocator);
@@ -82,9 +82,9 @@ impl Port {
         let allocator = lock(&self.allocator);
         let (block, offset) = allocator.find(address)?;
         let entry = &self.arena.table(self.worker)[block as usize];
-        let used = entry.warm.load(Ordering::Relaxed);
-        let whole = offset + len <= used && len >= used / 2;
-        (whole && entry.state.load(Ordering::Relaxed) == WORKER && !allocator.was_sent(block))
+        let warm = entry.warm.load(Ordering::Relaxed);
+        let fills = offset + len <= warm && len >= warm / 2;
+        (fills && entry.state.load(Ordering::Relaxed) == WORKER && !allocator.was_sent(block))
             .then_some((block, offset))
     }
 
@@ -131,21 +131,21 @@ impl Port {
 
     /// Returns the number of bytes of the largest recent batch.
     pub(in crate::worker) fn largest_batch(&self) -> u64 {
-        let [now, before] = [0, 1].map(|half: usize| self.largest[half].load(Ordering::Relaxed));
-        now.max(before)
+        let [current, previous] = [0, 1].map(|half: usize| self.largest[half].load(Ordering::Relaxed));
+        current.max(previous)
     }
 
     /// Notes the size of a batch, and updates the size of the largest recent batch on the status page.
     pub(super) fn note_size(&self, bytes: u64) {
         let status = self.status();
-        let [mut now, mut before] = [0, 1].map(|half: usize| self.largest[half].load(Ordering::Relaxed));
+        let [mut current, mut previous] = [0, 1].map(|half: usize| self.largest[half].load(Ordering::Relaxed));
         if status.tasks_done.load(Ordering::Relaxed).is_multiple_of(RECENT_BATCHES) {
-            (now, before) = (0, now);
-            self.largest[1].store(before, Ordering::Relaxed);
+            (current, previous) = (0, current);
+            self.largest[1].store(previous, Ordering::Relaxed);
         }
-        now = now.max(bytes);
-        self.largest[0].store(now, Ordering::Relaxed);
-        status.largest.store(now.max(before), Ordering::Relaxed);
+        current = current.max(bytes);
+        self.largest[0].store(current, Ordering::Relaxed);
+        status.largest.store(current.max(previous), Ordering::Relaxed);
     }
 
     /// Allocates the block of a message. If there is no memory, a small message, such as the report of that error, uses

@@ -50,7 +50,7 @@ impl Port {
         let len = wire::message_len(leaves.len(), payload.len());
         let memory = self.arena.block_memory(self.worker, block, len)?.as_ptr();
         wire::message_head(leaves.iter().map(|(leaf, _)| leaf), head);
-        // SAFETY: the block has `len` bytes, which are head and payload; no other process uses it yet.
+        // SAFETY: the block has `len` bytes, for the head and the payload; no other process uses it yet.
         unsafe {
             std::ptr::copy_nonoverlapping(head.as_ptr(), memory, head.len());
             std::ptr::copy_nonoverlapping(payload.as_ptr(), memory.add(head.len()), payload.len());
@@ -129,7 +129,7 @@ impl Port {
 
     #[inline]
     fn push(&self, ends: &mut Ends, entry: &ResultEntry) -> Result<()> {
-        let full = || Error::corrupt("a completion ring is full, but it must have room for all outstanding tasks");
+        let full = || Error::corrupt("a completion ring is full, but it must have room for the results of all tasks");
         ends.results.push(&entry.to_words()).map_err(|_| full())?;
         doorbell::mark(self.arena.bitmap(), self.worker);
         Ok(())

@@ -331,7 +331,7 @@ fn a_main_process_on_another_machine_learns_the_current_sample_of_a_task() {
     let (arena, link, port) = connected();
     let page = &arena.control(0).status;
     let shown = || (page.task.load(Ordering::Relaxed), page.place.load(Ordering::Relaxed));
-    // No task is due yet.
+    // No task is outstanding yet.
     port.at_sample(7);
     port.remote().unwrap().ready();
     let mut tasks = Producer::new(arena.task_ring(0));

@@ -122,7 +122,7 @@ impl Overdue {
     }
 
     /// Returns the maximum length of a wait that begins now. The wait ends in time for the next check. It is at most
-    /// half of the limit, so that a task is seen that soon after a worker takes it.
+    /// half of the limit, so that no more time than that passes before a check sees that a worker has taken a task.
     #[inline]
     pub(in crate::engine) fn slice(&self, now: Duration) -> Duration {
         match self.limit {
