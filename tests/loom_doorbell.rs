@@ -30,7 +30,7 @@ fn no_wake_up_is_lost() {
         }
         let rang = ringer.join().unwrap();
         if !saw {
-            // It is about to wait: the ringer must have rung, so that the wait ends.
+            // The sleeper is about to wait: the ringer must have rung, so that the wait ends.
             assert!(rang);
             assert_ne!(sleeper.bell.load(Ordering::Acquire), ticket);
         }
@@ -87,7 +87,7 @@ fn a_marked_ring_is_never_overlooked() {
             let marks = take(&bitmap[0]);
             for worker in 0..2 {
                 if marks & (1 << worker) != 0 {
-                    // The worker has published before it set the mark.
+                    // The worker published before it set the mark.
                     assert_eq!(published[worker].load(Ordering::Acquire), 1);
                     found[worker] += 1;
                 }

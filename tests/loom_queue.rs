@@ -36,22 +36,22 @@ fn two_workers_never_claim_the_same_entry_and_none_is_lost() {
         let queue = HeapQueue::new(2);
         let mut main = queue.submitter();
         main.push(&entry(0)).unwrap();
-        let other = {
+        let worker_1 = {
             let queue = queue.clone();
             thread::spawn(move || claimed(&queue, 1, 2))
         };
-        let second = {
+        let worker_0 = {
             let queue = queue.clone();
             thread::spawn(move || claimed(&queue, 0, 1))
         };
         main.push(&entry(1)).unwrap();
-        let (mine, others) = (second.join().unwrap(), other.join().unwrap());
-        let rest = claimed(&queue, 2, 2);
-        for (worker, found) in [(0, &mine), (1, &others), (2, &rest)] {
+        let (by_0, by_1) = (worker_0.join().unwrap(), worker_1.join().unwrap());
+        let by_2 = claimed(&queue, 2, 2);
+        for (worker, found) in [(0, &by_0), (1, &by_1), (2, &by_2)] {
             assert!(found.is_sorted());
             found.iter().for_each(|position| assert!(main.answered(*position, worker)));
         }
-        let mut all = [mine, others, rest].concat();
+        let mut all = [by_0, by_1, by_2].concat();
         all.sort_unstable();
         assert_eq!(all, [0, 1]);
     });

@@ -41,7 +41,8 @@ pub struct Readiness {
     pub rung: bool,
 }
 
-/// Bytes to send, as a pointer and a length. Other processes may change them during the call, which a slice does not allow.
+/// Bytes to send, as a pointer and a length. Other processes may change the bytes during the call, which a slice does
+/// not allow.
 #[derive(Clone, Copy, Debug)]
 #[repr(transparent)]
 pub struct Part<'a>(libc::iovec, PhantomData<&'a [u8]>);

@@ -104,7 +104,7 @@ pub struct Allocator {
     free: Vec<FreeList>,
     /// Offset of the next new block: the end of the last one.
     fresh: u64,
-    /// The ID of each block, by offset.
+    /// The ID of each block, keyed by its offset.
     places: BTreeMap<u64, u32>,
     /// The IDs of block table entries that have no block.
     spare: Vec<u32>,

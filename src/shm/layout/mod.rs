@@ -254,7 +254,7 @@ pub struct StatusPage {
     pub pid: AtomicU32,
     /// CLOCK_MONOTONIC time, in nanoseconds, at which the state began.
     pub(crate) since_ns: AtomicU64,
-    /// The current or last task.
+    /// The number of the current or last task.
     pub(crate) task: AtomicU64,
     /// Number of tasks answered so far.
     pub(crate) tasks_done: AtomicU64,
