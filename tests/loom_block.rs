@@ -1,5 +1,5 @@
-//! Ownership of a block: release by two holders, the return stack, a fork's mark, the arena's way through the pool.
-//! Run by `make test` with `--cfg loom`.
+//! Models of the ownership of a block: releases by two holders, the return stack, a fork's mark, and an arena that is
+//! pooled or retired. `make test-loom` runs them.
 #![cfg(loom)]
 
 use loom::sync::Arc;
@@ -23,7 +23,7 @@ fn region(first: u32, second: u32) -> Arc<Region> {
     Arc::new(region)
 }
 
-/// How the consumer releases a block.
+/// Releases the consumer's hold on a block.
 fn consumer_lets_go(region: &Region, id: u32) {
     let block = &region.blocks[id as usize];
     if release(&block.state, CONSUMER) == Left::Last {
@@ -31,7 +31,7 @@ fn consumer_lets_go(region: &Region, id: u32) {
     }
 }
 
-/// What the owner finds on the stack.
+/// Empties the return stack as the owner does, and returns the IDs of the freed blocks.
 fn taken(region: &Region) -> Vec<u32> {
     let mut freed = Vec::new();
     take_returned(&region.head, 2, |id| &region.blocks[id as usize], |id| freed.push(id)).unwrap();
@@ -39,7 +39,7 @@ fn taken(region: &Region) -> Vec<u32> {
 }
 
 #[test]
-fn of_two_holders_just_one_gives_the_block_back() {
+fn exactly_one_of_two_holders_frees_the_block() {
     loom::model(|| {
         let region = region(CONSUMER | WORKER, 0);
         let consumer = {
@@ -55,7 +55,7 @@ fn of_two_holders_just_one_gives_the_block_back() {
 }
 
 #[test]
-fn the_return_stack_loses_nothing_and_doubles_nothing() {
+fn the_return_stack_neither_loses_nor_duplicates_a_block() {
     loom::model(|| {
         let region = region(CONSUMER, CONSUMER);
         let droppers: Vec<_> = (0..2)
@@ -83,7 +83,7 @@ fn a_block_that_is_reused_at_once_is_not_on_the_stack_twice() {
         consumer_lets_go(&region, 0);
         let mut returned = 0;
         for id in taken(&region) {
-            // The owner sends it again, and the consumer drops it again.
+            // The owner sends the block again, and the consumer releases it again.
             region.blocks[id as usize].state.store(CONSUMER, Ordering::Release);
             consumer_lets_go(&region, id);
             returned += 1;
@@ -109,7 +109,7 @@ fn a_forks_mark_keeps_the_block_or_comes_too_late() {
         consumer.join().unwrap();
         let state = region.blocks[0].state.load(Ordering::Relaxed);
         if marked {
-            // The child may read it: it is not free until the mark is gone.
+            // The child may read the block, so the block is not free until the mark is removed.
             assert_eq!(state, FORKED);
             assert_eq!(release(&region.blocks[0].state, FORKED), Left::Last);
             push_returned(&region.head, &region.blocks[0], 0);
@@ -124,9 +124,9 @@ fn a_forks_mark_keeps_the_block_or_comes_too_late() {
 struct Parked {
     parking: Parking,
     region: Arc<Region>,
-    /// How often the block has lost its pages.
+    /// Number of times that the block has lost its pages.
     punched: AtomicU32,
-    /// A new owner has taken it.
+    /// 1 if a new owner has taken the block.
     owned: AtomicU32,
 }
 
@@ -145,11 +145,11 @@ impl Parked {
     }
 
     fn punch(&self) {
-        assert_eq!(self.owned.load(Ordering::Relaxed), 0, "the new owner's pages are taken away");
+        assert_eq!(self.owned.load(Ordering::Relaxed), 0, "a new owner's block loses its pages");
         self.punched.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The user drops what lies in the block, or the last child that saw it has been reaped.
+    /// Releases the hold of the user, who drops the tensors in the block, or of the forked children, which have ended.
     fn let_go(&self, bits: u32) {
         if release(self.state(), bits) == Left::Last {
             give_back(&self.parking, &self.region.head, &self.region.blocks[0], 0, || self.punch());
@@ -158,7 +158,7 @@ impl Parked {
 }
 
 #[test]
-fn what_is_released_while_the_arena_is_retired_loses_its_pages() {
+fn a_block_that_is_released_while_the_arena_is_retired_loses_its_pages() {
     loom::model(|| {
         let arena = parked(CONSUMER | DELIVERED | FORKED);
         let droppers = [CONSUMER, FORKED].map(|bits| {
@@ -171,12 +171,12 @@ fn what_is_released_while_the_arena_is_retired_loses_its_pages() {
             arena.punch();
         }
         droppers.into_iter().for_each(|dropper| dropper.join().unwrap());
-        assert!(arena.punched.load(Ordering::Relaxed) >= 1, "neither thread saw the other");
+        assert!(arena.punched.load(Ordering::Relaxed) >= 1, "neither the scan nor the last release punched the block");
     });
 }
 
 #[test]
-fn a_block_that_comes_back_late_is_whole_before_the_next_iterators_worker_has_it() {
+fn a_block_that_is_returned_late_is_not_punched_once_it_has_a_new_owner() {
     loom::model(|| {
         let arena = parked(CONSUMER | WORKER | DELIVERED);
         let user = {
@@ -187,7 +187,7 @@ fn a_block_that_comes_back_late_is_whole_before_the_next_iterators_worker_has_it
         let remains = recover(arena.state());
         assert_ne!(remains, Remains::WorkersChild);
         arena.parking.end();
-        // The new owner: what is free by its state, and what was returned.
+        // A new owner takes the block if its state says that it is free, or if it is on the return stack.
         let free = arena.state().load(Ordering::Acquire) == 0;
         let back = taken(&arena.region) == [0];
         assert!(!(free && back));
@@ -196,7 +196,7 @@ fn a_block_that_comes_back_late_is_whole_before_the_next_iterators_worker_has_it
         }
         user.join().unwrap();
         let late = taken(&arena.region) == [0];
-        assert!(late ^ back ^ free, "the block is lost or doubled");
+        assert!(late ^ back ^ free, "the block is lost or freed twice");
         assert_eq!(arena.state().load(Ordering::Relaxed), 0);
     });
 }

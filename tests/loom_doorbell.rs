@@ -1,8 +1,8 @@
-//! The wake-up that could be lost, and the bitmap. Run by `make test` with `--cfg loom`.
+//! Models of wake-ups and of the bitmap. `make test-loom` runs them.
 //!
-//! The kernel's part is modelled by its promise: a futex wait returns at once when the word is no longer what the
-//! sleeper has seen, an eventfd keeps a ring until it is read. So a sleeper may sleep indefinitely only if the bell
-//! is still what its ticket says, and nothing was there when it looked once more.
+//! The models rely on what the kernel guarantees: a futex wait returns at once if the word differs from the expected
+//! value, and an eventfd stays readable until it is read. So a sleeper waits only if its last check finds no work and
+//! the bell still has the value of its ticket.
 #![cfg(loom)]
 
 use loom::sync::Arc;
@@ -30,7 +30,7 @@ fn no_wake_up_is_lost() {
         }
         let rang = ringer.join().unwrap();
         if !saw {
-            // It sleeps: the ringer must have rung, and the futex must not wait on.
+            // The sleeper is about to wait: the ringer must have rung, so that the wait ends.
             assert!(rang);
             assert_ne!(sleeper.bell.load(Ordering::Acquire), ticket);
         }
@@ -38,7 +38,7 @@ fn no_wake_up_is_lost() {
 }
 
 #[test]
-fn a_ringer_that_is_stopped_half_way_hides_nobody_elses_ring() {
+fn a_ringer_that_is_stopped_halfway_does_not_prevent_another_ring() {
     loom::model(|| {
         let sleeper = Arc::new(Sleeper::default());
         let work = Arc::new(AtomicU32::new(0));
@@ -56,7 +56,7 @@ fn a_ringer_that_is_stopped_half_way_hides_nobody_elses_ring() {
             let Ticket(ticket) = sleeper.announce();
             let now = work.load(Ordering::Acquire);
             if now == seen && sleeper.bell.load(Ordering::Acquire) == ticket {
-                // Asleep: the second ringer must come, and its ring count.
+                // Asleep: only the second ringer's ring ends the wait.
                 while sleeper.bell.load(Ordering::Acquire) == ticket {
                     thread::yield_now();
                 }
@@ -87,7 +87,7 @@ fn a_marked_ring_is_never_overlooked() {
             let marks = take(&bitmap[0]);
             for worker in 0..2 {
                 if marks & (1 << worker) != 0 {
-                    // What a mark names has been published before.
+                    // The worker published before it set the mark.
                     assert_eq!(published[worker].load(Ordering::Acquire), 1);
                     found[worker] += 1;
                 }

@@ -1,7 +1,7 @@
-//! The queue that workers share. Run by `make test` with `--cfg loom`.
+//! Models of the shared queue. `make test-loom` runs them.
 //!
-//! A worker that is killed stops between two of its steps. Those that others can see are the swap of a slot, the head
-//! after it, and the mark of a sleeper, so the models leave each of them undone.
+//! A worker may be killed between any two of its steps. Other processes see the swap of a slot's state, the later move
+//! of the head, and the changes of `asleep`. So the models stop a worker before it moves the head, and while it sleeps.
 #![cfg(loom)]
 
 use loom::sync::Arc;
@@ -17,7 +17,7 @@ fn entry(position: u64) -> Entry {
     [position + 10; SLOT_WORDS]
 }
 
-/// The positions that a worker claims in `times` tries. Each entry must be whole.
+/// Returns the positions that a worker claims in `times` attempts. Checks that each entry is whole.
 fn claimed(queue: &HeapQueue, worker: u32, times: usize) -> Vec<u64> {
     let mut claimer = queue.claimer(worker);
     let mut found = Vec::new();
@@ -36,29 +36,29 @@ fn two_workers_never_claim_the_same_entry_and_none_is_lost() {
         let queue = HeapQueue::new(2);
         let mut main = queue.submitter();
         main.push(&entry(0)).unwrap();
-        let other = {
+        let worker_1 = {
             let queue = queue.clone();
             thread::spawn(move || claimed(&queue, 1, 2))
         };
-        let second = {
+        let worker_0 = {
             let queue = queue.clone();
             thread::spawn(move || claimed(&queue, 0, 1))
         };
         main.push(&entry(1)).unwrap();
-        let (mine, others) = (second.join().unwrap(), other.join().unwrap());
-        let rest = claimed(&queue, 2, 2);
-        for (worker, found) in [(0, &mine), (1, &others), (2, &rest)] {
+        let (by_0, by_1) = (worker_0.join().unwrap(), worker_1.join().unwrap());
+        let by_2 = claimed(&queue, 2, 2);
+        for (worker, found) in [(0, &by_0), (1, &by_1), (2, &by_2)] {
             assert!(found.is_sorted());
             found.iter().for_each(|position| assert!(main.answered(*position, worker)));
         }
-        let mut all = [mine, others, rest].concat();
+        let mut all = [by_0, by_1, by_2].concat();
         all.sort_unstable();
         assert_eq!(all, [0, 1]);
     });
 }
 
 #[test]
-fn a_slot_is_used_again_only_after_its_entry_was_read() {
+fn a_slot_is_reused_only_after_its_entry_was_read() {
     loom::model(|| {
         let queue = HeapQueue::new(1);
         let mut main = queue.submitter();
@@ -69,7 +69,7 @@ fn a_slot_is_used_again_only_after_its_entry_was_read() {
                 thread::spawn(move || claimed(&queue, worker, 1))
             })
             .collect();
-        // The first entry is held and not answered.
+        // The push succeeds if a worker holds the first entry, which is never answered.
         let pushed = main.push(&entry(1)).is_ok();
         let found: Vec<_> = workers.into_iter().map(|worker| worker.join().unwrap()).collect();
         let rest = claimed(&queue, 2, 1);
@@ -98,7 +98,7 @@ fn an_entry_is_claimed_or_withdrawn() {
             assert_ne!(found.contains(&position), withdrawn.contains(&position), "{position}");
             assert_eq!(main.holder(position), found.contains(&position).then_some(0));
         }
-        // Their slots serve the next ones.
+        // The slots of both entries are reused.
         assert_eq!((main.push(&entry(2)), main.push(&entry(3))), (Ok(2), Ok(3)));
         assert_eq!(claimed(&queue, 1, 2), [2, 3]);
     });
@@ -114,7 +114,7 @@ fn a_worker_that_stops_after_its_swap_holds_one_entry_and_no_other_worker_waits_
         let killed = {
             let queue = queue.clone();
             thread::spawn(move || {
-                // As in `Claimer::claim`, which it does not finish.
+                // The steps of `Claimer::claim` up to its swap.
                 let slot = queue.slot(0);
                 let seen = slot.state.load(Ordering::Acquire);
                 slot.state.compare_exchange(1 << 18, seen | 2, Ordering::Release, Ordering::Relaxed).is_ok()
@@ -130,9 +130,9 @@ fn a_worker_that_stops_after_its_swap_holds_one_entry_and_no_other_worker_waits_
     });
 }
 
-/// A worker's search before its sleep, as in `Port::receive`: whether it has found an entry, or the futex does not
-/// wait.
-fn found_or_woken(queue: &HeapQueue, worker: u32, sleeper: &Sleeper) -> (bool, u32) {
+/// Announces that a worker is about to sleep, and then checks for the entry, as `Port::receive` does. Returns whether
+/// the worker has claimed the entry, and its ticket.
+fn announce_and_claim(queue: &HeapQueue, worker: u32, sleeper: &Sleeper) -> (bool, u32) {
     let Ticket(ticket) = sleeper.announce();
     (claimed(queue, worker, 1) == [0], ticket)
 }
@@ -150,14 +150,14 @@ fn an_entry_that_is_queued_while_workers_fall_asleep_is_claimed_or_rings() {
         };
         let other = {
             let (queue, sleeper) = (queue.clone(), sleeper.clone());
-            thread::spawn(move || found_or_woken(&queue, 1, &sleeper))
+            thread::spawn(move || announce_and_claim(&queue, 1, &sleeper))
         };
-        let (mine, my_ticket) = found_or_woken(&queue, 0, &sleeper);
+        let (mine, my_ticket) = announce_and_claim(&queue, 0, &sleeper);
         let (others, other_ticket) = other.join().unwrap();
         let rang = main.join().unwrap();
         assert!(!(mine && others));
         if !mine && !others {
-            // Both sleep: the bell has changed for at least one, and a wake of one reaches a sleeper.
+            // Neither has claimed the entry: the bell must have been rung after at least one of the announcements.
             let bell = sleeper.bell.load(Ordering::Acquire);
             assert!(rang && (bell != my_ticket || bell != other_ticket));
         }
@@ -165,12 +165,12 @@ fn an_entry_that_is_queued_while_workers_fall_asleep_is_claimed_or_rings() {
 }
 
 #[test]
-fn a_sleeper_that_was_killed_or_has_found_work_hides_no_other() {
+fn a_sleeper_that_was_killed_or_has_found_work_does_not_hide_another() {
     loom::model(|| {
         let (queue, sleeper) = (HeapQueue::new(2), Arc::new(Sleeper::default()));
-        // Killed in its sleep.
+        // A worker that is killed while it sleeps.
         sleeper.announce();
-        // Finds something else to do: its mark goes, and not that of the others.
+        // A worker that finds other work withdraws only its own announcement.
         let busy = {
             let sleeper = sleeper.clone();
             thread::spawn(move || {
@@ -185,7 +185,7 @@ fn a_sleeper_that_was_killed_or_has_found_work_hides_no_other() {
                 sleeper.must_ring()
             })
         };
-        let (found, ticket) = found_or_woken(&queue, 0, &sleeper);
+        let (found, ticket) = announce_and_claim(&queue, 0, &sleeper);
         busy.join().unwrap();
         let rang = main.join().unwrap();
         assert!(found || (rang && sleeper.bell.load(Ordering::Acquire) != ticket));

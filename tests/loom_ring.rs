@@ -1,4 +1,4 @@
-//! Every order of the rings: full, empty, wrap. Run by `make test` with `--cfg loom`.
+//! Models of a ring that is full, is empty or wraps. `make test-loom` runs them.
 #![cfg(loom)]
 
 use loom::thread;
@@ -35,7 +35,7 @@ fn entries_arrive_whole_and_in_order_through_a_full_and_wrapping_ring() {
 }
 
 #[test]
-fn what_was_not_published_is_not_seen() {
+fn an_unpublished_entry_is_not_seen() {
     loom::model(|| {
         let (mut producer, mut consumer) = HeapRing::new(2).split();
         let sender = thread::spawn(move || producer.push(&[7; SLOT_WORDS]).unwrap());

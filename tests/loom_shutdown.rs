@@ -1,5 +1,5 @@
-//! The parts combined: an answer on its way from ring to waker, and a worker that is asked to exit. Run by `make test`
-//! with `--cfg loom`.
+//! Models of rings, bitmap and bells combined: a worker that is told to leave, and a result on its way to the main
+//! process. `make test-loom` runs them.
 #![cfg(loom)]
 
 use loom::sync::Arc;
@@ -9,7 +9,7 @@ use rustloader::shm::doorbell::{Ticket, mark, take};
 use rustloader::shm::layout::{SLOT_WORDS, Sleeper};
 use rustloader::shm::ring::heap::HeapRing;
 
-/// `Handle::stop_workers` against `Port::receive`: the worker leaves, or its futex does not wait.
+/// `Handle::stop_workers` against `Port::receive`: the worker leaves, or the bell ends its wait.
 #[test]
 fn a_worker_that_falls_asleep_while_it_is_stopped_is_woken() {
     loom::model(|| {
@@ -26,14 +26,14 @@ fn a_worker_that_falls_asleep_while_it_is_stopped_is_woken() {
         let waits = !leaves && sleeper.bell.load(Ordering::Acquire) == ticket;
         main.join().unwrap();
         if waits {
-            // The wake comes after the bell, and finds it waiting: it looks again then.
+            // The wake-up comes after the ring and finds the worker waiting. The worker then checks the flag again.
             assert_ne!(sleeper.bell.load(Ordering::Acquire), ticket);
         }
         assert_eq!(stop.load(Ordering::Relaxed), 1);
     });
 }
 
-/// A worker that is asked to exit while a task is on its way sees one or the other before it sleeps.
+/// A worker that is told to leave while a task is on its way sees the flag or the task before it sleeps.
 #[test]
 fn a_task_that_is_sent_while_the_worker_is_stopped_is_taken_once_or_not_at_all() {
     loom::model(|| {
@@ -54,15 +54,15 @@ fn a_task_that_is_sent_while_the_worker_is_stopped_is_taken_once_or_not_at_all()
         let mut taken = if leaves { 0 } else { u32::from(received.pop().unwrap().is_some()) };
         main.join().unwrap();
         let sleeps = !leaves && taken == 0 && sleeper.bell.load(Ordering::Acquire) == ticket;
-        assert!(!sleeps, "it has seen neither the task nor the stop, and its futex waits");
+        assert!(!sleeps, "the worker sees neither the task nor the flag, and sleeps");
         taken += u32::from(received.pop().unwrap().is_some());
         assert_eq!(taken, 1);
     });
 }
 
-/// `Port::publish` against the main process's wait: ring, bitmap and bell, each of them in its own place.
+/// `Port::publish` against the main process's wait, with the ring, the bitmap and the bell.
 #[test]
-fn an_answer_is_found_before_the_sleep_or_rings() {
+fn a_result_is_found_before_the_sleep_or_rings() {
     loom::model(|| {
         let (mut results, mut consumer) = HeapRing::new(2).split();
         let bitmap: Arc<Vec<AtomicU64>> = Arc::new(vec![AtomicU64::new(0)]);
@@ -77,7 +77,7 @@ fn an_answer_is_found_before_the_sleep_or_rings() {
         };
         let mut drain = || match take(&bitmap[0]) {
             0 => None,
-            _ => Some(consumer.pop().unwrap().expect("a marked ring that holds nothing")),
+            _ => Some(consumer.pop().unwrap().expect("a marked ring has an entry")),
         };
         let mut found = drain();
         if found.is_none() {
@@ -89,7 +89,7 @@ fn an_answer_is_found_before_the_sleep_or_rings() {
         }
         let rang = worker.join().unwrap();
         if found.is_none() {
-            assert!(rang, "it sleeps and is never woken");
+            assert!(rang, "the main process sleeps and is never woken");
             found = drain();
         }
         assert_eq!(found, Some([7; SLOT_WORDS]));

@@ -122,7 +122,7 @@ pub fn give_back(parking: &Parking, head: &AtomicU32, block: &BlockEntry, id: u3
 pub enum Remains {
     /// A holder remains.
     Held,
-    /// No holder remains, although the thread that released the block may not have pushed it yet.
+    /// No holder remains. The thread that released the block may not have pushed it yet.
     Idle,
     /// A child of the worker may still read the block.
     WorkersChild,
@@ -181,7 +181,7 @@ pub fn take_returned<'a>(
     while link != 0 {
         let id = link - 1;
         if id >= blocks || left == 0 {
-            return Err(Error::corrupt(format!("a return stack has an invalid link to block {id} of {blocks}")));
+            return Err(Error::corrupt(format!("a return stack has an invalid link to block {id} of {blocks} blocks")));
         }
         left -= 1;
         let entry = block(id);

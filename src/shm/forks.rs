@@ -90,7 +90,7 @@ pub fn watch(arena: &Arc<Arena>, owned: Option<u32>) -> Result<()> {
     Ok(())
 }
 
-/// Removes the marks of forks whose children have all ended, and so releases the blocks that no child can still read.
+/// Removes the marks of forks whose children have all ended, and so releases the blocks that no child can read anymore.
 pub fn reap() {
     let table = &mut *table();
     let mut index = 0;

@@ -25,7 +25,7 @@ use crate::sys;
 /// An arena in the pool.
 struct Idle {
     arena: Arc<Arena>,
-    /// Number of bytes in idle blocks that have pages.
+    /// Number of bytes with pages in idle blocks.
     bytes: u64,
     /// The time at which the arena was put into the pool.
     since: Duration,
@@ -44,7 +44,7 @@ static POOL: Mutex<Pool> = Mutex::new(Pool { idle: Vec::new(), owners: BTreeMap:
 /// The fork generation of the process to which the pool's contents belong.
 static GENERATION: AtomicU64 = AtomicU64::new(0);
 /// The ID of the newest owner.
-static OWNERS: AtomicU64 = AtomicU64::new(0);
+static LAST_OWNER: AtomicU64 = AtomicU64::new(0);
 
 /// A loader, as the owner of arenas. When it is dropped, its pooled arenas are retired or pass to an heir.
 #[derive(Debug)]
@@ -52,7 +52,7 @@ pub struct Owner(u64);
 
 impl Default for Owner {
     fn default() -> Self {
-        Self(OWNERS.fetch_add(1, Ordering::Relaxed) + 1)
+        Self(LAST_OWNER.fetch_add(1, Ordering::Relaxed) + 1)
     }
 }
 

@@ -346,10 +346,10 @@ mod tests {
                 assert_eq!(workers[worker].claim().unwrap(), Some((position, entry(position))));
                 assert_eq!(main.holder(position), Some(id));
                 assert_eq!(main.held_by(id), Some(position));
-                assert!(!main.answered(position, 1 - id.min(1)), "by a worker that does not hold it");
+                assert!(!main.answered(position, 1 - id.min(1)), "answered by a worker that does not hold it");
                 assert!(!main.answered(position + 4, id));
                 assert!(main.answered(position, id));
-                assert!(!main.answered(position, id), "twice");
+                assert!(!main.answered(position, id), "answered twice");
                 assert_eq!((main.held_by(id), main.holder(position)), (None, None));
             }
         }

@@ -2,7 +2,7 @@
 //! orderings instead of sequential consistency, and with cached counters as in rtrb.
 //!
 //! Counters wrap at 2^32; capacities are powers of two. Once the words of an entry are written, a single Release store
-//! of `tail` publishes it, so a producer that is killed halfway through has published nothing.
+//! of `tail` publishes it, so a producer that is killed earlier publishes no partial entry.
 
 use super::layout::{RingControl, RingSlot, SLOT_WORDS};
 use crate::error::{Error, Result};

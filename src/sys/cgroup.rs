@@ -28,7 +28,7 @@ impl Default for Roots {
 
 /// One level of a cgroup hierarchy.
 pub(super) struct Level {
-    /// True if the level belongs to version 2, which has other files.
+    /// True if the level belongs to version 2, whose files have other names.
     pub is_v2: bool,
     pub folder: PathBuf,
     /// The path of the level from the root of the hierarchy as this process sees it, such as "/a/b".

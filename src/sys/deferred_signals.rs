@@ -5,8 +5,8 @@
 //! handler within the fork's hooks, where exceptions are lost. So a recording handler, which only records the signal,
 //! temporarily replaces the process's handler.
 //!
-//! Callers hold the GIL, so only one at a time runs this code. There is no lock, because a fork may happen at any
-//! moment, and in the child the signals must have their earlier effect.
+//! Callers hold the GIL, so only one at a time runs this code. There is no lock: a fork may happen at any moment,
+//! and in the child, which could inherit the lock locked, the signals must have their earlier effect.
 
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicUsize, Ordering};
 
@@ -52,8 +52,8 @@ static DEFERRALS: [Deferral; COUNT] = [
 #[must_use]
 pub struct Deferred([bool; COUNT]);
 
-/// Defers `signals` until [`Deferred::release`]. Skips a signal that has no handler or is not in the table above, and
-/// one whose handler the system refuses to replace.
+/// Defers `signals` until [`Deferred::release`]. Skips a signal that has no handler or is not in `DEFERRALS`, and one
+/// whose handler the system refuses to replace.
 pub fn defer(signals: &[i32]) -> Deferred {
     Deferred(DEFERRALS.each_ref().map(|it| signals.contains(&it.signal) && it.begin()))
 }
@@ -207,10 +207,10 @@ mod tests {
     }
 
     /// Number of calls of the program's handler.
-    static BELOW: AtomicU32 = AtomicU32::new(0);
+    static PROGRAM_CALLS: AtomicU32 = AtomicU32::new(0);
 
-    extern "C" fn below(_signal: libc::c_int) {
-        BELOW.fetch_add(1, Ordering::SeqCst);
+    extern "C" fn program_handler(_signal: libc::c_int) {
+        PROGRAM_CALLS.fetch_add(1, Ordering::SeqCst);
     }
 
     /// Uses a signal that no other test uses, because tests run at the same time.
@@ -225,8 +225,8 @@ mod tests {
             assert!(deferral.set(&action));
         };
         // Returns and resets the numbers of calls of the library's handler and of the program's handler.
-        let calls = || (CHAINED.swap(0, Ordering::SeqCst), BELOW.swap(0, Ordering::SeqCst));
-        install(below as *const () as usize, 0);
+        let calls = || (CHAINED.swap(0, Ordering::SeqCst), PROGRAM_CALLS.swap(0, Ordering::SeqCst));
+        install(program_handler as *const () as usize, 0);
 
         let deferred = defer(&[signal]);
         REPLACED.store(deferral.action().unwrap().sa_sigaction, Ordering::SeqCst);
@@ -235,7 +235,7 @@ mod tests {
         for _ in 0..2 {
             let deferred = defer(&[signal]);
             raise(signal);
-            assert_eq!(BELOW.load(Ordering::SeqCst), 0, "the call of the recording handler is deferred");
+            assert_eq!(PROGRAM_CALLS.load(Ordering::SeqCst), 0, "the call of the recording handler is deferred");
             deferred.release();
             assert_eq!(calls(), (2, 1), "the library's handler runs at once and at the release");
             raise(signal);
@@ -251,11 +251,11 @@ mod tests {
         assert_eq!(calls(), (0, 0));
         deferred.release();
         assert_eq!(calls(), (0, 1));
-        assert_eq!(deferral.action().unwrap().sa_sigaction, below as *const () as usize);
+        assert_eq!(deferral.action().unwrap().sa_sigaction, program_handler as *const () as usize);
 
         // Meanwhile the program installs its handler again. That handler calls no other, so it is replaced as usual.
         let deferred = defer(&[signal]);
-        install(below as *const () as usize, 0);
+        install(program_handler as *const () as usize, 0);
         deferred.release();
         let deferred = defer(&[signal]);
         raise(signal);

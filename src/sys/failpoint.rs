@@ -149,7 +149,7 @@ mod points {
     fn arm(kind: &str, nth: u64, onwards: bool, effect: Effect) -> Result<()> {
         let point = point(kind).ok_or_else(|| Error::usage(format!("there is no failpoint {kind:?}")))?;
         if nth == 0 {
-            return Err(Error::usage("failpoints count from 1"));
+            return Err(Error::usage("failpoints count calls from 1"));
         }
         let (number, value) = match effect {
             Effect::Errno(errno) => (0, errno),
@@ -196,7 +196,7 @@ mod points {
     /// Returns the value of an environment variable. Does not take the lock of std::env, which a forked child may
     /// inherit locked.
     pub fn environment(name: &CStr) -> Option<String> {
-        // SAFETY: the name is a C string; tests do not change the environment while others read it.
+        // SAFETY: the name is a C string; tests do not change the environment while another thread reads it.
         let text = unsafe { libc::getenv(name.as_ptr()) };
         if text.is_null() {
             return None;

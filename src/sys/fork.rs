@@ -61,7 +61,7 @@ thread_local! {
 }
 
 /// Returns a number that is higher in a forked child than in its parent. An object that stores the number can later
-/// tell whether it was created before a fork. Costs one atomic load. `vfork` and a bare `clone` do not change the
+/// tell whether it was created before a fork. Costs two atomic loads. `vfork` and a bare `clone` do not change the
 /// number.
 #[inline]
 pub fn generation() -> u64 {

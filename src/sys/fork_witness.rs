@@ -9,9 +9,9 @@ use crate::error::Result;
 
 /// A witness that shows when all processes that were forked while its [`WitnessMapping`] existed have ended.
 ///
-/// The mapping is of a file that is used for nothing else. A child keeps the mapping until it ends or calls exec, no
-/// matter which descriptors it closes, and its own children inherit the mapping. While any process maps the file, the
-/// kernel refuses to seal it against writing.
+/// The mapped file is used for nothing else. A child keeps the mapping until it ends or calls exec, no matter which
+/// descriptors it closes, and its own children inherit the mapping. While any process maps the file, the kernel refuses
+/// to seal it against writing.
 #[derive(Debug)]
 pub struct ForkWitness {
     file: OwnedFd,

@@ -12,7 +12,7 @@
 //! - `getrlimit` and `sysinfo`: rustix does not check the results of these calls, which a sandbox may refuse.
 //! - `sendmsg` and `recvmsg`: rustix takes slices, whose bytes must not change during the call, but other processes may
 //!   change them.
-//! - `kill` and `pidfd_send_signal`: rustix has neither signal 0 nor real-time signals without `unsafe`.
+//! - `kill` and `pidfd_send_signal`: rustix's `Signal` type has no 0, and has real-time signals only with `unsafe`.
 //! - `close` of a raw number, in [`left_behind`]: the call is no safer in rustix.
 //! - `ioctl` of a pidfd: rustix has no type for the request, and its generic call is no safer.
 //! - `pthread_atfork`, `sigaction`, signal masks, `timer_create`, `raise`, `_exit`, `getrusage`, `strsignal`, `dlopen`:

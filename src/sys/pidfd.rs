@@ -26,7 +26,7 @@ struct PidfdInfo {
     pid: u32,
     tgid: u32,
     ppid: u32,
-    /// Real, effective, saved and file system user and group ids.
+    /// Real, effective, saved and file system user and group IDs.
     ids: [u32; 8],
     exit_code: i32,
 }

@@ -138,12 +138,12 @@ pub fn exit_now(code: i32) -> ! {
     unsafe { libc::_exit(code) }
 }
 
-/// Returns the id of the parent process.
+/// Returns the ID of the parent process.
 pub fn getppid() -> i32 {
     Pid::as_raw(rustix::process::getppid())
 }
 
-/// Returns the calling thread's id.
+/// Returns the calling thread's ID.
 pub fn gettid() -> i32 {
     rustix::thread::gettid().as_raw_pid()
 }
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn groups_are_not_signalled() {
+    fn groups_are_not_signaled() {
         assert!(matches!(kill(-1, 0), Err(Error::Usage { .. })));
         assert!(matches!(kill(0, 0), Err(Error::Usage { .. })));
     }

@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 pub enum Cause {
     /// A process sent the signal.
     Sent {
-        /// The sender's process id; 0 for the kernel, and for a process in another pid namespace.
+        /// The sender's process ID; 0 for the kernel, and for a process in another pid namespace.
         by: i32,
     },
     /// The duration of [`Reaction::AskAgain`] has passed.

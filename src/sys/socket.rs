@@ -41,7 +41,8 @@ pub struct Readiness {
     pub rung: bool,
 }
 
-/// Bytes to send, as pointer and length. Other processes may change them during the call, which a slice does not allow.
+/// Bytes to send, as a pointer and a length. Other processes may change the bytes during the call, which a slice does
+/// not allow.
 #[derive(Clone, Copy, Debug)]
 #[repr(transparent)]
 pub struct Part<'a>(libc::iovec, PhantomData<&'a [u8]>);
@@ -296,13 +297,13 @@ mod tests {
         let bell = EventFd::new().unwrap();
         let soon = Some(Duration::from_millis(1));
         let nothing = Readiness { readable: false, rung: false };
-        let rung = || Some(bell.as_fd());
-        assert_eq!(one.wait(true, false, rung(), soon).unwrap(), nothing);
-        assert_eq!(one.wait(true, true, rung(), None).unwrap(), nothing);
+        let bell_fd = || Some(bell.as_fd());
+        assert_eq!(one.wait(true, false, bell_fd(), soon).unwrap(), nothing);
+        assert_eq!(one.wait(true, true, bell_fd(), None).unwrap(), nothing);
         other.send(&[Part::new(b"a")]).unwrap();
-        assert_eq!(one.wait(true, false, rung(), None).unwrap(), Readiness { readable: true, rung: false });
+        assert_eq!(one.wait(true, false, bell_fd(), None).unwrap(), Readiness { readable: true, rung: false });
         assert_eq!(one.wait(false, false, None, soon).unwrap(), nothing);
         bell.ring().unwrap();
-        assert_eq!(one.wait(true, false, rung(), None).unwrap(), Readiness { readable: true, rung: true });
+        assert_eq!(one.wait(true, false, bell_fd(), None).unwrap(), Readiness { readable: true, rung: true });
     }
 }

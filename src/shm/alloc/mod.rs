@@ -1,17 +1,17 @@
 //! The allocator of one region. Its free lists are private to the region's owner; the block table holds the data that
 //! other processes need.
 //!
-//! A block has the capacity of its size class, but that is only address space: the block has pages only for its
-//! contents. Free blocks are reused last-in first-out, while their pages are warm.
+//! A block usually has the capacity of its size class. The capacity is only address space: pages are reserved only for
+//! the block's contents. Free blocks are reused last-in first-out, while their pages are warm.
 //!
 //! Idle blocks are punched, which means that their pages are released, in three cases:
 //! * *Surplus.* If the low-water mark of a class's idle blocks stays above zero for [`TRIM_PATIENCE`] windows, the
 //!   surplus is punched. A window is [`TRIM_WINDOW`] allocations, or fewer if batches are slow.
 //! * *Varying sizes.* A request first reuses a warm block of a slightly larger class. Before fresh pages are reserved,
-//!   the blocks that have been idle longest are punched, until the region exceeds its recent peak by at most an
-//!   [`IDLE_SHARE`]th.
-//! * *Idle worker.* It keeps only the pages that its batches in flight need, or none if it is ahead of the training
-//!   loop.
+//!   the blocks that have been idle longest are punched, so that the region's pages exceed their recent peak by at most
+//!   an [`IDLE_SHARE`]th.
+//! * *Idle worker.* An idle worker keeps only the pages that its batches in flight need, or none if it is ahead of the
+//!   training loop.
 //!
 //! If a request finds no idle block of its class and there is no room after the last block, its block is cut from a
 //! larger idle block, or from idle neighbors that are joined: see `join`.
@@ -104,7 +104,7 @@ pub struct Allocator {
     free: Vec<FreeList>,
     /// Offset of the next new block: the end of the last one.
     fresh: u64,
-    /// The ID of each block, by offset.
+    /// The ID of each block, keyed by its offset.
     places: BTreeMap<u64, u32>,
     /// The IDs of block table entries that have no block.
     spare: Vec<u32>,
@@ -112,7 +112,7 @@ pub struct Allocator {
     slab_end: u64,
     /// For each block, the number of leading bytes that are in this process's page tables.
     mapped: Vec<u64>,
-    /// Blocks with an object of the owner that have been sent in a message since their allocation.
+    /// Blocks that hold an object of the owner and have been sent in a message since their allocation.
     sent: HashSet<u32>,
     /// Number of allocations until this window ends.
     window: u32,
@@ -122,9 +122,9 @@ pub struct Allocator {
     since: Duration,
     /// Bytes that may be reserved before the next headroom check.
     credit: u64,
-    /// Number of bytes in the region that have pages.
+    /// Number of bytes with pages in the region.
     warm: u64,
-    /// Number of bytes in idle blocks that have pages.
+    /// Number of bytes with pages in idle blocks.
     idle: u64,
     /// The value of `clock` at which each block became idle.
     idle_since: Vec<u64>,
@@ -185,12 +185,12 @@ impl Allocator {
         self.region
     }
 
-    /// Returns the number of bytes in the region that have pages.
+    /// Returns the number of bytes with pages in the region.
     pub fn warm_bytes(&self) -> u64 {
         self.warm
     }
 
-    /// Returns the number of bytes in held blocks that have pages. The subtraction saturates, because a broken worker
+    /// Returns the number of bytes with pages in held blocks. The subtraction saturates, because a broken worker
     /// may have damaged the table.
     fn in_use(&self) -> u64 {
         self.warm.saturating_sub(self.idle)
@@ -262,7 +262,7 @@ impl Allocator {
         self.reserve(id, pages * PAGE)
     }
 
-    /// Records that a block with an object of the owner was sent in a message.
+    /// Records that a block that holds an object of the owner was sent in a message.
     pub fn note_sent(&mut self, id: u32) {
         self.sent.insert(id);
     }
@@ -326,8 +326,8 @@ impl Allocator {
         }
     }
 
-    /// Returns true if the table has a spare entry for another block. If it has none, first adds one to the table if
-    /// there is room.
+    /// Adds a spare entry to the table if it has none and is not full. Returns true if the table then has a spare entry
+    /// for another block.
     fn has_entry(&mut self) -> Result<bool> {
         let id = self.mapped.len() as u32;
         if !self.spare.is_empty() || id == self.arena.geometry().table_len {
@@ -446,7 +446,7 @@ impl Allocator {
         self.idle = self.idle.saturating_sub(warm);
     }
 
-    /// Checks that the machine has memory for `fresh` more bytes. A check that succeeds also covers the next
+    /// Checks that memory for `fresh` more bytes is available. A check that succeeds also covers the next
     /// reservations, up to [`HEADROOM_CHECK`] bytes. Does not wait for other workers: see [`retry_while_reserved`].
     fn check_headroom(&mut self, fresh: u64) -> Result<()> {
         if fresh <= self.credit {

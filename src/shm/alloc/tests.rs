@@ -49,7 +49,7 @@ fn a_large_block_is_awaited_while_the_loop_holds_one_that_fits() {
     assert!(!a.is_ahead());
     assert!(a.awaits(LEN).unwrap() && a.awaits(LEN * 3 / 4).unwrap());
     for other in [LARGE - 1, LEN / 2, LEN + PAGE] {
-        assert!(!a.awaits(other).unwrap(), "{other} bytes would not be taken from it");
+        assert!(!a.awaits(other).unwrap(), "a request for {other} bytes would not use it");
     }
     let idle = a.allocate(LEN, WORKER).unwrap();
     a.release(idle);

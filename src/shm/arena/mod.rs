@@ -47,7 +47,7 @@ pub struct Arena {
     /// Set while no worker is attached because the arena is in the pool or retired: released blocks lose their pages at
     /// once.
     parking: Parking,
-    /// The ID of the loader for which the arena waits in the pool; 0 if there is none.
+    /// The ID of the loader that uses the arena, or used it last; 0 if there is none.
     pub(super) owner: AtomicU64,
 }
 
@@ -78,12 +78,12 @@ impl Arena {
         }
     }
 
-    /// Creates an arena of exactly `total` bytes, without a shared queue.
+    /// Creates an arena of `total` bytes, rounded down to whole pages, without a shared queue.
     pub fn create_sized(total: u64, workers: u32, outstanding: u32) -> Result<Arc<Self>> {
         Self::create_for(total, Needs { workers, outstanding, shared_queue: false, snapshots: false })
     }
 
-    /// Creates an arena of exactly `total` bytes.
+    /// Creates an arena of `total` bytes, rounded down to whole pages.
     pub fn create_for(total: u64, needs: Needs) -> Result<Arc<Self>> {
         let geometry = Geometry::new(total / PAGE * PAGE, needs)?;
         let fd = sys::memfd::create("rustloader", geometry.total)?;
@@ -143,7 +143,7 @@ impl Arena {
         Self { map, fd, geometry, generation, made_here, retired, parking, owner: AtomicU64::new(0) }
     }
 
-    /// Returns an arena for a forked worker to use. It shares the inherited mapping, because a second mapping would
+    /// Returns a forked worker's view of the arena. It shares the inherited mapping, because a second mapping would
     /// cost address space.
     pub fn inherited(&self) -> Arc<Self> {
         Arc::new(Self::with_mapping(self.map.clone(), self.fd.clone(), self.geometry, false))
@@ -531,7 +531,7 @@ impl Arena {
         others.map(|worker| self.control(worker).status.promised.load(Ordering::Acquire)).sum()
     }
 
-    /// Returns the bytes of warm pages that a worker's region needs for its batches in flight, at least 1 MiB.
+    /// Returns the number of warm bytes that a worker's region needs for its batches in flight; at least 1 MiB.
     pub fn budget(&self, worker: u32) -> u64 {
         let largest = self.control(worker).status.largest.load(Ordering::Relaxed);
         largest.saturating_mul(self.geometry.batches_in_flight()).max(1 << 20)

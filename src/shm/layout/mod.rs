@@ -79,7 +79,7 @@ pub struct Header {
     pub region_len: AtomicU64,
     /// 1 if the workers share a queue, else 0.
     pub shared_queue: AtomicU32,
-    /// The main process's side of the doorbell.
+    /// The main process's sleeper. The doorbell wakes it.
     pub doorbell: Line<Sleeper>,
     /// Nonzero if the workers must leave.
     pub stop: Line<AtomicU32>,
@@ -112,7 +112,7 @@ pub struct MainPage {
     pub(crate) epoch_task: AtomicU64,
     /// Number of batches delivered before this epoch.
     pub(crate) epoch_batches: AtomicU64,
-    /// The counters as of the end of the last `next`; those of waiting as of the end of the last wait.
+    /// The counters as of the end of the last `next`; the counters of waiting are as of the end of the last wait.
     pub(crate) counts: [AtomicU64; COUNTS],
     /// The first bytes of the loader's name, zero-padded.
     pub(crate) name: [AtomicU64; NAME_BYTES / 8],
@@ -190,7 +190,7 @@ pub struct Sleeper {
     /// Number of this side's threads that sleep or are about to sleep. Each thread adds 1 before it sleeps and
     /// subtracts 1 afterwards. A thread whose process is killed while it sleeps stays counted.
     pub asleep: AtomicU32,
-    /// Number of rings so far, wrapping. Workers wait on this word with a futex.
+    /// Number of times that the bell was rung, wrapping. Workers wait on this word with a futex.
     pub bell: AtomicU32,
 }
 
@@ -229,7 +229,7 @@ pub struct QueueControl {
     /// Position at which the search for the next entry starts. It is only a hint, because a worker may die between
     /// claiming an entry and moving the head.
     pub head: Line<AtomicU64>,
-    /// The workers' side. All workers wait on one bell.
+    /// The workers' sleeper. All workers wait on its bell.
     pub sleeper: Line<Sleeper>,
 }
 
@@ -254,7 +254,7 @@ pub struct StatusPage {
     pub pid: AtomicU32,
     /// CLOCK_MONOTONIC time, in nanoseconds, at which the state began.
     pub(crate) since_ns: AtomicU64,
-    /// The current or last task.
+    /// The number of the current or last task.
     pub(crate) task: AtomicU64,
     /// Number of tasks answered so far.
     pub(crate) tasks_done: AtomicU64,
@@ -284,7 +284,7 @@ pub struct StatusPage {
     pub(crate) index: [AtomicU64; INDEX_BYTES / 8],
     /// Length in bytes of that encoded index batch; 0 if it was sent as a pickle.
     pub(crate) index_len: AtomicU64,
-    /// The task to which `index` belongs, plus one, or 0 for none. Stored after `index` and `index_len`.
+    /// The number of the task to which `index` belongs, plus one; 0 for none. Stored after `index` and `index_len`.
     pub(crate) index_task: AtomicU64,
     /// CPU time of the process, in nanoseconds, when it first left `Starting`; 0 before.
     pub start_cpu_ns: AtomicU64,
@@ -440,7 +440,7 @@ impl WorkerState {
 pub struct ControlPage {
     /// The activity of the worker, its task and its counters.
     pub status: StatusPage,
-    /// The worker's side of the doorbell, which the main process rings.
+    /// The worker's sleeper, whose bell the main process rings.
     pub sleeper: Line<Sleeper>,
     /// The submission ring, from the main process to the worker.
     pub tasks: RingControl,

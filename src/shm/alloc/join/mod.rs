@@ -1,5 +1,5 @@
-//! Joining and splitting of idle blocks, for a request that does not fit after a region's last block. Its block is cut
-//! from a larger idle block, or is joined from idle neighbors.
+//! Joining and splitting of idle blocks. If a request does not fit after a region's last block, its block is cut from a
+//! larger idle block, or is joined from idle neighbors.
 //!
 //! **The rule.** Only blocks in the owner's private free lists change their offset or their size. Such a block has no
 //! holder and is not RETURNING, so no other process or thread refers to it by its ID: the ID is on no stack and in no
@@ -33,8 +33,8 @@ impl Idle {
     }
 }
 
-/// Returns the ID of each block in a table, by offset. If a killed owner left gaps, closes them by extending the idle
-/// block before each gap.
+/// Returns a map from the offset of each block in a table to its ID. If a killed owner left gaps, closes them by
+/// extending the idle block before each gap.
 pub(super) fn places(table: &[BlockEntry]) -> BTreeMap<u64, u32> {
     let blocks = (0..).zip(table).filter(|(_, entry)| entry.capacity.load(Ordering::Relaxed) > 0);
     let places: BTreeMap<u64, u32> = blocks.map(|(id, entry)| (entry.offset.load(Ordering::Relaxed), id)).collect();

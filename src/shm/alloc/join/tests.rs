@@ -35,7 +35,7 @@ fn blocks(a: &Allocator) -> Vec<(u32, u64, u64, u32)> {
 }
 
 fn block_of(a: &Allocator, id: u32) -> (u64, u64) {
-    let (_, offset, capacity, _) = blocks(a).into_iter().find(|block| block.0 == id).expect("it has bytes");
+    let (_, offset, capacity, _) = blocks(a).into_iter().find(|block| block.0 == id).expect("the table has the block");
     (offset, capacity)
 }
 
@@ -71,10 +71,10 @@ fn check(a: &Allocator) {
     assert_eq!(a.idle, warm_bytes_of(table, listed));
     assert_eq!(a.warm, warm_bytes_of(table, blocks.iter().map(|block| block.0)));
     assert_eq!(a.places, blocks.iter().map(|block| (block.1, block.0)).collect());
-    let without = |id: &u32| table[*id as usize].capacity.load(Ordering::Relaxed) == 0;
+    let has_no_block = |id: &u32| table[*id as usize].capacity.load(Ordering::Relaxed) == 0;
     let mut spare = a.spare.clone();
     spare.sort_unstable();
-    assert_eq!(spare, (0..a.mapped.len() as u32).filter(without).collect::<Vec<u32>>());
+    assert_eq!(spare, (0..a.mapped.len() as u32).filter(has_no_block).collect::<Vec<u32>>());
 }
 
 /// Fills the region with held blocks of `len` bytes.
@@ -146,7 +146,7 @@ fn the_last_block_grows_into_unused_memory() {
     assert_eq!(block_of(&a, id).0, 0);
     check(&a);
     a.release(id);
-    // The blocks of the size class that this request needs would be larger than the region.
+    // A block of this request's size class would be larger than the region.
     let id = a.allocate(region_len(&a), WORKER).unwrap();
     assert_eq!(block_of(&a, id), (0, region_len(&a)));
     assert!(a.allocate(1, WORKER).is_err());
@@ -396,7 +396,7 @@ fn run(acts: Vec<Act>) {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
-    /// A request fails only if no part of the region without held blocks is long enough, and held blocks never change.
+    /// A request fails only if no gap between held blocks is long enough, and held blocks never change.
     #[test]
     fn held_blocks_stay_and_idle_ones_are_found(acts in prop::collection::vec(acts(), 1..200)) {
         run(acts);
@@ -424,8 +424,8 @@ impl Random {
 }
 
 /// Simulates 64 workers that make 100,000 batches in all, with log-normal sizes from 4 KiB to 1 MiB. This is a 1:1024
-/// model of batches of up to 1 GiB. Each worker has four batches in flight, and the loop keeps some of them longer. A
-/// region has room for four batches of the largest size.
+/// model of batches of up to 1 GiB. Each worker has four batches in flight, and the training loop keeps some of them
+/// longer. A region has room for four batches of the largest size.
 #[test]
 fn batches_of_log_normal_sizes_fit() {
     const WORKERS: u32 = 64;
