@@ -1,5 +1,4 @@
-//! The transitions that only a shared queue has. The worker of such a task is unknown until it answers the
-//! task or dies.
+//! The transitions that only a shared queue has. The worker of a task is unknown until it answers the task or dies.
 
 use super::Scheduler;
 use super::reorder::TaskState;

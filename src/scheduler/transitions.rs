@@ -201,7 +201,7 @@ impl<T, R> Scheduler<T, R> {
         for worker in 0..count {
             let entry = self.workers.at(worker);
             entry.resumes = entry.resumes.saturating_add(1);
-            // A worker that has not answered the last message gets the new one after its answer.
+            // A worker that has not answered the previous message gets the new one after its answer.
             if entry.resumes == 1 {
                 self.resuming += 1;
                 // The next process of a vacant worker begins with this epoch.

@@ -28,7 +28,7 @@ impl Bytes {
         self.ready = self.ready.saturating_sub(bytes);
     }
 
-    /// Forgets the results of the last epoch, but not the largest size.
+    /// Forgets the results of the previous epoch, but not the largest size.
     pub fn begin_epoch(&mut self) {
         self.ready = 0;
     }
