@@ -210,8 +210,8 @@ impl<T: Tensors> Aliases<'_, T> {
 
     fn write_shared(&self, writer: &mut Writer<'_>, leaf: usize, storage: usize, low: usize) {
         let view = self.tensors.view(&self.leaves[leaf].object);
-        // `share` has just read the view, so there is one. If there were none, nothing would be written here, and the
-        // reader would refuse the payload.
+        // `component` has just read the view, so there is one. If there were none, nothing would be written here, and
+        // the reader would refuse the payload.
         if let Some(TensorView { dtype, shape, strides, ptr, .. }) = view {
             writer.shared(dtype, &shape, &strides, storage, ptr as usize - low);
         }
@@ -231,8 +231,8 @@ fn lattice<'a>(extent: &Extent, view: &'a TensorView<'_>) -> Lattice<'a> {
 /// Returns the number of bytes that a tensor takes if it is sent separately.
 fn bytes_alone(lattice: &Lattice<'_>, view: &TensorView<'_>) -> usize {
     let item = lattice.itemsize as i64;
-    let mut bytes = view.strides;
-    bytes.as_mut_slice().iter_mut().for_each(|stride| *stride = stride.saturating_mul(item));
-    let plan = TransferPlan::new(&view.shape, &bytes, lattice.itemsize, Style::Tensor);
+    let mut byte_strides = view.strides;
+    byte_strides.as_mut_slice().iter_mut().for_each(|stride| *stride = stride.saturating_mul(item));
+    let plan = TransferPlan::new(&view.shape, &byte_strides, lattice.itemsize, Style::Tensor);
     plan.map_or(lattice.extent, |plan| plan.bytes)
 }

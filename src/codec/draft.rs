@@ -14,7 +14,7 @@ pub struct NotPlain;
 
 pub type Plain<T = ()> = Result<T, NotPlain>;
 
-/// A leaf that is copied once the whole batch is known to be plain.
+/// A leaf that is copied as soon as the whole batch is known to be plain.
 #[derive(Debug)]
 pub struct PendingCopy<O> {
     /// Keeps the memory alive while the GIL is released.

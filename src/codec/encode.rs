@@ -90,17 +90,17 @@ pub fn encode_indices(index: &Bound<'_, PyAny>, out: &mut Vec<u8>) -> bool {
     is_plain
 }
 
-/// Writes a plain tree and returns the pending copies. If `is_sole` is true, the sink may adopt arrays to which only
-/// the batch refers; otherwise all arrays are copied. After an error, the caller must remove the part of the tree in
-/// `out`.
+/// Writes a plain tree and returns the pending copies. If `takes_arrays` is true, the sink may adopt arrays to which
+/// only the batch refers; otherwise all arrays are copied. After an error, the caller must remove the part of the tree
+/// in `out`.
 fn write_plain<'py>(
     bridge: Option<&Bridge>,
     value: &Bound<'py, PyAny>,
     out: &mut Vec<u8>,
-    is_sole: bool,
+    takes_arrays: bool,
 ) -> Plain<Vec<PendingCopy<Bound<'py, PyAny>>>> {
     let from = out.len();
-    let mut encoder = Encoder { bridge, draft: Draft::new(out), is_sole, is_key: false };
+    let mut encoder = Encoder { bridge, draft: Draft::new(out), is_sole: takes_arrays, is_key: false };
     encoder.value(value, 0)?;
     let (seen, copies) = encoder.draft.finish();
     match seen.aliased_extents() {
@@ -264,8 +264,8 @@ impl<'py> Encoder<'_, 'py> {
         let (mut position, mut visited) = (0, 0);
         loop {
             let (mut key, mut item) = (std::ptr::null_mut(), std::ptr::null_mut());
-            // SAFETY: an exact dict. A concurrent change can make the walk miss entries, but not make it invalid. The
-            // borrowed references become owned before any other code runs.
+            // SAFETY: an exact dict. A concurrent change can make the walk miss entries, but cannot make it invalid.
+            // The borrowed references become owned before any other code runs.
             let (key, item) = unsafe {
                 if ffi::PyDict_Next(value.as_ptr(), &mut position, &mut key, &mut item) == 0 {
                     break;

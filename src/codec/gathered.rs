@@ -133,7 +133,7 @@ impl Build for Sample {
     }
 }
 
-/// Collates some rows as torch's default_collate does. Returns `None` if torch must collate them:
+/// Collates the given rows as torch's default_collate does. Returns `None` if torch must collate them:
 /// - a mode of torch is active, or torch's default device is not the CPU;
 /// - a row is missing or damaged;
 /// - the samples do not have the same form, or that form is neither a contiguous tensor nor a flat list, tuple or dict

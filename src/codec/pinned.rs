@@ -18,7 +18,8 @@ pub struct Pinned<'py, M> {
     allocate: Bound<'py, PyAny>,
     /// True if tuples become lists, as in older versions of torch.
     tuples_become_lists: bool,
-    /// The slab, the common memory of all small tensors, and the number of its bytes in use; `None` before the first.
+    /// The slab (the common memory of all small tensors) and the number of its bytes in use; `None` before the first
+    /// tensor.
     slab: Option<(PinnedMemory, usize)>,
     /// Size of the slab in bytes.
     slab_len: usize,

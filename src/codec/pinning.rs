@@ -18,8 +18,8 @@ struct LeasedCopy<M> {
     to: *mut u8,
 }
 
-// SAFETY: the target is memory of a tensor that no other thread has yet and that outlives the copy (`Copies::run`); the
-// lease is `Send`.
+// SAFETY: the target is the memory of a tensor that no other thread uses yet and that outlives the copy
+// (`Copies::run`); the lease is `Send`.
 unsafe impl<M: Memory> Send for LeasedCopy<M> {}
 
 /// The copies that fill the large tensors of one batch.
@@ -31,7 +31,7 @@ impl<M: Memory> Copies<M> {
         Self(Vec::new())
     }
 
-    /// Adds the copy of `len` bytes at `offset` of a lease.
+    /// Adds a copy of the `len` bytes at `offset` in a lease to `to`.
     ///
     /// # Safety
     /// The lease has these bytes. `to` points to `len` writable bytes, which stay valid and which nothing else uses

@@ -58,7 +58,7 @@ impl PinnedDecoder {
         Self { callbacks, buffer: Vec::new() }
     }
 
-    /// Registers the pin thread with Python. Call it on that thread.
+    /// Prepares the pin thread. Call it on that thread.
     pub fn begin(&self, py: Python<'_>) -> PyResult<()> {
         call(&self.callbacks.begin.bind(py), PyTuple::empty(py)).map(drop)
     }

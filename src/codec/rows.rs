@@ -55,12 +55,12 @@ impl Rows {
     fn keys<'py>(&self, py: Python<'py>, number: u32) -> PyResult<&Bound<'py, PyTuple>> {
         let shapes = self.shapes.get_or_try_init(py, || {
             let list = decode_plain(py, self.meta())?;
-            let list = list.cast::<PyList>().map_err(|_| damaged("the keys of its dicts"))?;
+            let list = list.cast::<PyList>().map_err(|_| damaged("the keys of its dicts are not a list"))?;
             let tuples = list.iter().map(|keys| keys.cast_into::<PyTuple>().map(Bound::unbind));
             let tuples = tuples.collect::<std::result::Result<Vec<_>, _>>();
-            PyResult::Ok(tuples.map_err(|_| damaged("the keys of a dict"))?)
+            PyResult::Ok(tuples.map_err(|_| damaged("the keys of a dict are not a tuple"))?)
         })?;
-        Ok(shapes.get(number as usize).ok_or_else(|| damaged("the keys of a dict"))?.bind(py))
+        Ok(shapes.get(number as usize).ok_or_else(|| damaged("the keys of a dict are missing"))?.bind(py))
     }
 }
 
@@ -234,7 +234,7 @@ fn decode_plain<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Bound<'py, PyAny
 
 /// Returns the dict of a row that begins with [`SHAPED`]. `rest` are the row's bytes after that first byte.
 fn decode_shaped<'py>(py: Python<'py>, rows: &Rows, rest: &[u8]) -> PyResult<Bound<'py, PyAny>> {
-    let wrong = || damaged("a dict's values");
+    let wrong = || damaged("the values of a dict are invalid");
     let (number, rest) = rest.split_first_chunk::<4>().ok_or_else(wrong)?;
     let keys = rows.keys(py, u32::from_le_bytes(*number))?;
     let values = decode_plain(py, rest)?;

@@ -8,7 +8,7 @@ use pyo3::types::{PyDict, PyString, PyTuple};
 
 use crate::tree::{Group, Writer};
 
-/// Maximum number of shapes in an image. If it is reached, the dicts probably have arbitrary keys, and those with other
+/// Maximum number of shapes in an image. If it is reached, the dicts probably have arbitrary keys, and dicts with new
 /// keys get no shape.
 const SHAPES_MAX: usize = 256;
 /// Maximum number of keys of a dict that has a shape.

@@ -15,7 +15,7 @@ pub(super) struct Bitmap {
     root: u64,
 }
 
-/// Returns the lowest bit of `word` at or above position `from`; `from` may be 64.
+/// Returns the position of the lowest set bit of `word` at or above `from`, which may be 64.
 #[inline]
 fn lowest_from(word: u64, from: usize) -> Option<usize> {
     let remaining = if from < 64 { word & (u64::MAX << from) } else { 0 };

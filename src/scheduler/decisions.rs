@@ -17,7 +17,7 @@ impl<T, R> Scheduler<T, R> {
             && self.shared.as_ref().is_none_or(|shared| shared.span() < self.span)
             && self.bytes.as_ref().is_none_or(|bytes| {
                 // A single task is admitted even if its result may exceed the limit.
-                self.outstanding + self.ready == 0 || bytes.admit(self.outstanding)
+                self.outstanding + self.ready == 0 || bytes.admits(self.outstanding)
             })
     }
 

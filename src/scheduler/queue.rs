@@ -1,5 +1,4 @@
-//! The transitions that only a shared queue has. The worker of a task in the queue is unknown until the task is
-//! answered or lost.
+//! The transitions that only a shared queue has. The worker of a task is unknown until it answers the task or dies.
 
 use super::Scheduler;
 use super::reorder::TaskState;
@@ -58,7 +57,7 @@ impl<T, R> Scheduler<T, R> {
     }
 
     /// Discards the stale tasks that remain in the table after all workers have resumed. Each was taken from the queue
-    /// by a worker that will not answer it any more.
+    /// by a worker that will no longer answer it.
     pub(super) fn drop_stale(&mut self) {
         while let Some((task, _)) = self.shared.as_ref().and_then(|shared| shared.tasks().next()) {
             self.withdraw(task);

@@ -118,7 +118,8 @@ impl<T, R> Scheduler<T, R> {
         Some(Death { worker, lost: self.oldest_task_of(worker).map(|(task, _)| task) })
     }
 
-    /// Returns the earliest time at which a postponed vacancy becomes due, of those whose workers the epoch needs.
+    /// Returns the earliest time at which a postponed vacancy becomes due. Ignores workers that the epoch does not
+    /// need.
     pub(super) fn next_due(&self) -> Option<Duration> {
         let needed = self.restarts.vacancies.iter().filter(|vacancy| self.needs(vacancy.worker));
         needed.filter_map(|vacancy| vacancy.due).min()
@@ -218,7 +219,7 @@ impl<T, R> Scheduler<T, R> {
         }
     }
 
-    /// Discards the tasks of an abandoned epoch that no process has received: those of vacant workers, and unsent ones.
+    /// Discards the tasks of an abandoned epoch that no living process has: those of vacant workers, and unsent ones.
     pub(super) fn discard_unsent(&mut self) {
         for vacancy in 0..self.restarts.vacancies.len() {
             self.discard_fifo(self.restarts.vacancies[vacancy].worker);

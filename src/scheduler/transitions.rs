@@ -171,7 +171,8 @@ impl<T, R> Scheduler<T, R> {
     }
 
     /// Abandons the epoch, and begins another one: discards results that have arrived, makes outstanding tasks stale,
-    /// and sends resume messages. Fails with [`Error::Usage`] unless all workers are persistent and alive or vacant.
+    /// and sends resume messages. Fails with [`Error::Usage`] unless the workers are persistent and each is alive or
+    /// vacant.
     pub(super) fn on_epoch_reset(&mut self) -> Result<()> {
         if !self.persistent || self.shut_down || self.first_dead.is_some() {
             return Err(Error::usage("only persistent workers that are alive can begin another epoch"));
@@ -200,7 +201,7 @@ impl<T, R> Scheduler<T, R> {
         for worker in 0..count {
             let entry = self.workers.at(worker);
             entry.resumes = entry.resumes.saturating_add(1);
-            // A worker that has not answered the last message gets the new one after its answer.
+            // A worker that has not answered the previous message gets the new one after its answer.
             if entry.resumes == 1 {
                 self.resuming += 1;
                 // The next process of a vacant worker begins with this epoch.

@@ -178,7 +178,7 @@ pub enum Event<R> {
     /// The sampler has ended. With a window, it is not asked again in this epoch. Without a window, it is still asked
     /// at each delivery, as in torch.
     SamplerEnded,
-    /// A persistent loader begins another epoch.
+    /// A loader with persistent workers begins another epoch.
     EpochReset,
     /// The iterator ends.
     Shutdown,

@@ -28,13 +28,13 @@ impl Bytes {
         self.ready = self.ready.saturating_sub(bytes);
     }
 
-    /// Forgets the results of the last epoch, but not the largest size.
+    /// Forgets the results of the previous epoch, but not the largest size.
     pub fn begin_epoch(&mut self) {
         self.ready = 0;
     }
 
     /// Returns true if there is room for one more task in addition to the outstanding ones.
-    pub fn admit(&self, outstanding: u32) -> bool {
+    pub fn admits(&self, outstanding: u32) -> bool {
         let expected = self.largest.saturating_mul(u64::from(outstanding) + 1);
         self.ready.saturating_add(expected) <= self.limit
     }
@@ -47,17 +47,17 @@ mod tests {
     #[test]
     fn each_outstanding_task_counts_as_the_largest_result() {
         let mut bytes = Bytes::new(100);
-        assert!(bytes.admit(1_000), "no size is known");
+        assert!(bytes.admits(1_000), "no size is known");
         bytes.add(20);
-        assert!(bytes.admit(3) && !bytes.admit(4), "20 + 4 x 20 fit");
+        assert!(bytes.admits(3) && !bytes.admits(4), "20 + 4 x 20 fit");
         bytes.add(10);
-        assert!(bytes.admit(2) && !bytes.admit(3));
+        assert!(bytes.admits(2) && !bytes.admits(3));
         bytes.remove(20);
-        assert!(bytes.admit(3) && !bytes.admit(4), "10 + 4 x 20 fit");
+        assert!(bytes.admits(3) && !bytes.admits(4), "10 + 4 x 20 fit");
         bytes.begin_epoch();
-        assert!(bytes.admit(4) && !bytes.admit(5), "the size is still known");
+        assert!(bytes.admits(4) && !bytes.admits(5), "the size is still known");
         bytes.add(u64::MAX);
         bytes.add(u64::MAX);
-        assert!(!bytes.admit(u32::MAX));
+        assert!(!bytes.admits(u32::MAX));
     }
 }

@@ -13,8 +13,8 @@ pub struct Gather {
 }
 
 impl Gather {
-    /// Plans the loops over the dimensions in `order`, outermost first. `order` must include every dimension that is
-    /// larger than 1.
+    /// Plans the loops over the dimensions in `order`, outermost first. `order` may omit dimensions of size 1, and
+    /// expanded dimensions, whose elements are then copied only once.
     pub fn new(order: impl Iterator<Item = usize>, shape: &[i64], byte_strides: &[i64], itemsize: usize) -> Self {
         let mut gather = Self { loops: 0, dims: [(0, 0); MAX_DIMS], run: itemsize };
         for dim in order {
@@ -40,7 +40,7 @@ impl Gather {
         gather
     }
 
-    /// Copies every element of the view with the first element `first` to `target`, and moves `target` past the copy.
+    /// Copies the elements of the view whose first element is at `first` to `target`, and moves `target` past the copy.
     ///
     /// # Safety
     /// As for [`TransferPlan::copy`](super::layout::TransferPlan::copy).

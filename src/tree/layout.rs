@@ -272,7 +272,8 @@ fn compact(shape: &[i64], byte_strides: &[i64], order: &[usize]) -> Option<(Dims
         strides.as_mut_slice()[dim] = step;
         step = step.checked_mul(shape[dim])?;
     }
-    // As in a contiguous tensor, the stride of a dimension of size 1 is the next dimension's stride times its size.
+    // As in a contiguous tensor, the stride of a dimension of size 1 is the stride of the next dimension times that
+    // dimension's size.
     for dim in (0..shape.len()).rev() {
         if shape[dim] == 1 && byte_strides[dim] != 0 {
             let right = strides.get(dim + 1).map_or(1, |&stride| stride.max(1).saturating_mul(shape[dim + 1]));

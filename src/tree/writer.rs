@@ -101,7 +101,7 @@ impl<'a> Writer<'a> {
     pub fn bytes_outside(&mut self, len: usize) -> Placeholder {
         self.out.push(tag::BYTES_OUTSIDE);
         self.varint(len as u64);
-        self.slot()
+        self.placeholder()
     }
 
     /// Begins a container. The caller then writes its `count` items (for a dict, `count` pairs of a key and a value).
@@ -128,8 +128,8 @@ impl<'a> Writer<'a> {
         self.out.extend_from_slice(&value.to_le_bytes());
     }
 
-    fn leaf(&mut self, kind: Kind, dtype: Dtype, shape: &[i64], plan: &TransferPlan, outside: u8) {
-        self.view(kind, dtype, shape, (!plan.contiguous).then_some(&plan.strides), outside);
+    fn leaf(&mut self, kind: Kind, dtype: Dtype, shape: &[i64], plan: &TransferPlan, place: u8) {
+        self.view(kind, dtype, shape, (!plan.contiguous).then_some(&plan.strides), place);
     }
 
     fn view(&mut self, kind: Kind, dtype: Dtype, shape: &[i64], strides: Option<&[i64]>, place: u8) {
@@ -153,7 +153,7 @@ impl<'a> Writer<'a> {
         self.out.reserve(plan.bytes);
         let at = self.out.len();
         if plan.bytes > 0 {
-            // SAFETY: `bytes` bytes were reserved after `at`; the caller guarantees the source.
+            // SAFETY: `plan.bytes` bytes were reserved after `at`; the caller guarantees the source.
             unsafe { plan.copy(first, self.out.as_mut_ptr().add(at)) };
         }
         // SAFETY: exactly these bytes were reserved and written.
@@ -163,13 +163,13 @@ impl<'a> Writer<'a> {
     /// Writes a tensor or array whose bytes are in a memory leaf. [`Self::fill`] sets the location.
     pub fn outside(&mut self, kind: Kind, dtype: Dtype, shape: &[i64], plan: &TransferPlan) -> Placeholder {
         self.leaf(kind, dtype, shape, plan, FORM_OUTSIDE);
-        self.slot()
+        self.placeholder()
     }
 
-    fn slot(&mut self) -> Placeholder {
-        let slot = Placeholder(self.out.len());
+    fn placeholder(&mut self) -> Placeholder {
+        let placeholder = Placeholder(self.out.len());
         self.out.extend_from_slice(&[0; 12]);
-        slot
+        placeholder
     }
 
     /// Writes a gap, one byte wide, which alias resolution replaces with a value.
@@ -199,7 +199,7 @@ impl<'a> Writer<'a> {
     pub fn storage_outside(&mut self, len: usize) -> Placeholder {
         self.out.extend_from_slice(&[tag::STORAGE, FORM_OUTSIDE]);
         self.varint(len as u64);
-        self.slot()
+        self.placeholder()
     }
 
     /// Writes a tensor whose bytes are in a storage. `strides` are in elements and not negative; `offset` is in bytes.
@@ -222,8 +222,9 @@ impl<'a> Writer<'a> {
     }
 
     /// Fills a placeholder with the index of a memory leaf and the offset of the bytes in that leaf.
-    pub fn fill(&mut self, slot: Placeholder, leaf: u32, offset: u64) {
-        self.out[slot.0..slot.0 + 4].copy_from_slice(&leaf.to_le_bytes());
-        self.out[slot.0 + 4..slot.0 + 12].copy_from_slice(&offset.to_le_bytes());
+    pub fn fill(&mut self, placeholder: Placeholder, leaf: u32, offset: u64) {
+        let at = placeholder.0;
+        self.out[at..at + 4].copy_from_slice(&leaf.to_le_bytes());
+        self.out[at + 4..at + 12].copy_from_slice(&offset.to_le_bytes());
     }
 }

@@ -9,8 +9,8 @@ fn ended(settings: Settings) -> Machine {
     machine
 }
 
-/// Finishes a task, and lets `next` ask for one more index batch before it delivers the batch.
-fn delivered(machine: &mut Machine, task: u64, worker: u32) {
+/// Finishes a task, and calls `next`, which stages its batch and asks for one more index batch.
+fn staged(machine: &mut Machine, task: u64, worker: u32) {
     done(machine, worker, task);
     assert_eq!(machine.next(true), Decision::Submit);
 }
@@ -19,12 +19,12 @@ fn delivered(machine: &mut Machine, task: u64, worker: u32) {
 fn early_tasks_go_around_the_workers_and_are_delivered_in_their_own_epoch() {
     let mut machine = ended(Settings::torch(2, 2, true));
     assert!(!machine.may_be_early() && machine.begin_early().is_err(), "there is no room");
-    delivered(&mut machine, 0, 0);
+    staged(&mut machine, 0, 0);
     assert!(machine.may_be_early());
     assert_eq!(machine.begin_early().unwrap(), TaskId(4));
     assert_eq!(machine.submit(4), to(4, 0));
     assert_eq!(machine.next(true), batch(0, 0));
-    delivered(&mut machine, 1, 1);
+    staged(&mut machine, 1, 1);
     assert_eq!(machine.submit(5), to(5, 1));
     assert_eq!(machine.next(true), batch(1, 1));
     // A result of the early epoch is not delivered in the current one.
@@ -36,7 +36,7 @@ fn early_tasks_go_around_the_workers_and_are_delivered_in_their_own_epoch() {
     assert_eq!(machine.next(true), WAIT);
     assert_eq!((machine.dispatched(), machine.outstanding(), machine.undelivered().len()), (4, 1, 1));
     assert!(!machine.may_take_up() && machine.take_up().is_err());
-    delivered(&mut machine, 3, 1);
+    staged(&mut machine, 3, 1);
     assert_eq!(machine.submit(7), to(7, 1));
     assert!(!machine.may_be_early(), "an epoch starts with 4 tasks");
     assert_eq!(machine.next(true), batch(3, 1));
@@ -64,12 +64,12 @@ fn early_tasks_begin_at_the_first_worker_whatever_their_first_number_is() {
 #[test]
 fn results_in_any_order_wait_for_their_epoch() {
     let mut machine = ended(Settings::torch(2, 1, false));
-    delivered(&mut machine, 1, 1);
+    staged(&mut machine, 1, 1);
     machine.begin_early().unwrap();
     assert_eq!(machine.submit(2), to(2, 0), "regardless of the loads");
     assert_eq!(machine.next(true), batch(1, 1));
     assert_eq!(machine.next(true), WAIT);
-    delivered(&mut machine, 0, 0);
+    staged(&mut machine, 0, 0);
     assert_eq!(machine.submit(3), to(3, 1));
     done(&mut machine, 1, 3);
     done(&mut machine, 0, 2);
@@ -82,9 +82,9 @@ fn results_in_any_order_wait_for_their_epoch() {
 }
 
 #[test]
-fn a_reset_withdraws_both_epochs() {
+fn a_reset_abandons_both_epochs() {
     let mut machine = ended(Settings::torch(2, 1, true));
-    delivered(&mut machine, 0, 0);
+    staged(&mut machine, 0, 0);
     machine.begin_early().unwrap();
     machine.submit(2).unwrap();
     assert_eq!(machine.next(true), batch(0, 0));
@@ -105,7 +105,7 @@ fn a_reset_withdraws_both_epochs() {
 #[test]
 fn a_death_with_only_early_tasks_is_raised_in_their_epoch() {
     let mut machine = ended(Settings::torch(2, 1, true));
-    delivered(&mut machine, 0, 0);
+    staged(&mut machine, 0, 0);
     machine.begin_early().unwrap();
     machine.submit(2).unwrap();
     assert_eq!(machine.next(true), batch(0, 0));
@@ -121,7 +121,7 @@ fn a_death_with_only_early_tasks_is_raised_in_their_epoch() {
 #[test]
 fn a_death_with_a_task_of_the_current_epoch_is_raised_there() {
     let mut machine = ended(Settings::torch(2, 1, true));
-    delivered(&mut machine, 0, 0);
+    staged(&mut machine, 0, 0);
     machine.begin_early().unwrap();
     machine.submit(2).unwrap();
     assert_eq!(machine.next(true), batch(0, 0));

@@ -43,7 +43,7 @@ fn the_next_process_gets_the_unanswered_tasks_before_any_new_one() {
     assert_eq!(machine.submit(5), Ok((TaskId(5), Placement::Later)));
     replaced(&mut machine, 1);
     assert_eq!((machine.next(true), unsent(&machine)), (Decision::Resend, Some((1, 3))));
-    assert!(refused(&mut machine, 1, 3), "it was not sent yet");
+    assert!(refused(&mut machine, 1, 3), "it has not been sent yet");
     machine.resent();
     done(&mut machine, 0, 2);
     // Task 7 comes after task 5, which still has to be sent.
