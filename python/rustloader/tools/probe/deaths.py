@@ -91,7 +91,10 @@ def _death_in_message(text: str) -> str:
 
 
 def failed_workers(workers: Mapping[int, int]) -> list[tuple[int, int]]:
-    """Returns the number and exit code of each failed worker that has not been reaped. ``workers`` has pids by number."""
+    """Returns the number and exit code of each failed worker that has not been reaped.
+
+    ``workers`` are process IDs by worker number.
+    """
     return [(number, code) for number, pid in workers.items() if (code := exit_code(pid))]
 
 
