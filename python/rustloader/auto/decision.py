@@ -3,7 +3,7 @@
 If the training loop takes a batch every ``pace`` seconds, and a worker needs ``per_batch`` seconds to make one, then
 the loop needs ``per_batch / pace`` workers. Limits such as memory may lower that number. The number changes only if the
 measurements call for it by a clear margin. Each reversal of direction doubles the number of consecutive epochs that
-must agree on the next reversal, so that noise cannot make the number oscillate.
+must agree on the next reversal, so that noise cannot make the number of workers oscillate.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _SURPLUS = 1.35
 _SPARE_AFTER_INCREASE, _SPARE_AFTER_DECREASE = 1.05, 1.15
 # Maximum factor of an increase.
 _MAX_STEP_UP = 4
-# Maximum number of workers per core, and in total. On a machine with more cores than the second limit, their number
-# replaces it.
+# Maximum number of workers per core, and in total. If there are more cores than the second limit, the number of cores
+# replaces that limit.
 _PER_CORE, _MAX_WORKERS = 16, 64
 # If the ratio of the workers' CPU time to their busy time exceeds this value, they count as multithreaded.
 _THREADED_SHARE = 1.5
 # An increase counts as useless if its gain is below the first share of the expected gain. It is judged only if the
-# expected gain exceeds the second share of the time per batch, because a smaller one might not be visible.
+# expected gain exceeds the second share of the time per batch, because a smaller gain might not be visible.
 _MIN_GAIN, _VISIBLE_GAIN = 0.25, 0.1
 # After a useless increase, the time that a worker takes for a batch, or the loop's pace, must change by this factor
 # before another increase is tried.
 _CHANGE_FACTOR = 2.0
 # The loop's work between two batches counts as a training step only if it takes at least this number of seconds, and at
 # least this share of the loop's time.
-_NO_STEP, _NO_STEP_SHARE = 50e-6, 0.02
+_MIN_STEP, _MIN_STEP_SHARE = 50e-6, 0.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Epoch:
     @property
     def has_step(self) -> bool:
         """True if the loop does a noticeable amount of work between two batches, such as a training step."""
-        return self.step >= max(_NO_STEP * self.batches, _NO_STEP_SHARE * self.loop)
+        return self.step >= max(_MIN_STEP * self.batches, _MIN_STEP_SHARE * self.loop)
 
     @property
     def pace(self) -> float:

@@ -41,7 +41,7 @@ class Tuner:
     """The number of workers of a loader, and the measurements on which the next decision is based.
 
     Attributes:
-        count: Number of workers in the latest epoch. Before the first epoch and after `pin`, number for the next.
+        count: Number of workers in the latest epoch; before the first epoch and after `pin`, in the next epoch.
     """
 
     def __init__(self, count: int) -> None:
@@ -92,7 +92,7 @@ class Tuner:
     def note_memory(self, pids: Iterable[int]) -> None:
         """Reads how much private memory the running workers use, and limits their number accordingly.
 
-        The reads take up to 1 % of the time.
+        The reads take up to 1 % of the running time.
         """
         free = arguments.free_memory()
         sizes = []

@@ -222,7 +222,7 @@ def test_what_doctor_says_of_ranks(cores, obtainable, found, advice, monkeypatch
     monkeypatch.setattr(crowding, "ranks", lambda: list(enumerate(cores)))
     monkeypatch.setattr(crowding, "obtainable_cores", lambda: set(range(obtainable)))
     (finding,) = doctor._ranks()
-    assert finding.found == f"{len(cores)} on this machine, {found}"
+    assert finding.found == f"{len(cores)} on this machine; {found}"
     assert finding.advice.startswith(advice) and (finding.state == "note") == bool(advice)
 
 

@@ -61,7 +61,7 @@ def test_a_cache_that_the_epoch_does_not_come_from():
 
 def test_a_random_dataset_is_named():
     text = gain(100.0, 200.0, is_random=True).text(a_point(2, (10.0,), (100.0,) * 3).rustloader)
-    assert "But the dataset returns different samples for the same index" in text and text.endswith("into then=.")
+    assert "But the dataset returns different samples for the same index" in text and text.endswith("as then=.")
 
 
 def test_too_few_epochs_have_no_gain():

@@ -245,8 +245,8 @@ def test_errors_in_the_midst_are_listed(check):
 @pytest.mark.parametrize(
     "name, cause",
     [
-        ("failing_at_once", "both engines raise at the first batch: KeyError: 'no sample 0' (loaders_of_mine.py:"),
-        ("failing_worker_init", "both engines raise at the first batch: KeyError: 'no sample 0' (loaders_of_mine.py:"),
+        ("failing_at_once", "at the first batch, both engines raise KeyError: 'no sample 0' (loaders_of_mine.py:"),
+        ("failing_worker_init", "at the first batch, both engines raise KeyError: 'no sample 0' (loaders_of_mine.py:"),
         ("empty", "the loader of loaders_of_mine.py:empty yielded no batches"),
         ("own", "none of the batches came from the Rust engine; the loader has its own iterator"),
     ],

@@ -67,7 +67,7 @@ def test_what_is_refused_is_named(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "look, place, name, value, state, words",
     [
-        ("_system", "platform", "release", lambda: "4.18.0-x", "note", "pidfds"),
+        ("_system", "platform", "release", lambda: "4.18.0-x", "note", "pidfd_open"),
         ("_system", "platform", "release", lambda: "2.6.32", "bad", "memfd_create"),
         ("_system", "sys", "platform", "darwin", "bad", "Linux"),
         ("_versions", "metadata", "version", lambda name: "2.5.1+cu124", "bad", "2.6 or newer"),

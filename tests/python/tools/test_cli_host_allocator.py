@@ -53,7 +53,7 @@ def test_each_setting_is_read_from_the_variable_that_torch_reads(monkeypatch):
     general, cuda = found.split("; ")
     assert general.startswith("PYTORCH_ALLOC_CONF has pinned_max_cached_size_mb:8 (")
     assert cuda == (
-        "PYTORCH_CUDA_ALLOC_CONF has pinned_free_catch_all:True (errors in freeing pinned memory are suppressed)"
+        "PYTORCH_CUDA_ALLOC_CONF has pinned_free_catch_all:True (errors from freeing pinned memory are suppressed)"
     )
     assert advice == (
         "torch ignores pinned_free_catch_all in PYTORCH_ALLOC_CONF: set it in PYTORCH_CUDA_ALLOC_CONF; "
@@ -137,7 +137,7 @@ def test_a_file_of_something_else_is_an_error(capsys, tmp_path):
     other, missing = tmp_path / "other.json", tmp_path / "none"
     other.write_text("[]")
     for path, text in (
-        (other, f"{other} is not an output of `rustloader bench --json`"),
+        (other, f"{other} is not the output of `rustloader bench --json`"),
         (missing, f"cannot read {missing}: No such file or directory"),
     ):
         assert cli.main(["doctor", "--bench", os.fspath(path)]) == 2

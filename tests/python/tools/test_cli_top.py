@@ -643,7 +643,7 @@ SHOWS, HIDES = "\x1b[?1049h", "\x1b[?1049l"
 @pytest.mark.parametrize("end", ["q", "interrupt", "terminate"])
 def test_the_live_view_ends_and_leaves_a_clean_terminal(end, tmp_path):
     with running(loop(), tmp_path) as (process, _), Terminal(process.pid, "--interval", "0.1") as terminal:
-        assert terminal.shows("loader 1") and terminal.shows("every 0.1 s; q quits"), terminal.text
+        assert terminal.shows("loader 1") and terminal.shows("updated every 0.1 s; q quits"), terminal.text
         first = terminal.text.count("loader 1")
         assert wait_until(lambda: terminal.read().count("loader 1") > first + 2, STARTED)
         if end == "q":

@@ -86,8 +86,8 @@ class CacheGain:
             later = 1 / (self.fit.held / gain + 1 - self.fit.held)
             text += f" Epochs after the first would be about {times(later)} as fast as without a cache."
         if self.fit.is_random:
-            text += " But the dataset returns different samples for the same index, and with a cache all epochs would "
-            text += "get the first ones: move random transforms into then=."
+            text += " But the dataset returns different samples for the same index, and with a cache every epoch would "
+            text += "get the first of them: pass random transforms as then=."
         return text
 
     def as_dict(self) -> dict[str, Any]:

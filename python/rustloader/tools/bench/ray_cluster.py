@@ -149,7 +149,7 @@ class Price:
     Attributes:
         batch_bytes: size of a batch in bytes.
         cpu_seconds: processor time of a batch in seconds.
-        cores: number of cores of this machine for workers.
+        cores: number of cores that workers may use on this machine.
         cluster: resources of the cluster.
     """
 

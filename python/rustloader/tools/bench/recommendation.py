@@ -47,8 +47,8 @@ class Choice(NamedTuple):
 def recommend(points: Sequence[Point], engine: str, cores: int) -> Choice:
     """Returns the setting with the fewest workers that is as good as the best.
 
-    Recommends nothing if a setting has too few measurements, or if other processes used too many of the cores. The same
-    applies if all settings have more workers than cores, although the workers do not wait for storage.
+    Recommends nothing if a setting has too few measurements, or if other processes used too many of the cores. Also
+    recommends nothing if all settings have more workers than cores, and the workers do not wait for storage.
 
     Args:
         points: the measurements.

@@ -26,7 +26,7 @@ class Point:
         torch: measurements on torch's iterator.
         rustloader: measurements on the engine. With 0 workers torch's own loop runs, and this is the same object as
             ``torch``.
-        verdict: verdict on the loader on the engine; None without workers.
+        verdict: verdict on the loader when it runs on the engine; None without workers.
         options: values of the swept options.
         ray: measurements with workers on a cluster; None without ``--ray`` or workers.
         price: cost model of workers on a cluster; None if ``ray`` is None.

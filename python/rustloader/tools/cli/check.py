@@ -30,7 +30,7 @@ _SCRIPT = 'put the code of the script under `if __name__ == "__main__":`, or pas
 _HANGS = {
     "load": ("importing {place} took more than {limit:g} s", _SCRIPT),
     "about": ("calling {target} took more than {limit:g} s", MORE_TIME),
-    "start": ("iter() of the loader took more than {limit:g} s", MORE_TIME),
+    "start": ("calling iter() on the loader took more than {limit:g} s", MORE_TIME),
     "next": ("batch {batch} did not arrive within {limit:g} s", MORE_TIME),
     "finish": ("the workers did not end within {limit:g} s", MORE_TIME),
 }
@@ -107,9 +107,9 @@ class _Comparison:
                 if torch_event is None or engine_event is None or torch_event[:2] != engine_event[:2]:
                     return self._report_difference(k, torch_event, engine_event, side)
                 if engine_event.kind == "batch" and k == 0:
-                    _served(side)  # fails early, because the rest of the epoch may take long
+                    _served(side)  # fails early, because the rest of the epoch may take a long time
                 elif engine_event.kind == "error" and k == 0:
-                    cause = f"both engines raise at the first batch: {engine_event.text}"
+                    cause = f"at the first batch, both engines raise {engine_event.text}"
                     raise Unusable(f"nothing to compare: {cause}", engine_event.details)
                 elif engine_event.kind == "error":
                     print(f"batch {k}: both raise {engine_event.text}")
@@ -158,7 +158,7 @@ class _Comparison:
                 break
             if time.monotonic() >= due:
                 due = time.monotonic() + _BETWEEN_LINES
-                hint = "; --batches N limits an endless one" if may_be_endless and not self._options.batches else ""
+                hint = "; --batches N limits an endless epoch" if may_be_endless and not self._options.batches else ""
                 print(f"{side.engine}: {count_of(k, 'batch')} so far{hint}", file=sys.stderr, flush=True)
         yield Event("state", side.ask("finish"))
 

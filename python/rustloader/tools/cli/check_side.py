@@ -54,7 +54,7 @@ class CheckSide(Side):
         }
 
     def start(self) -> Event | None:
-        """Creates the iterator, which starts the workers. Returns the event for an error; None without one."""
+        """Creates the iterator, which starts the workers. Returns the event for an error; None if there was none."""
         self._open = contextlib.ExitStack()
         self._open.enter_context(self.on_engine())
         try:
@@ -112,7 +112,7 @@ class CheckSide(Side):
                 return "the batches differ in something that pickling does not preserve"
             return difference(self._batch, other)
         except Exception as error:
-            return f"the batches differ, but where cannot be determined: {failure(error).text}"
+            return f"the batches differ, but the difference cannot be located: {failure(error).text}"
 
     def _raised(self, error: BaseException) -> Event:
         """Returns the event for an error. If a worker has died, raises the error again, which ends the comparison."""

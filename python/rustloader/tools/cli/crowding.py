@@ -79,7 +79,7 @@ def crowding() -> tuple[str, str] | None:
     if not crowd:
         return f"{count} on this machine; no two share a core", ""
     cores = set().union(*crowd)
-    text = f"{count} on this machine, {len(crowd)} of them share cores ({procfs.core_ranges(cores)})"
+    text = f"{count} on this machine; {len(crowd)} of them share cores ({procfs.core_ranges(cores)})"
     total = len(obtainable_cores() | cores)
     if len(cores) == total:
         return text, ""

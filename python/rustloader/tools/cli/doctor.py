@@ -118,7 +118,7 @@ def _system() -> Iterator[Finding]:
     if version < (3, 17):
         yield Finding("kernel", found, BAD, "3.17 or newer is needed, for memfd_create")
     else:
-        old = "before 5.3 there are no pidfds; the engine polls instead" if version < (5, 3) else ""
+        old = "pidfd_open needs 5.3; the engine polls instead" if version < (5, 3) else ""
         yield _finding("kernel", found, old)
 
 
@@ -134,7 +134,7 @@ def _versions() -> Iterator[Finding]:
     if version < TORCH_VERSIONS[0]:
         yield Finding("torch", torch, BAD, f"{first} or newer is needed")
     else:
-        untested = f"tested up to {last}; compare your loader with `rustloader check`"
+        untested = f"tested up to {last}; check your loader with `rustloader check`"
         yield _finding("torch", torch, untested if version > TORCH_VERSIONS[1] else "")
     from rustloader import __version__
 
@@ -244,8 +244,8 @@ def _shared_memory() -> Iterator[Finding]:
         yield Finding("/dev/shm", _reason(error), NOTE, "the engine does not use it; torch's iterator does")
         return
     size, left = (status.f_frsize * blocks for blocks in (status.f_blocks, status.f_bavail))
-    advice = "the engine does not use it; torch's iterator does: docker run --shm-size=8g" if left < ARENA_MIN else ""
-    yield _finding("/dev/shm", f"{_size(left)} left of {_size(size)}", advice)
+    enlarge = "the engine does not use it, but torch's iterator does: enlarge it (docker run --shm-size=8g)"
+    yield _finding("/dev/shm", f"{_size(left)} left of {_size(size)}", enlarge if left < ARENA_MIN else "")
 
 
 def _huge_pages() -> Iterator[Finding]:
@@ -257,13 +257,13 @@ def _huge_pages() -> Iterator[Finding]:
     selected = re.search(r"\[(\w+)\]", text)
     found = selected[1] if selected else text.strip()
     is_wasteful = found in ("always", "force")
-    advice = "a block of any size may take 2 MiB; with `never` or `advise` it takes less" if is_wasteful else ""
+    advice = "even a small block may take 2 MiB; with `never` or `advise` it takes less" if is_wasteful else ""
     yield _finding("huge pages for shmem", found, advice)
 
 
 def _start_method() -> Iterator[Finding]:
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-    reimport = "workers import the program again; the dataset and its functions must be picklable"
+    reimport = "workers import the program again; the dataset and the loader's functions must be picklable"
     yield _finding("start method", method, "" if method == "fork" else reimport)
 
 

@@ -34,8 +34,8 @@ _MEANINGS = {
     "pinned_use_hip_host_register": "new memory is mapped and then registered, not allocated by hipHostMalloc",
     "pinned_num_register_threads": "number of threads that register a block",
     "pinned_use_background_threads": "a thread checks which memory the device no longer uses",
-    "pinned_free_catch_all": "errors in freeing pinned memory are suppressed",
-    "pinned_reserve_segment_size_mb": "MiB that are reserved at the first use, and handed out in parts",
+    "pinned_free_catch_all": "errors from freeing pinned memory are suppressed",
+    "pinned_reserve_segment_size_mb": "MiB reserved at the first use, and handed out in parts",
     "pinned_max_round_threshold_mb": "sizes above this many MiB are not rounded up to a power of two",
     "pinned_max_cached_size_mb": "blocks above this many MiB are returned to the system, not kept for later batches",
 }
@@ -90,18 +90,18 @@ def _overflow_advice(settings: Mapping[str, str]) -> list[str]:
 
 
 def batches(path: str, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yields, for each batch size in an output of ``bench --json``, a description of its pinned memory, and any advice.
+    """Yields a description of the pinned memory, and any advice, for each batch size in the output of ``bench --json``.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: The file is not an output of ``bench --json``.
+        ValueError: The file is not the output of ``bench --json``.
     """
     with open(path) as file:
         try:
             results = json.load(file)["results"]
             sizes = sorted({round(point[side]["batch_bytes"]) for point in results for side in ("torch", "rustloader")})
         except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{path} is not an output of `rustloader bench --json`") from None
+            raise ValueError(f"{path} is not the output of `rustloader bench --json`") from None
     settings = pinned_settings(environ)
     for nbytes in sizes:
         if nbytes:

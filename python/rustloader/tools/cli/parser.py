@@ -44,7 +44,8 @@ examples:
 """
 _DOCTOR = """\
 Checks whether this machine has what the engine needs, and runs a small loader on the engine. Prints a block to copy
-into a bug report. Exit status: 0 if the engine works here, 1 if loaders run on torch's iterator."""
+into a bug report. Exit status: 0 if the engine works here, 1 if loaders run on torch's iterator, 2 if FILE cannot be
+used."""
 _CHECK = """\
 Compares one epoch of a loader on torch's iterator with one on the engine, bit for bit. The factory takes no arguments
 and returns a DataLoader. It is called in a separate process for each engine, with the same seeds. A dead worker, or a
@@ -135,7 +136,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     doctor = command("doctor", "check whether the engine works on this machine", _DOCTOR)
     doctor.add_argument("--json", action="store_true", help="print JSON")
-    bench_help = "also print the pinned memory that batches take; FILE is an output of `bench --json`"
+    bench_help = "also print the pinned memory that batches take; FILE is the output of `bench --json`"
     doctor.add_argument("--bench", metavar="FILE", help=bench_help)
 
     check = command("check", "compare a loader's batches on both engines", _CHECK, _CHECK_EXAMPLES + _FACTORY_EXAMPLE)
@@ -167,8 +168,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print JSON")
     _add_shared(add)
 
-    top = command("top", "show what the loaders of a running process do", _TOP, _TOP_EXAMPLES)
-    top.add_argument("pid", nargs="?", type=positive_int, metavar="PID", help="the process (default: the only one)")
+    top = command("top", "show what the loaders of a running process are doing", _TOP, _TOP_EXAMPLES)
+    pid_help = "the process (default: the only one with active loaders)"
+    top.add_argument("pid", nargs="?", type=positive_int, metavar="PID", help=pid_help)
     top.add_argument("--once", action="store_true", help="print one table as plain text, and exit")
     top.add_argument("--json", action="store_true", help="print one JSON object, and exit")
     interval_help = "seconds between two observations; rates and shares cover this interval (default: 1)"

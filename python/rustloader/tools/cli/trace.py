@@ -9,6 +9,7 @@ from typing import Any
 
 from rustloader.settings.options import Options
 from rustloader.system import local_ranks
+from rustloader.system.formatting import count_of
 from rustloader.tools.cli import run
 
 
@@ -46,5 +47,5 @@ def _merge(output: str | None, arguments: list[str]) -> int:
     except (files.NotATrace, OSError) as error:
         print(f"rustloader trace merge: {error}", file=sys.stderr)
         return 2
-    print(f"{options.output}: {count} events from {len(options.files)} files")
+    print(f"{options.output}: {count_of(count, 'event')} from {count_of(len(options.files), 'file')}")
     return 0

@@ -41,7 +41,7 @@ class Interval(NamedTuple):
 
 
 def median_interval(values: Sequence[float]) -> Interval:
-    """Returns the narrowest distribution-free interval for a median that has a confidence of at least ``CONFIDENCE``.
+    """Returns the narrowest distribution-free interval for a median, with a confidence of at least ``CONFIDENCE``.
 
     Its ends are order statistics, the k-th smallest and the k-th largest value. A value lies below the median with
     probability 1/2, so the interval misses the median with probability 2 P(B < k), where B is binomial with n trials.

@@ -91,7 +91,10 @@ def _death_in_message(text: str) -> str:
 
 
 def failed_workers(workers: Mapping[int, int]) -> list[tuple[int, int]]:
-    """Returns the number and exit code of each failed worker that has not been reaped. ``workers`` has their pids."""
+    """Returns the number and exit code of each failed worker that has not been reaped.
+
+    ``workers`` are process IDs by worker number.
+    """
     return [(number, code) for number, pid in workers.items() if (code := exit_code(pid))]
 
 
@@ -104,7 +107,7 @@ def hang_details(group: int, workers: Mapping[int, int], descriptor: int | None)
     Args:
         group: process ID of the main process, which is also the ID of its process group.
         workers: process IDs by worker number.
-        descriptor: the result of ``install`` in the main process.
+        descriptor: the result of ``write_stacks_on_signal`` in the main process.
     """
     failed = [
         f"worker {number} (pid {pid}) {problem}" for number, pid in workers.items() if (problem := _stuck_reason(pid))
@@ -149,7 +152,7 @@ def _exitcode(worker: Any) -> int | None:
     return None
 
 
-def install() -> int | None:
+def write_stacks_on_signal() -> int | None:
     """Makes this process, and those that it forks, write their stacks on a signal.
 
     Returns the descriptor of the file that receives the stacks; None if the system does not allow this.
@@ -166,8 +169,8 @@ def _location(pid: int, owner: int, descriptor: int) -> tuple[str, bool]:
     """Returns a frame of a process, and True if it is in user code.
 
     The frame is the innermost one in user code or, if there is none, the innermost of all. It has the form
-    "file.py:12 in function", and is "" if unavailable. ``descriptor`` is the result of ``install`` in the process
-    ``owner``.
+    "file.py:12 in function", and is "" if unavailable. ``descriptor`` is the result of ``write_stacks_on_signal``
+    in the process ``owner``.
     """
     try:
         with open(f"/proc/{owner}/fd/{descriptor}", "rb") as file:

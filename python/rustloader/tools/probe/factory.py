@@ -199,7 +199,8 @@ def _file(path: str) -> Any:
     module_file = getattr(module, "__file__", None)
     if module_file is None or os.path.realpath(module_file) != os.path.realpath(os.path.join(folder, file)):
         raise Unusable(
-            f"{path} cannot be imported under the name {name!r}, which is {module_file or 'a package'}: rename one"
+            f"{path} cannot be imported under the name {name!r}, which belongs to {module_file or 'a package'}: "
+            "rename one"
         )
     return module
 

@@ -50,7 +50,7 @@ class Failure:
 def failure(error: BaseException) -> Failure:
     """Describes an exception. If it was first raised in a worker, describes the worker's traceback."""
     described = traceback.TracebackException(type(error), error, None, compact=True)
-    # Leaves out notes: rustloader adds one to a worker's error, torch does not.
+    # Leaves out notes: rustloader adds one to a worker's error, but torch does not.
     described.__notes__ = None
     text = "".join(described.format_exception_only()).strip()
     lines = text.splitlines()

@@ -80,7 +80,7 @@ def difference(theirs: Any, ours: Any) -> str:
             return f"{a.path} ({a.kind}): {_values(a.value, b.value)}"
     if len(first) != len(second):
         return f"torch has {len(first)} parts, rustloader {len(second)}"
-    return "no longer: a batch has changed since the first comparison"
+    return "the batches are equal now; one has changed since the first comparison"
 
 
 def _tensor_kind(tensor: torch.Tensor) -> str:

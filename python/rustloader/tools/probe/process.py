@@ -48,7 +48,7 @@ class Probe:
         self._awaited = "ready"
         # The last request.
         self._asked = "ready"
-        # The process's descriptor of the file that receives stacks; the result of `deaths.install`.
+        # The process's descriptor of the file that receives stacks; the result of `deaths.write_stacks_on_signal`.
         self._stacks: int | None = None
         # The process IDs of the workers, by worker number.
         self._workers: dict[int, int] = {}
@@ -105,7 +105,7 @@ class Probe:
                     self._stuck = True  # the iterator's `next` may never return
                     raise self.death_error(f"worker {number} (pid {self._workers[number]}) {exit_text(code)}")
             if now - progress >= self.limit(self._awaited):
-                raise self._hang()
+                raise self._hang_error()
 
         while True:
             name, value = self._receive(check, 0.02 if meanwhile else 0.2)
@@ -139,7 +139,7 @@ class Probe:
         """Returns the error for a dead worker. ``worker`` is the result of ``deaths.describe_death``."""
         return Unusable(f"with {self.engine}'s iterator, {worker}\n  {advice(worker)}", details)
 
-    def _hang(self) -> Unusable:
+    def _hang_error(self) -> Unusable:
         self._stuck = True
         text, remedy = self.hang_texts(self._awaited)
         return Unusable("\n  ".join([text, *hang_details(self.group, self._workers, self._stacks), remedy]))

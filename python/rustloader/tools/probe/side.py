@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import rustloader
 from rustloader.remote.context import is_remote
 from rustloader.system.patches import Patch
-from rustloader.tools.probe.deaths import describe_death, install
+from rustloader.tools.probe.deaths import describe_death, write_stacks_on_signal
 from rustloader.tools.probe.factory import Unusable, find, make
 from rustloader.tools.probe.failure import failure
 from rustloader.tools.probe.log import warnings as logged_warnings
@@ -157,7 +157,7 @@ def serve(descriptor: int, parent: int) -> None:
     connection = Connection(descriptor)
     try:
         _interrupt_with(parent)
-        connection.send(("ready", install()))
+        connection.send(("ready", write_stacks_on_signal()))
         _answer(connection, connection.recv())
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

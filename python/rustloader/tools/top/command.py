@@ -202,7 +202,7 @@ def _live(pid: int, interval: float) -> int:
         width, height = console.size
         lines = frame(pid, command, history.loaders(), width, height - 1, processes.caches(pid))
         lines += [[]] * (height - 1 - len(lines))
-        lines.append([(f"every {interval:g} s; q quits", "dim")])
+        lines.append([(f"updated every {interval:g} s; q quits", "dim")])
         parts = [part for line in lines for part in (*line, ("\n", ""))]
         return Text.assemble(*parts[:-1], no_wrap=True, overflow="crop")
 

@@ -284,7 +284,7 @@ def stats_of(pid: int, workers: tuple[WorkerView, ...], now: Observation, since:
 
 
 def stats_for_verdict(stats: Stats, figures: Observed) -> Stats:
-    """Returns the statistics, with scheduling settings if the workers run on other machines, which affects the verdict.
+    """Returns the statistics for the verdict, with scheduling settings if the workers run on other machines.
 
     Settings that cannot be observed get placeholder values, which do not affect the advice.
     """

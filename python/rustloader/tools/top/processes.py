@@ -49,7 +49,7 @@ def caches(pid: int) -> list[CacheUsage]:
     """Returns the usage of each cache, in memory or in a file, that a process has open; empty if none can be read."""
     usages: dict[tuple[int, int], CacheUsage] = {}
     with contextlib.suppress(OSError):
-        # A process that uses a cache has its file open, and maps it for writing.
+        # A process that uses a cache has the cache's file open, and maps the file for writing.
         mapped = {line.split(maxsplit=5)[-1] for line in _maps(pid) if " rw-s " in line}
         for name in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
@@ -73,7 +73,7 @@ def _cache(path: str) -> tuple[tuple[int, int], CacheUsage] | None:
 
 
 def main_processes() -> dict[int, list[LoaderArena]]:
-    """Returns the arenas of running iterators by main process, of this user's processes (for root, of all users')."""
+    """Returns the arenas of running iterators by main process, for processes of this user; for root, of all users."""
     processes = {}
     for pid in pids():
         with contextlib.suppress(OSError, NothingToSee):
