@@ -51,7 +51,7 @@ class Stats(StatsFields):
         large_attributes: The dataset's large lists, tuples and dicts of Python objects, largest first. The dataset
             is searched for them only if a worker has 64 MiB or more of private memory.
         arena: Use of shared memory.
-        copies: Tensors, arrays and batches that workers had to copy or pickle.
+        copies: Data that workers copied, pickled, or sent without copying.
         pinning: Work of the pin thread.
         transfers: Copies to the device, with ``prefetch_to_device``.
         faults: The faults from which epochs recovered: worker restarts, and failed samples.
