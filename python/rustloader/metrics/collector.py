@@ -125,7 +125,8 @@ class LoaderCollector(Collector):
     def __init__(self, accounts: Accounts, rank: str) -> None:
         self._accounts, self._rank = accounts, rank
         # The last value of each counter. A counter must not decrease, because Prometheus would take a decrease for a
-        # restart from zero. A sum of times may decrease by rounding, or by more if a worker changes state as it is read.
+        # restart from zero. A sum of times may decrease by rounding, or by more if a worker changes state during the
+        # reading.
         self._last_values: dict[tuple[str, ...], float] = {}
 
     def collect(self) -> Iterable[Any]:
