@@ -93,7 +93,7 @@ ARENA_MIN: Final[int]
 # Upper bounds, in seconds, of the buckets of the histogram `Totals.waits`.
 WAIT_BOUNDS: Final[tuple[float, ...]]
 
-# Size in bytes of the header of a cache file, which precedes the index, and the version of the file format.
+# Size in bytes of the header of a cache file (the index follows it), and the version of the file format.
 CACHE_HEADER: Final[int]
 CACHE_VERSION: Final[int]
 
@@ -183,8 +183,8 @@ class Engine:
         kills any worker that takes longer than this for one batch."""
 
     def shipment(self) -> tuple[int, int, tuple[int, int, int, bool], tuple[int, int]]:
-        """Returns the parameters of a worker's port: memfd, doorbell, (size in bytes, number of workers, slots per
-        ring, whether the workers share a queue), and (pid, start time) of this process. Lock-free."""
+        """Returns the parameters of a worker's port: memfd, doorbell, (size in bytes, number of workers, entries
+        per ring, whether the workers share a queue), and (pid, start time) of this process. Lock-free."""
 
     def started(self, worker: int, pid: int) -> None:
         """Registers the process of a worker, which the caller has started. If the process replaces a dead worker, the
@@ -196,7 +196,7 @@ class Engine:
 
     @property
     def ring_slots(self) -> int:
-        """Number of entries in a worker's ring, for ``Port.remote``."""
+        """Capacity of a worker's ring in entries, for ``Port.remote``."""
 
     @property
     def region_len(self) -> int:
@@ -226,14 +226,14 @@ class Engine:
     ) -> None:
         """Starts an epoch, and puts a code and its value into ``answer``: ``END`` if the epoch has started. For every
         epoch except the first, sends ``message`` to the workers and waits for their replies. A worker that has not yet
-        replied for the previous epoch gets no second message. ``first_worker`` gets the first task, unless the workers
-        share a queue. After ``VACANT``, a call with the same message continues the start. ValueError: there is no such
-        worker.
+        replied to the message of an earlier call gets this one only after its reply. ``first_worker`` gets the first
+        task, unless the workers share a queue. After ``VACANT``, a call with the same message continues the start.
+        ValueError: there is no such worker.
 
         With ``predictor``, the workers may start the next epoch as soon as the sampler of the current one is exhausted.
         The call of ``begin`` for that next epoch still draws from the sampler. If the message, the first worker and the
-        index batches are as predicted, the workers' results are used, and the value with ``END`` is True. Otherwise,
-        the results are discarded, and the value is False."""
+        index batches are as predicted, the workers' results are used, and the value that accompanies ``END`` is True.
+        Otherwise, the results are discarded, and the value is False."""
 
     def next(
         self,
@@ -267,8 +267,8 @@ class Engine:
 
     def trace(self, sink: TraceSink, source: int, level: int) -> bool:
         """Starts a trace. In its records, ``source`` identifies this engine. Level 1 records batches; level 2 records
-        samples, too. Returns False if ``finish`` was called. Raises if there is no memory for the workers' rings.
-        Lock-free."""
+        samples, too. Returns False if ``finish`` was called. Raises if there is no memory for the workers' trace
+        rings. Lock-free."""
 
     def end_trace(self) -> None:
         """Ends the trace; ``finish`` does this, too. Does nothing in a forked child. Lock-free."""
@@ -279,7 +279,7 @@ class Engine:
     def snapshot(self, worker: int, answers: int) -> Snapshot | None:
         """Returns the newest snapshot that a worker made in this epoch after at most ``answers`` of its answers.
 
-        Returns None if there is none yet, or if ``finish`` was called. Snapshots that no position can need any more are
+        Returns None if there is none yet, or if ``finish`` was called. Snapshots that no position can still need are
         not kept. ValueError: there is no such worker. RuntimeError: the shared memory is damaged. Lock-free."""
 
     def wait_started(self, timeout: float = 0.0) -> bool | None:
@@ -340,8 +340,8 @@ class Engine:
         """Returns the number of running workers. Lock-free."""
 
     def wait_gone(self, seconds: float) -> bool:
-        """Waits until the workers have ended, for up to ``seconds`` but at most 0.25 s. Returns True if all have ended.
-        Lock-free."""
+        """Waits until the workers have ended, but for no longer than ``seconds`` or 0.25 s. Returns True if all have
+        ended. Lock-free."""
 
     def signal_all(self, signal: int) -> None:
         """Sends a signal to all running workers. Lock-free."""
@@ -382,7 +382,7 @@ class Counts:
 @final
 class WorkerTotals:
     """Counters of a worker. Times are in seconds. The fields from ``starting`` to ``left`` are the times that the
-    worker has spent in these states."""
+    worker has spent in the states of these names."""
 
     pid: Final[int]
     alive: Final[bool]
@@ -402,8 +402,8 @@ class WorkerTotals:
     fetch_cpu: Final[float]
     fetch_measured: Final[float]
     def since(self, earlier: WorkerTotals) -> WorkerTotals:
-        """Returns these counters minus earlier ones: the differences in tasks, in leaves, in the times spent in states,
-        and in the times of measured fetches.
+        """Returns these counters minus earlier ones: the differences in tasks, in adopted leaves, in the times spent in
+        states, and in the times of measured fetches.
         """
 
 @final
@@ -436,7 +436,7 @@ class Totals:
     blocks: Final[int]
     high_water: Final[int]
     pin_threads: Final[int]
-    # Number of answers in the completion rings.
+    # Number of results in the completion rings.
     ready: Final[int]
 
 @final
@@ -619,7 +619,7 @@ class Port:
         process was signaled, and it ends. Returns False if the system refuses the signal handler."""
 
     def offer_stack(self) -> None:
-        """Lets the main process request, with a signal, that faulthandler dumps this process's stacks."""
+        """Lets the main process request, with a signal, that faulthandler dump this process's stacks."""
 
     def receive(self) -> tuple[int, int, Any]:
         """Waits, without the GIL, for the next message. Returns its code, a task's number, and a value.
@@ -777,7 +777,7 @@ class DeferredSignals:
 
 @final
 class LeaseBuffer:
-    """Memory of a batch as a writable buffer. It is released when nothing uses it any more."""
+    """Memory of a batch as a writable buffer. It is released once nothing uses it."""
 
     def __len__(self) -> int: ...
     def storage(self) -> torch.UntypedStorage:
@@ -957,8 +957,8 @@ class CacheTable:
         """Marks a row as one whose sample cannot be kept."""
 
     def take_probe(self) -> bool:
-        """Returns True if the caller must make its sample twice, to compare the two: for the first few calls, counted
-        across all processes."""
+        """Returns True if the caller must make its sample a second time and compare the two. True for the first few
+        calls, counted across all processes."""
 
     def is_news(self, bit: int) -> bool:
         """Returns True if this is the first call with this bit across all processes."""
@@ -976,7 +976,7 @@ class SharedStore:
     """The mapped image of a shared object. The buffer protocol gives access to the complete image."""
 
     def __new__(cls, fd: int) -> Self:
-        """Maps the image in a descriptor, and takes ownership of the descriptor. ValueError: it is not an image, or the
+        """Maps the image in a file, and takes ownership of its descriptor. ValueError: the file is not an image, or the
         image is damaged."""
 
     @staticmethod

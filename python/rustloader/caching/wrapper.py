@@ -47,7 +47,7 @@ def check(dataset: Any, then: Any, key: Any, path: Any, version: Any) -> None:
     if isinstance(dataset, IterableDataset) or not hasattr(type(dataset), "__getitem__"):
         raise TypeError(
             f"cache() needs a map-style dataset, whose samples have indices, but {name} is not one: cache a map-style "
-            "dataset of the files that it reads, or write its samples into such a dataset (a list, or a file for each)"
+            "dataset of the files that it reads, or write its samples into such a dataset (a list, or one file each)"
         )
     if not hasattr(type(dataset), "__len__"):
         raise TypeError(f"cache() needs the number of samples, but {name} has no __len__: add one")

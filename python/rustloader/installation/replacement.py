@@ -47,8 +47,8 @@ class Replacement:
         if self.in_place:
             return
         self.in_place = True
-        older = list(_derived(self.original, self.substitute))
-        homes = {cls.__module__ for cls in older} - {self.original.__module__}
+        derived = list(_derived(self.original, self.substitute))
+        homes = {cls.__module__ for cls in derived} - {self.original.__module__}
         self._kept.update({(id(namespace), key): namespace for _, namespace, key, _ in _references(self.substitute)})
         self._forget_home()
         rebound = []
@@ -58,7 +58,7 @@ class Replacement:
             if module not in homes:
                 namespace[key] = self._replaced(value)
                 rebound.append(f"{module}.{key}")
-        self._log(message, rebound, older)
+        self._log(message, rebound, derived)
 
     def take_out(self) -> None:
         """Restores the class. Does nothing if it is not replaced."""
@@ -93,10 +93,10 @@ class Replacement:
                 return original
         return tuple(self.original if item is self.substitute else item for item in value)
 
-    def _log(self, message: str, rebound: list[str], older: list[type]) -> None:
+    def _log(self, message: str, rebound: list[str], derived: list[type]) -> None:
         logger.log(log_level(again=self._logged), "%s; replaced: %s", message, ", ".join(rebound))
         self._logged = True
-        for cls in older:
+        for cls in derived:
             if cls not in self._warned_of:
                 self._warned_of.add(cls)
                 logger.warning(

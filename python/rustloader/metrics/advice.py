@@ -28,7 +28,7 @@ def shared_queue(stats: StatsFields, workers: int) -> Prediction | None:
     now = Scheduler(workers, outstanding, window, settings.dispatch == "shared_queue")
     step = (stats.step_seconds + stats.own_seconds) / stats.batches
     shares = dataset_shares(stats)
-    # Even spread evenly over all cores, the work takes at least this long.
+    # The work takes at least this long, even if it is spread perfectly over all cores.
     lower_bound = 0.0 if shares is None else shares.cpu * sum(stats.recent_seconds) / stats.cores
     prediction = predict(stats.recent_seconds, now, step, lower_bound)
     return prediction if prediction is not None and prediction.gain >= _MIN_GAIN else None

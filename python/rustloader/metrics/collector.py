@@ -125,7 +125,8 @@ class LoaderCollector(Collector):
     def __init__(self, accounts: Accounts, rank: str) -> None:
         self._accounts, self._rank = accounts, rank
         # The last value of each counter. A counter must not decrease, because Prometheus would take a decrease for a
-        # restart from zero. A sum of times may decrease by rounding, or by more if a worker changes state meanwhile.
+        # restart from zero. A sum of times may decrease by rounding, or by more if a worker changes state during the
+        # reading.
         self._last_values: dict[tuple[str, ...], float] = {}
 
     def collect(self) -> Iterable[Any]:
@@ -190,7 +191,7 @@ class LoaderCollector(Collector):
         yield memory
 
     def _loader_states(self, accounts: list[tuple[str, Account]]) -> Iterator[Any]:
-        """Yields the verdict and the batch size of the latest loader on the engine with each name."""
+        """Yields, for each name, the verdict and the batch size of the latest loader on the engine."""
         verdicts = GaugeMetricFamily(
             _PREFIX + "verdict", "1 for the kind of the loader's bottleneck.", labels=["rank", "loader", "kind"]
         )

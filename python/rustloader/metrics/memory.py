@@ -2,7 +2,7 @@
 
 The kernel counts this memory page by page, which takes milliseconds per GB. So it is read only when statistics are
 taken and before workers end, and only for processes whose page faults show much growth since the last reading. The
-readings take at most 1 % of the time.
+readings take at most 1% of the time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rustloader.system import procfs
 
 # Index of the number of minor page faults among the fields of /proc/PID/stat that `procfs.stat` returns.
 _MINOR_FAULTS_FIELD = 7
-# Minimum number of bytes that page faults must add between two readings.
+# Number of bytes that page faults must add before the next reading.
 _FAULTED_STEP = 16 << 20
 # Maximum share of the time to spend on readings.
 _TIME_SHARE = 0.01
@@ -37,7 +37,7 @@ def private_bytes(pid: int, rollup: dict[str, int] | None = None) -> int | None:
     if shared is None or not rollup:
         return None
     # The kernel counts pages of the arena as private if the main process has not touched them. A page touched by two
-    # processes counts half in the proportional set of each.
+    # processes counts half toward the proportional set size (Pss) of each.
     arena_alone = max(0, 2 * rollup.get("Pss_Shmem", 0) - shared)
     return max(0, rollup.get("Private_Clean", 0) + rollup.get("Private_Dirty", 0) - arena_alone)
 
@@ -98,7 +98,7 @@ class WorkerMemory:
             if faulted - known.faulted >= _FAULTED_STEP:
                 due.append((faulted - known.faulted, number))
             if known.faulted == 0:
-                # A page fault added each private page, so the faulted bytes serve as the size while they are few.
+                # Each private page was added by a page fault, so the faulted bytes, while few, serve as the size.
                 known = known._replace(private_bytes=faulted if faulted < _FAULTED_STEP else None)
             self._readings[number] = known
         for _, number in sorted(due, reverse=True):

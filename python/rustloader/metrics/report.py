@@ -24,7 +24,7 @@ def _forget_all() -> None:
 
 @contextlib.contextmanager
 def report(source: Any, callback: Callable[[Stats], object], every: float = 10.0) -> Iterator[None]:
-    """Calls a function with a loader's statistics every ``every`` seconds, while the body of a ``with`` statement runs.
+    """Calls a function periodically with a loader's statistics, while the body of a ``with`` statement runs.
 
     No thread is used: the callback runs in the training loop, when ``next`` of a rustloader iterator is called and
     ``every`` seconds have passed. It runs once more at the end of the body. If the callback fails, that ``next`` raises

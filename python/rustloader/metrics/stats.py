@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # `_core` exists only on Linux
 class Stats(StatsFields):
     """The statistics of a loader or an iterator so far, as returned by ``rustloader.stats()``.
 
-    ``print(stats)`` shows text, a notebook shows tables. Times are in seconds of the monotonic clock. The training loop
+    ``print(stats)`` shows text; a notebook shows tables. Times are in seconds of the monotonic clock. The training loop
     takes ``next_seconds + step_seconds``. Neither includes the time between two epochs.
 
     Attributes:
@@ -38,7 +38,7 @@ class Stats(StatsFields):
         waited_seconds: Part of ``next_seconds``: waiting for the other batches.
         blocked_seconds: Part of ``waited_seconds``: waiting while later batches were ready (head-of-line blocking).
         sampler_seconds: Part of ``next_seconds``: drawing indices from the sampler and sending them. Measured only
-            after a call of ``next`` that took 50 us or more in addition to waiting.
+            after a call of ``next`` that took 50 us or more, not counting waits.
         step_seconds: Time between two calls of ``next`` in one epoch: the training step.
         workers: One entry per worker, in order of worker number.
         slowest: The slowest batches so far, slowest first.
@@ -51,7 +51,7 @@ class Stats(StatsFields):
         large_attributes: The dataset's large lists, tuples and dicts of Python objects, largest first. The dataset
             is searched for them only if a worker has 64 MiB or more of private memory.
         arena: Use of shared memory.
-        copies: Tensors, arrays and batches that workers had to copy or pickle.
+        copies: Data that workers copied, pickled, or sent without copying.
         pinning: Work of the pin thread.
         transfers: Copies to the device, with ``prefetch_to_device``.
         faults: The faults from which epochs recovered: worker restarts, and failed samples.

@@ -24,7 +24,8 @@ EXIT_KILL_AFTER = 0.2
 KILLED_AFTER = 5.0
 # Seconds until a Ctrl-C that a destructor has caught is raised again. By then, the object must have been destroyed.
 INTERRUPT_AFTER = 0.02
-# Seconds to wait for the fork server to report how a worker ended, or to end itself.
+# Seconds to wait for a report of how a worker ended (from the fork server, or from the cluster of a worker on another
+# machine), or for the end of the fork server.
 STATUS_AFTER = 1.0
 # Seconds after which a spawned worker stops waiting for its turn to import torch. Without this limit, workers could
 # deadlock: the program's main module may wait for other workers when it is imported during a worker's turn.
@@ -34,7 +35,7 @@ GATE_SECONDS = 10.0
 # start. The latter is the maximum share by which a large state lowers the batch rate.
 SNAPSHOT_ALLOWANCE = 0.02
 SNAPSHOT_SHARE = 0.005
-# Number of a worker's batches after which it is reported that the state of an iterable dataset has not changed.
+# Number of a worker's batches after which a warning reports that the state of its iterable dataset has not changed.
 FROZEN_AFTER = 64
 # Seconds until the restart of a worker that has died twice without making a batch in between. Each further death in a
 # row doubles the time, up to the maximum.

@@ -2,8 +2,8 @@
 
 Copies and pickles of a loader must include three parts of this state, so they are attributes of the loader: the options
 that its constructor was given, the base seed and epoch count of ``seed_by``, and the number of workers that "auto" has
-set. All other
-parts are in a `LoaderState` in a weak table, so that the loader has no further attributes that torch's lacks.
+set. All other parts are in a `LoaderState` in a weak table, so that the loader has no further attributes that torch's
+lacks.
 """
 
 from __future__ import annotations

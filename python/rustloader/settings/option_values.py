@@ -154,7 +154,7 @@ class Name(Kind):
     """A readable name that is also valid as a label value of metrics."""
 
     types: ClassVar[tuple[type, ...]] = (str,)
-    described = expected = "a name of 1 to 100 letters, digits, spaces and characters of _.:/+-"
+    described = expected = "a name of 1 to 100 letters, digits, spaces and characters from _.:/+-"
 
     def allows(self, value: str) -> bool:
         return _NAME.fullmatch(value) is not None

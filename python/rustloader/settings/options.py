@@ -111,7 +111,7 @@ class Options:
     )
     prefetch_factor: int | None = _field(
         "Number of batches that each worker prepares ahead, 1 or more (default: None, the loader's own).",
-        "batches in flight per worker",
+        "batches that each worker prepares ahead",
         unset=(None, PREFETCH_FACTOR),
         kind=Positive(),
         flag="--prefetch-factor",
@@ -137,8 +137,8 @@ class Options:
         effective=_context,
     )
     num_workers: str | None = _field(
-        '"auto" adapts the number of workers of each loader that has workers to measurements of its epochs; loaders '
-        "with ``num_workers=0`` still have no workers (default: None, the loader's own number).",
+        '"auto" adapts the number of workers of each loader to measurements of its epochs; a loader with '
+        "``num_workers=0`` still has no workers (default: None, the loader's own number).",
         "adapt the number of workers to measurements of each epoch: auto",
         unset=(),
         kind=Choice("auto"),
@@ -239,7 +239,7 @@ class Options:
         warns_if_lost=True,
     )
     worker_affinity: str | Sequence[int | Collection[int]] | None = _field(
-        'Cores on which each worker runs: "spread" divides the cores of this process among the workers, a list has one '
+        'Cores on which each worker runs: "spread" divides the cores of this process among the workers; a list has one '
         "or more cores for each worker (default: None, all cores of this process).",
         "cores of the workers: spread, or the cores of each worker, as in 0/1/2-3",
         unset=(None,),

@@ -1,4 +1,4 @@
-"""Reads the name and the ranks of the run from the variables of its launcher (torchrun, Slurm, MPI)."""
+"""Reads the name and the ranks of the run from the variables that its launcher (torchrun, Slurm, MPI) sets."""
 
 from __future__ import annotations
 

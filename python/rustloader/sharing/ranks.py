@@ -1,9 +1,10 @@
 """Shares one object among all ranks of a machine: the first rank builds the object, and the others receive its
 descriptor.
 
-The meeting point is an abstract Unix socket, which the kernel removes with the process that bound it. Binding serves
-as the lock: the rank that succeeds builds the object, and the others connect, identify themselves, and wait for the
-descriptor. If the builder dies or fails, the connections end, and the next rank binds the socket. No file is involved.
+The meeting point is an abstract Unix socket, which the kernel removes when the process that bound it ends. Binding
+serves as the lock: the rank that succeeds builds the object, and the others connect, identify themselves, and wait for
+the descriptor. If the builder dies or fails, the connections end, and the next rank binds the socket. No file is
+involved.
 
 A builder does not wait for the others. Ranks that have already connected receive the descriptor at once. For later
 ranks, a thread keeps the socket until all have connected, the timeout has passed, or the process ends.

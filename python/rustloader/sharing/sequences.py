@@ -29,7 +29,7 @@ def forbid(cls: type, names: Iterable[str], remedy: str) -> None:
     for name in names:
 
         def method(self: Any, *args: Any, _name: str = name, **kwargs: Any) -> NoReturn:
-            raise TypeError(f"a {type(self).__name__} is read-only ({_name}): change a copy, {remedy}")
+            raise TypeError(f"a {type(self).__name__} is read-only ({_name}): change a copy made by {remedy}")
 
         method.__name__ = name
         setattr(cls, name, method)

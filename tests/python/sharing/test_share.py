@@ -325,7 +325,7 @@ def test_a_large_dict_finds_each_key():
 
 @pytest.mark.parametrize("name", ["append", "extend", "insert", "pop", "remove", "sort", "reverse", "clear"])
 def test_a_shared_list_says_how_to_change_it(name):
-    with pytest.raises(TypeError, match=rf"a SharedList is read-only \({name}\): change a copy, to_list\(\)"):
+    with pytest.raises(TypeError, match=rf"a SharedList is read-only \({name}\): change a copy made by to_list\(\)"):
         getattr(share([1]), name)(0)
 
 
@@ -343,7 +343,7 @@ def test_assignments_say_how_to_change_it():
         lambda: mapping.setdefault("a"),
         mapping.clear,
     ):
-        with pytest.raises(TypeError, match=r"a SharedDict is read-only .*: change a copy, to_dict\(\)"):
+        with pytest.raises(TypeError, match=r"a SharedDict is read-only .*: change a copy made by to_dict\(\)"):
             change()
     assert shared == [1] and mapping == {"a": 1}
 
