@@ -88,8 +88,7 @@ def _other_stats(stats: StatsFields) -> Iterator[tuple[str, str]]:
     if stats.copies.count:
         yield "copies", f"{count_of(stats.copies.count, 'copy')} ({size(stats.copies.bytes)})"
     if stats.copies.adopted:
-        adopted = f"{stats.copies.adopted:,} tensors and arrays ({size(stats.copies.adopted_bytes)})"
-        yield "not copied", adopted
+        yield "not copied", f"{count_of(stats.copies.adopted, 'tensor or array')} ({size(stats.copies.adopted_bytes)})"
     if stats.copies.pickled:
         yield "pickled", count_of(stats.copies.pickled, "batch")
     if stats.pinning.batches or stats.pinning.running:

@@ -139,7 +139,7 @@ class Options:
     num_workers: str | None = _field(
         '"auto" adapts the number of workers of each loader to measurements of its epochs; a loader with '
         "``num_workers=0`` still has no workers (default: None, the loader's own number).",
-        "adapt the number of workers to measurements of each epoch: auto",
+        "auto adapts the number of workers to measurements of each epoch",
         unset=(),
         kind=Choice("auto"),
         flag="--num-workers",

@@ -121,8 +121,10 @@ def check_shard_start(start: Mapping[str, Any]) -> None:
     """Raises ValueError if something is missing or wrong in the start of a DistributedSampler."""
     for name in ("epoch", "seed", "rank", "num_replicas", "dataset_length", "consumed", "first"):
         value = start.get(name)
-        if type(value) is not int or (value < 0 and name not in ("epoch", "seed")):
-            raise ValueError(f"the sampler's {name!r} in the state must be a non-negative int, got {value!r}")
+        may_be_negative = name in ("epoch", "seed")
+        if type(value) is not int or (value < 0 and not may_be_negative):
+            kind = "an int" if may_be_negative else "a non-negative int"
+            raise ValueError(f"the sampler's {name!r} in the state must be {kind}, got {value!r}")
     for name in ("shuffle", "drop_last"):
         if type(start.get(name)) is not bool:
             raise ValueError(f"the sampler's {name!r} in the state must be a bool, got {start.get(name)!r}")

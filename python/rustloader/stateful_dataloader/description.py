@@ -79,7 +79,7 @@ class _Part(dict[Any, Any]):
         elif not isinstance(value, types):
             problem = f"must be of type {types[0].__name__}, is {type_name(value)}"
         elif isinstance(value, int) and not _is_count(value):
-            problem = f"must be a non-negative number, is {_short(value)}"
+            problem = f"must be a number from 0 to {_MAX_COUNT}, is {_short(value)}"
         if problem is None:
             return value
         self._problems[f"{self._path}{_plain(key)} {problem}"] = None

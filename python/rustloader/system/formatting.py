@@ -1,6 +1,12 @@
 """Functions that format counts, times, sizes, index batches and type names for messages."""
 
-_PLURALS = {"batch": "batches", "copy": "copies", "entry": "entries", "miss": "misses"}
+_PLURALS = {
+    "batch": "batches",
+    "copy": "copies",
+    "entry": "entries",
+    "miss": "misses",
+    "tensor or array": "tensors and arrays",
+}
 
 
 def count_of(count: int, what: str) -> str:

@@ -381,7 +381,7 @@ def test_what_is_missing_or_of_another_type_is_named(path, problem):
 def test_numbers_out_of_range_are_named(number):
     state = without_workers()
     state["_num_yielded"] = number
-    assert line(state, "problems").startswith("_num_yielded must be a non-negative number, is ")
+    assert line(state, "problems").startswith(f"_num_yielded must be a number from 0 to {2**63 - 1}, is ")
     assert line(state, "position").startswith("epoch 3, an unknown number of batches delivered of 500")
 
 

@@ -147,6 +147,8 @@ def test_a_script_that_is_not_there(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys, "path", list(sys.path))
         assert cli.main(["run", *arguments, "--help"]) == 2
         assert capsys.readouterr().err == f"rustloader run: {text}\n"
+    assert cli.main(["trace", "gone.py"]) == 2
+    assert capsys.readouterr().err == "rustloader trace: cannot open gone.py: No such file or directory\n"
 
 
 TRAINING = """

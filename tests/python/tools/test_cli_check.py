@@ -117,6 +117,13 @@ LOADERS = """
     class Shorter:
         def __iter__(self):
             return iter(range(8 if on_us() else 12))
+    class DrawsAtTheEnd:
+        def __iter__(self):
+            yield from range(12)
+            if on_us():
+                torch.rand(1)
+    def random_state():
+        return loader(sampler=DrawsAtTheEnd())
     def shorter():
         return loader(sampler=Shorter())
     def handed_over():
@@ -296,6 +303,7 @@ def test_no_factory(folder, capfd):
             "failing_on_us_at_once",
             "different at batch 0: torch gives a batch, rustloader raises KeyError: 'no sample 0'",
         ),
+        ("random_state", r"different at the end, in the main process's random state$"),
         ("failing_otherwise", r"different at batch 1: torch raises KeyError: 'no sample 6' \(loaders_of_mine.py:"),
     ],
 )

@@ -170,7 +170,8 @@ class _Comparison:
         Runs torch's iterator a second time, to find out whether it delivers the same batches each time.
         """
         kinds = {torch_event.kind if torch_event else None, engine_event.kind if engine_event else None}
-        where = "the end, in the main process's random state" if kinds == {"state"} else f"batch {k}"
+        only_state = kinds == {"state"}
+        where = "the end, in the main process's random state" if only_state else f"batch {k}"
         try:
             with self._side("torch", quiet=True) as again:
                 about = again.load()
@@ -186,7 +187,8 @@ class _Comparison:
                     return 1
         except Unusable as error:
             print(f"rustloader check: torch's iterator could not be run again: {error}", file=sys.stderr)
-        print(f"different at {where}: torch {_description(torch_event)}, rustloader {_description(engine_event)}")
+        events = "" if only_state else f": torch {_description(torch_event)}, rustloader {_description(engine_event)}"
+        print(f"different at {where}{events}")
         return 1
 
 

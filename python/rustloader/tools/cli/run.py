@@ -31,7 +31,7 @@ def main(options: Any, arguments: list[str]) -> int:
     try:
         code, name = (_of_module if options.module else _of_file)(options.script, module)
     except _NoScript as error:
-        print(f"rustloader run: {error}", file=sys.stderr)
+        print(f"rustloader {options.command}: {error}", file=sys.stderr)
         return 2
     sys.argv[:] = [name, *arguments]
     os.environ[INSTALL] = setting

@@ -54,6 +54,13 @@ ENGINES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "ray": lambda: rustloader.installed(),
     "cached": lambda: rustloader.installed(),
 }
+# How messages name what a loader runs on.
+ENGINE_TEXTS = {
+    "torch": "torch's iterator",
+    "rustloader": "rustloader's iterator",
+    "ray": "workers on the cluster",
+    "cached": "a cache",
+}
 
 
 class Side:
@@ -199,7 +206,7 @@ def _note_of(side: Side, error: BaseException) -> tuple[str, Any]:
     described = failure(error)
     if side.death is not None:
         return "died", (side.death, described.details)
-    return "unusable", Unusable(f"with {side.engine}'s iterator: {described}", described.details)
+    return "unusable", Unusable(f"with {ENGINE_TEXTS[side.engine]}: {described}", described.details)
 
 
 def _interrupt(*_: object) -> None:
