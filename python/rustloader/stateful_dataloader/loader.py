@@ -84,12 +84,12 @@ class StatefulDataLoader(DataLoader[_T_co]):
     _interim: dict[str, Any] | None = None
     # The draws of the next epoch, if they were made or predicted for a state.
     _draws: EarlyDraws | None = None
-    # Watch for seeding of the loader's generator and of torch's global generator. Set when a state of a finished epoch,
-    # or of an epoch that had not begun, is loaded.
+    # The watches of the loader's generator and of torch's global generator. Set when a state of a finished epoch, or of
+    # an epoch that had not begun, is loaded.
     _since_load: tuple[SeedWatch, SeedWatch]
     # Number of epochs that have begun, including those before a resume.
     _epochs = 0
-    # True once a state has been taken in mid-epoch, and the dataset has been searched for a shuffle buffer.
+    # True once a state has been taken mid-epoch, and the dataset has been searched for a shuffle buffer.
     _has_checked_buffer = False
 
     if TYPE_CHECKING:

@@ -160,7 +160,7 @@ def own_copy(batch: Any) -> Any:
 
 
 def ordinals(origin: Plan, low: int, ahead: list[int]) -> tuple[int, tuple[int, ...]]:
-    """Converts a position in tasks, which count from the origin, into a position in ordinals.
+    """Converts a position in tasks, which are counted from the origin, into a position in ordinals.
 
     Returns:
         The low-water mark, and the delivered ordinals beyond it.
