@@ -203,7 +203,7 @@ def _add_keywords(cls: Any) -> None:
 
 _add_keywords(DataLoader)
 
-# The annotations copied from torch are strings that are resolved in this module, so their names must exist here.
+# String annotations copied from torch are resolved in this module, so the names in them must exist here.
 for _name in re.findall(r"\w+", " ".join(map(str, DataLoader.__annotations__.values()))):
     if hasattr(torch_dataloader, _name):
         globals().setdefault(_name, getattr(torch_dataloader, _name))

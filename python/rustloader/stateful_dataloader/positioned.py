@@ -26,7 +26,7 @@ _EMPTY = (
     "Take the state after the loop to start with the next epoch"
 )
 _FROZEN = (
-    "the state of {} has not changed over {} batches: a loop that resumes from it starts at the same place again. Let "
+    "the state of {} has not changed over {} batches: a loop that resumes from it starts at the same place again. Make "
     "state_dict() of the dataset, or of its iterator, return the position"
 )
 
