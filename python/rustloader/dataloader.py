@@ -186,7 +186,7 @@ class DataLoader(torch_data.DataLoader[_T_co]):
 
 
 def _add_keywords(cls: Any) -> None:
-    """Adds to a loader class's attributes, signature and docstring the options that torch does not have."""
+    """Adds the options that torch does not have to a loader class's attributes, signature and docstring."""
     torch_signature = inspect.signature(torch_data.DataLoader.__init__)
     added = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=options.type_of(name))
@@ -203,7 +203,7 @@ def _add_keywords(cls: Any) -> None:
 
 _add_keywords(DataLoader)
 
-# torch's string annotations are resolved in the module of the class that has them, which is now this module.
+# String annotations copied from torch are resolved in this module, so the names in them must exist here.
 for _name in re.findall(r"\w+", " ".join(map(str, DataLoader.__annotations__.values()))):
     if hasattr(torch_dataloader, _name):
         globals().setdefault(_name, getattr(torch_dataloader, _name))

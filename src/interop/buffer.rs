@@ -69,7 +69,7 @@ impl LeaseBuffer {
             return Err(PyBufferError::new_err("no buffer structure was given"));
         }
         let SharedLease { memory, len, .. } = slf.get().shared;
-        // SAFETY: the structure is Python's; the memory stays as long as `slf` lives, and the export keeps `slf` alive.
+        // SAFETY: the structure is Python's; the memory is valid while `slf` lives, and the export keeps `slf` alive.
         match unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), memory.cast(), len as isize, 0, flags) } {
             0 => Ok(()),
             _ => Err(PyErr::fetch(slf.py())),

@@ -123,7 +123,7 @@ impl IndexStream {
         }
         visit.call(&self.batches)?;
         match self.state.try_lock().as_deref() {
-            Ok(StreamState { source: Source::Arrays(more), .. }) => visit.call(more),
+            Ok(StreamState { source: Source::Arrays(next_array), .. }) => visit.call(next_array),
             _ => Ok(()),
         }
     }
@@ -139,8 +139,8 @@ impl IndexStream {
         if begun.is_none() {
             state.source = Source::TorchIterator;
         } else {
-            let (more, full) = begun.extract::<(Py<PyAny>, Option<usize>)>()?;
-            state.source = Source::Arrays(more);
+            let (next_array, full) = begun.extract::<(Py<PyAny>, Option<usize>)>()?;
+            state.source = Source::Arrays(next_array);
             state.full = full;
         }
         Ok(())
@@ -237,10 +237,10 @@ impl IndexStream {
 
     /// Takes the next array. Returns false if there is none.
     fn refill(&self, py: Python<'_>, state: &mut StreamState) -> PyResult<bool> {
-        let Source::Arrays(more) = &state.source else { return Ok(false) };
-        let more = more.clone_ref(py);
+        let Source::Arrays(next_array) = &state.source else { return Ok(false) };
+        let next_array = next_array.clone_ref(py);
         state.array = None;
-        let array = self.ask(more.bind(py), state)?;
+        let array = self.ask(next_array.bind(py), state)?;
         if array.is_none() {
             return Ok(false);
         }

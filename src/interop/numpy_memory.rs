@@ -82,7 +82,7 @@ impl Api {
             return Err(PyErr::fetch(py));
         }
         let table = table.cast::<*const c_void>();
-        // SAFETY: the table of every NumPy version from 1.0 on has this function.
+        // SAFETY: every NumPy version for a supported Python has this function in its table.
         let version = unsafe {
             let version: unsafe extern "C" fn() -> c_uint = std::mem::transmute(*table.add(FEATURE_VERSION));
             version()

@@ -1,8 +1,8 @@
 """Stand-ins for the private queues, events and counters of torch's iterator.
 
-Some programs contain copies of torch's shutdown routines, which use its queues and its event; some subclasses of the
-iterator read its counters. The engine has none of these, but with the stand-ins such code keeps working: a copied
-shutdown routine still ends the workers. If a program replaces parts of torch's loop,
+Some programs contain copies of that iterator's shutdown routines, which use its queues and its event; some subclasses
+of the iterator read its counters. The engine has none of these, but with the stand-ins such code keeps working: a
+copied shutdown routine still ends the workers. If a program replaces parts of torch's loop,
 :mod:`rustloader.iterator.fallback` selects torch's iterator instead.
 """
 

@@ -73,9 +73,9 @@ class EpochPredictor:
         self._batches: Iterator[Any] = iter(())
         # True once `begin` has been called in the current epoch.
         self._was_called = False
-        # The values when the next epoch was predicted.
+        # The values from which the next epoch was predicted.
         self._origin: _Origin | None = None
-        # For the epoch that is starting: the values when it was predicted, and the values at its start.
+        # For the epoch that is starting: the values from which it was predicted, and the values at its start.
         self._compared: tuple[_Origin, _Origin] | None = None
         # Number of consecutive wrong predictions.
         self._wrong = 0

@@ -27,7 +27,7 @@ class Epochs:
     Attributes:
         seeding: The seeds of the epoch; None if they are torch's.
         failures: The count of failed samples; None if failures are not counted.
-        raised: Number of answers in this epoch without a batch: errors, and batches that lost all their samples.
+        raised: Number of answers in this epoch that were errors. A batch that lost all its samples counts as an error.
         on_engine: Whether the engine does the work, rather than torch's own iterator.
         is_deleted: Whether the iterator has been deleted. After that, nothing can ask for its state.
         may_change_workers: Whether a persistent loader may replace its workers between epochs.

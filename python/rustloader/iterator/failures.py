@@ -19,8 +19,8 @@ from rustloader.system.protocols import LoaderLike
 
 # Number of failures that the error message lists.
 _LISTED = 3
-# Number of earlier counts that are kept: at most two for each batch by which a state can go back, plus those of the
-# current batch.
+# Number of earlier counts that are kept: at most two for each batch that a state can go back, plus those of the current
+# batch.
 _KEPT_COUNTS = 2 * (BACK_BATCHES + 2)
 # Minimum number of samples by which a fractional `max_errors` is multiplied if the number of samples in an epoch is
 # unknown. Once more samples have been delivered, their number is used instead.
@@ -56,10 +56,10 @@ class FailureCount:
     ) -> None:
         self._title = title
         self._faults, self._limit, self._batch_size = faults, limit, batch_size
-        self._is_share = isinstance(limit, float)
+        self._is_fraction = isinstance(limit, float)
         self.allowed: int | None = None
-        if limit is not None and not (self._is_share and samples is None):
-            self.allowed = _share(limit, samples) if self._is_share and samples is not None else int(limit)
+        if limit is not None and not (self._is_fraction and samples is None):
+            self.allowed = _fraction_of(limit, samples) if self._is_fraction and samples is not None else int(limit)
         self.next_epoch = self.next_earlier = 0
         self.begin_epoch()
 
@@ -115,7 +115,7 @@ class FailureCount:
         if self.allowed is not None:
             return self.allowed
         assert self._limit is not None
-        return _share(self._limit, max(batches * self._batch_size, FEWEST_SAMPLES))
+        return _fraction_of(self._limit, max(batches * self._batch_size, FEWEST_SAMPLES))
 
     def _text(self) -> str:
         listed = "; ".join(
@@ -129,7 +129,7 @@ class FailureCount:
         )
 
 
-def _share(fraction: float, samples: int) -> int:
+def _fraction_of(fraction: float, samples: int) -> int:
     """Returns a fraction of a number of samples, rounded down. Tolerates rounding errors of floats: 0.29 of 100 is 29,
     although the product of the floats is slightly less."""
     return math.floor(fraction * samples + 1e-9)

@@ -32,8 +32,8 @@ _NO_QUEUE_TEXT = "dispatch='shared_queue' does not apply to {}; its workers use 
 
 _LOST_OPTIONS_TEXT = "%s of a DataLoader %s no effect: it runs on torch's own iterator"
 
-# The attributes of a worker's Process object that torch uses. The engine waits for the process and sends it signals
-# without using them, which is equivalent only if they are multiprocessing's own.
+# The attributes of a worker's Process object that torch uses. The engine uses none of them to wait for the process or
+# to send it signals, which is equivalent only if these attributes are multiprocessing's own.
 _PROCESS_METHODS = ("start", "join", "is_alive", "terminate", "pid")
 # Methods of torch's loop that have no counterpart in the engine.
 _UNUSED_METHODS = ("_try_put_index", "_process_data", "_get_data", "_try_get_data")
@@ -42,7 +42,7 @@ _FOREIGN_METHODS = (*_UNUSED_METHODS, "_mark_worker_as_unavailable")
 # `_next_data`. Copied shutdown routines use other names, which `compat` provides.
 _FOREIGN_NAMES = frozenset({*_UNUSED_METHODS, "_data_queue"})
 # Methods of torch's iterator that the engine replaces or never calls.
-_REPLACED_METHODS = ("__init__", "__next__", "_next_data", "_reset", "_shutdown_workers", *_FOREIGN_METHODS)
+_BYPASSED_METHODS = ("__init__", "__next__", "_next_data", "_reset", "_shutdown_workers", *_FOREIGN_METHODS)
 
 
 def why_not(cls: type, base: type, loader: LoaderLike) -> str | None:
@@ -92,7 +92,7 @@ def _replaced_part(torch_class: type, engine_class: type) -> str | None:
     """
     if not is_defined_in(_utils.worker._worker_loop, _utils.worker):
         return "torch.utils.data._utils.worker._worker_loop was replaced"
-    for name in _REPLACED_METHODS:
+    for name in _BYPASSED_METHODS:
         if not is_defined_in(getattr(torch_class, name), torch_dataloader):
             return f"{name} of torch's own iterator was replaced"
     for name in _UNUSED_METHODS:

@@ -17,7 +17,7 @@ class TorchMode:
     """The mode that calls the methods of torch's own iterator.
 
     Args:
-        engine_class: The engine's iterator class. Torch's class comes after it in the MRO.
+        engine_class: The engine's iterator class. In the MRO, torch's class comes after it.
         epochs: Decides how each epoch begins.
     """
 

@@ -288,8 +288,8 @@ class Session:
             it._reset()  # type: ignore[call-arg]
         data = it._next_data()
         it._num_yielded += 1
-        # From here to the return there is no call, except for a warning: a signal handler could raise during the call,
-        # and the batch would be lost (see `call_into`).
+        # No calls from here to the return, except for a warning: if a signal handler raised during a call, the batch
+        # would be lost (see `call_into`).
         length = it._IterableDataset_len_called
         if length is not None and it._num_yielded > length and it._dataset_kind == _DatasetKind.Iterable:
             warn_of_length(it, TOO_LONG_WITH_WORKERS)
@@ -374,7 +374,7 @@ class Session:
                 data = self._answer(it)
             except EmptyBatchError:
                 continue
-            # Set before any other call: a signal handler could raise during the call, and the batch would be lost.
+            # No calls before this statement: if a signal handler raised during a call, the batch would be lost.
             self.rescued = [BATCH, data]
             if isinstance(data, BatchWithFailures):
                 self._count_failures(it, count, data.failures)

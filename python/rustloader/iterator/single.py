@@ -136,7 +136,7 @@ class GuardedFetcher:
         return getattr(object.__getattribute__(self, "inner"), name)
 
     def fetch(self, index: Any) -> Any:
-        """Fetches the batch of an index batch. If all its samples have failed, draws further index batches until a
+        """Fetches the batch for an index batch. If all its samples have failed, draws further index batches until a
         batch has samples. Raises the epoch's error if the failures exceed ``max_errors``."""
         guard = self._guard
         while True:

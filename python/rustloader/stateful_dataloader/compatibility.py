@@ -22,7 +22,7 @@ _SAMPLERS = {kind: f"a {cls}" for kind, cls in TORCH_SAMPLERS.items()} | {
 }
 _USE_SAME_DATASET = "load it into a loader over the same dataset, or start without a state"
 _USE_SAME_SETTINGS = "make the loader with the same settings, or start without a state"
-# For each entry that may differ: the description of its value, and the remedy.
+# For each entry that must match: the description of its value, and the remedy if it differs.
 _OF_SAMPLERS = {
     "length": ("a sampler of length {}", _USE_SAME_DATASET),
     "data_length": ("a sampler over {} indices", _USE_SAME_DATASET),
@@ -90,7 +90,7 @@ def _check_kind(saved: Any, present: str) -> None:
     description = _SAMPLERS.get(saved) if isinstance(saved, str) else None
     if description is None:
         raise ValueError(f"the state's kind of sampler must be one of {', '.join(_SAMPLERS)}, got {saved!r}")
-    # These two kinds cannot be distinguished before iteration, because the state may be only in the sampler's iterator.
+    # "stateful" and "other" cannot be told apart before iteration: the state may be only in the sampler's iterator.
     if saved != present and not {saved, present} <= {"stateful", "other"}:
         remedy = "load it into a loader with the same sampler, or start without a state"
         raise _difference(description, _SAMPLERS[present], remedy)

@@ -82,12 +82,12 @@ class _Part(dict[Any, Any]):
             problem = f"must be a number from 0 to {_MAX_COUNT}, is {_short(value)}"
         if problem is None:
             return value
-        self._problems[f"{self._path}{_plain(key)} {problem}"] = None
+        self._problems[f"{self._path}{_unquoted(key)} {problem}"] = None
         return None
 
     def part(self, key: str) -> _Part:
         """Returns the dict that is the value of a key. If there is none, adds a problem and returns an empty part."""
-        return _Part(self.value(key, dict, Mapping) or {}, f"{self._path}{_plain(key)}.", self._problems)
+        return _Part(self.value(key, dict, Mapping) or {}, f"{self._path}{_unquoted(key)}.", self._problems)
 
 
 class _Description:
@@ -173,7 +173,7 @@ class _Description:
 
     def _is_of_torch(self) -> bool:
         """Returns True if the sampler is torch's and yields indices. The length of other samplers may count batches."""
-        return _plain(self._sampler.kind) in TORCH_SAMPLERS
+        return _unquoted(self._sampler.kind) in TORCH_SAMPLERS
 
     def _ahead(self) -> Iterator[str]:
         ahead = self._own.value(Own.AHEAD, list, tuple) if self._own else None
@@ -238,7 +238,7 @@ class _Description:
             return
         snapshots = self._snapshot.part(schema.WORKER_SNAPSHOTS)
         states = {
-            _plain(name).replace("_", " "): _snapshot_words(snapshots.part(name), records[number:])
+            _unquoted(name).replace("_", " "): _snapshot_words(snapshots.part(name), records[number:])
             for number, name in enumerate(snapshots)
         }
         if not any(states.values()):
@@ -327,7 +327,7 @@ def _pickled_size(value: Any) -> str:
     return size(counter.count)
 
 
-def _plain(key: Any) -> str:
+def _unquoted(key: Any) -> str:
     """Returns a key as text, without quotes if it is a string."""
     return key if isinstance(key, str) else _short(key)
 

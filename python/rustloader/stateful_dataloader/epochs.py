@@ -39,7 +39,7 @@ class StatefulEpochs(Positioned, Epochs):
     _kept_snapshots: list[list[Snapshot]] | None = None
     # True once all workers have started.
     _started = False
-    # The index batches of the next epoch, if they cannot be drawn again and those to replay have already been drawn.
+    # The index batches of the next epoch that remain after those to replay; None if they can be drawn again.
     _sampling_begun: Sampling | None = None
     # True once the engine has begun the epoch.
     _has_begun = False
@@ -273,7 +273,7 @@ class StatefulEpochs(Positioned, Epochs):
         return workers
 
     def _has_passed_end(self, it: WorkersIterator, worker: int, counts: list[int]) -> bool:
-        """Returns True if a position is after the end of a worker's data, if that end comes directly after its answers.
+        """Returns True if a position is past the end of a worker's data, assuming that no data follows its answers.
 
         In round robin, this is so if another worker has answered a task after the one for which this worker would have
         found no data.

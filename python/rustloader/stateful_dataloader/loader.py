@@ -41,10 +41,10 @@ _Iter = _WithoutWorkers | _WithWorkers
 class StatefulDataLoader(DataLoader[_T_co]):
     """Loads batches as ``rustloader.DataLoader`` does, and saves and loads its position.
 
-    ``state_dict()`` returns the position in the epoch. If a loader over the same dataset, even in another process,
-    loads this state, it delivers the remaining batches of the epoch: each batch once, in the same order. The class
-    replaces ``torchdata.stateful_dataloader.StatefulDataLoader``: it has the same methods and keys, and torch's order
-    of samples. It loads torchdata's states. docs/resuming.md describes when resuming is exact.
+    ``state_dict()`` returns a state with the position in the epoch. If a loader over the same dataset, even in another
+    process, loads this state, it delivers the remaining batches of the epoch: each batch once, in the same order. The
+    class replaces ``torchdata.stateful_dataloader.StatefulDataLoader``: it has the same methods and keys, and torch's
+    order of samples. It loads torchdata's states. docs/resuming.md describes when resuming is exact.
 
     It has the arguments of ``rustloader.DataLoader``, and these:
 
@@ -84,12 +84,12 @@ class StatefulDataLoader(DataLoader[_T_co]):
     _interim: dict[str, Any] | None = None
     # The draws of the next epoch, if they were made or predicted for a state.
     _draws: EarlyDraws | None = None
-    # Watch for seeding of the loader's generator and of torch's global generator. Set when a state of a finished epoch,
-    # or of an epoch that had not begun, is loaded.
+    # The watches of the loader's generator and of torch's global generator. Set when a state of a finished epoch, or of
+    # an epoch that had not begun, is loaded.
     _since_load: tuple[SeedWatch, SeedWatch]
     # Number of epochs that have begun, including those before a resume.
     _epochs = 0
-    # True once a state has been taken in mid-epoch, and the dataset has been searched for a shuffle buffer.
+    # True once a state has been taken mid-epoch, and the dataset has been searched for a shuffle buffer.
     _has_checked_buffer = False
 
     if TYPE_CHECKING:
@@ -130,8 +130,8 @@ class StatefulDataLoader(DataLoader[_T_co]):
             self._recorder()
 
     def state_dict(self, back: int = 0) -> dict[str, Any]:
-        """Returns the position after the last batch that ``next`` returned, for ``load_state_dict`` of a loader over
-        the same dataset.
+        """Returns the state after the last batch that ``next`` returned, for ``load_state_dict`` of a loader over the
+        same dataset.
 
         May be called at any time, even before ``iter()``, from any thread and from a signal handler. It starts no
         worker. At the end of an epoch it makes the random draws of the next ``iter()``, which then uses them. Before

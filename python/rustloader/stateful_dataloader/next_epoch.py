@@ -109,7 +109,7 @@ class EarlyDraws:
         self._watches = [SeedWatch(generator) for generator in watched]
 
     def was_seeded_since(self) -> bool:
-        """Returns True if the program has since seeded a generator or restored its state.
+        """Returns True if the program has seeded a generator, or restored its state, since these draws.
 
         The next epoch then makes new draws, as in a run without a state. Seeding with the same number goes unnoticed if
         the program then draws before the next epoch.

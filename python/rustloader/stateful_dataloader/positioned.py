@@ -26,7 +26,7 @@ _EMPTY = (
     "Take the state after the loop to start with the next epoch"
 )
 _FROZEN = (
-    "the state of {} has not changed over {} batches: a loop that resumes from it starts at the same place again. Let "
+    "the state of {} has not changed over {} batches: a loop that resumes from it starts at the same place again. Make "
     "state_dict() of the dataset, or of its iterator, return the position"
 )
 
@@ -160,7 +160,7 @@ def own_copy(batch: Any) -> Any:
 
 
 def ordinals(origin: Plan, low: int, ahead: list[int]) -> tuple[int, tuple[int, ...]]:
-    """Converts a position in tasks, which count from the origin, into a position in ordinals.
+    """Converts a position in tasks, which are counted from the origin, into a position in ordinals.
 
     Returns:
         The low-water mark, and the delivered ordinals beyond it.

@@ -119,7 +119,7 @@ def _position(state: Mapping[str, Any]) -> int:
         else:
             delivered = state[schema.SAMPLER_ITER_YIELDED]
     except (KeyError, TypeError) as error:
-        raise ValueError(f"a state has no number of delivered batches: {error!r} is missing") from error
+        raise ValueError(f"the number of delivered batches cannot be read from a state: {error!r}") from error
     if type(delivered) is not int or delivered < 0:
         raise ValueError(f"a state's number of delivered batches must be a non-negative integer, got {delivered!r}")
     return delivered

@@ -302,7 +302,7 @@ class StatefulDistributedSampler(DistributedSampler[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Returns the number of indices yielded in the current epoch.
 
-        After a load, and until the next epoch yields an index, returns the number of indices that epoch skips.
+        After a load, and until the next epoch yields an index, returns the number of indices that the next epoch skips.
         """
         return {self._YIELDED: self.yielded if self.next_yielded is None else self.next_yielded}
 

@@ -11,7 +11,7 @@ from typing import Any
 
 logger = logging.getLogger("rustloader")
 
-# The attributes of a stream and of its parts that contain further parts.
+# The attributes in which a stream and its parts keep further parts.
 _OF_STREAM = "_ex_iterable"
 _PARTS = frozenset({_OF_STREAM, "ex_iterable", "ex_iterables"})
 # Maximum number of parts to visit.

@@ -47,7 +47,7 @@ pub struct DLManagedTensor {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct DLPackVersion {
-    /// Incremented when the layout changes.
+    /// Incremented by incompatible changes of the layout.
     pub major: u32,
     /// Incremented by additions that keep the layout.
     pub minor: u32,

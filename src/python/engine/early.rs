@@ -61,7 +61,7 @@ impl<'py> Call<'_, 'py> {
                 .early
                 .iter_mut()
                 .for_each(|early| early.tasks.push((index.clone_ref(self.py), bytes.clone()))),
-            // The index batch can be dropped, because the epoch draws it from the sampler when it begins.
+            // The index batch can be dropped, because it is drawn from the sampler when the epoch begins.
             Ok(None) | Err(Error::NoMemory { .. } | Error::RegionFull { .. }) => self.state.engine.sampler_ended()?,
             Err(error) => return Err(error.into()),
         }

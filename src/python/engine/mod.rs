@@ -159,7 +159,7 @@ impl PyEngine {
 
     fn started(&self, py: Python<'_>, worker: u32, pid: i32) -> PyResult<()> {
         let mut access = self.enter(py)?;
-        // The shutdown would not end a process that is registered after it.
+        // A process that is registered after the shutdown has begun would not be ended.
         if self.handle.closing() {
             return Err(closed(py, &self.handle));
         }

@@ -81,8 +81,8 @@ impl<'py> Call<'_, 'py> {
         Ok(())
     }
 
-    /// Sends an index batch to the next worker in turn. Drops the index batch if no worker takes tasks any more, as
-    /// torch does.
+    /// Sends an index batch to the worker that the scheduler picks, or to the shared queue. Drops the index batch if no
+    /// worker takes tasks any more, as torch does.
     #[inline]
     pub(super) fn submit(&mut self, index: Bound<'py, PyAny>) -> PyResult<()> {
         let pickle = match self.encode(&index) {
