@@ -19,12 +19,12 @@ def main(options: Any, arguments: list[str]) -> int:
         return _merge(options.output, arguments)
     from rustloader.tracing import core
 
+    for name in Options.__dataclass_fields__:
+        setattr(options, name, None)
     if not options.module and not os.path.exists(options.script):
         return run.main(options, arguments)  # prints the error
     rank = local_ranks.global_rank()
     path = options.output or ("trace.json.gz" if rank is None else f"trace-rank{rank}.json.gz")
-    for name in Options.__dataclass_fields__:
-        setattr(options, name, None)
     trace = core.trace(path.replace("{rank}", str(rank or 0)), level=options.level, seconds=options.seconds)
     try:
         with trace:
