@@ -42,6 +42,11 @@ pub enum Error {
         /// True if only reservations of other workers prevent the allocation, so that a retry may succeed.
         passing: bool,
     },
+    /// The system refused ordinary memory for a batch.
+    NoHeap {
+        /// Bytes requested.
+        wanted: u64,
+    },
     /// The loader's settings exceed the engine's limits.
     TooMany {
         /// `num_workers`.
@@ -142,6 +147,11 @@ impl fmt::Display for Error {
             Self::NoMemory { wanted, limit, headroom, .. } => {
                 no_memory(f, *wanted, format_args!("{limit}, {headroom} bytes are left"))
             }
+            Self::NoHeap { wanted } => write!(
+                f,
+                "cannot get {wanted} bytes of memory for a batch: the system refused them; use a smaller batch_size or \
+                 num_workers"
+            ),
             Self::TooMany { workers, prefetch_factor, limit } => write!(
                 f,
                 "num_workers={workers} with prefetch_factor={prefetch_factor} is too much: {limit}; use a smaller \

@@ -320,3 +320,11 @@ fn bytes_of_a_leaf_are_checked() {
     assert!(within(&heap, 0, 40, 61, 8).is_err() && within(&heap, 0, u64::MAX, 2, 1).is_err());
     assert!(within(&heap, 0, 4, 8, 8).is_err(), "not aligned");
 }
+
+#[test]
+fn a_refusal_of_the_heap_names_the_bytes() {
+    let error = Heap::new(isize::MAX as usize).err().unwrap();
+    assert_eq!(error, Error::NoHeap { wanted: isize::MAX as u64 });
+    let text = format!("cannot get {} bytes of memory for a batch: the system refused them; use a smaller", isize::MAX);
+    assert!(error.to_string().starts_with(&text), "{error}");
+}

@@ -9,7 +9,7 @@ impl From<Error> for PyErr {
     fn from(error: Error) -> Self {
         let text = error.to_string();
         match error {
-            Error::NoMemory { .. } | Error::RegionFull { .. } => PyMemoryError::new_err(text),
+            Error::NoMemory { .. } | Error::NoHeap { .. } | Error::RegionFull { .. } => PyMemoryError::new_err(text),
             Error::ShareMemory { .. } => PyMemoryError::new_err(text),
             Error::Foreign { .. } => PyValueError::new_err(text),
             Error::Os { errno: libc::ENOMEM, .. } => PyMemoryError::new_err(text),

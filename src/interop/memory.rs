@@ -33,14 +33,9 @@ impl Heap {
         Layout::from_size_align(len.max(1), Self::ALIGN).unwrap_or(Layout::new::<[u8; 64]>())
     }
 
-    /// Allocates `len` uninitialized bytes. Fails with [`Error::NoMemory`] if the system refuses them.
+    /// Allocates `len` uninitialized bytes. Fails with [`Error::NoHeap`] if the system refuses them.
     pub fn new(len: usize) -> Result<Self, Error> {
-        let refused = || Error::NoMemory {
-            wanted: len as u64,
-            limit: "the system refuses ordinary memory".to_owned(),
-            headroom: 0,
-            passing: false,
-        };
+        let refused = || Error::NoHeap { wanted: len as u64 };
         if len > isize::MAX as usize - Self::ALIGN {
             return Err(refused());
         }

@@ -26,7 +26,7 @@ pub use self::worker::PyDeath;
 use super::figures::PyMeter;
 use super::functions::WarmPages;
 use super::gate::{closed, enter};
-use super::remote::PyLink;
+use super::remote::{PyLink, limit};
 use super::sizes::Sizes;
 use super::trace::PyTraceSink;
 use crate::codec::prepare::{PinCallbacks, PinnedDecoder};
@@ -59,11 +59,6 @@ pub struct PyEngine {
 /// for values that are too large for a clock.
 fn seconds(value: f64) -> Option<Duration> {
     (value > 0.0 && value < TIMEOUT_MAX).then(|| Duration::from_secs_f64(value))
-}
-
-/// Converts seconds to a duration: 0 if the value is negative or NaN, [`Duration::MAX`] if it is too large.
-fn limit(seconds: f64) -> Duration {
-    Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX)
 }
 
 /// Runs the pin thread, which attaches to Python once and holds the GIL only where it needs it.
