@@ -65,7 +65,7 @@ def in_workers(dataset: Samples, batch_size: int, kind: str) -> Iterable[Any]:
 
 
 def nodes(dataset: Samples, batch_size: int, method: str) -> Iterable[Any]:
-    """Returns a loader of torchdata's nodes, built as torchdata's guide builds a DataLoader."""
+    """Returns a loader that consists of torchdata's nodes, built as torchdata's guide builds a DataLoader."""
     from torchdata.nodes import Batcher, Loader, ParallelMapper, Prefetcher, SamplerWrapper
 
     indices = Batcher(SamplerWrapper(SequentialSampler(dataset)), batch_size, drop_last=False)

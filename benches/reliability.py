@@ -36,7 +36,7 @@ from rustloader.tools.harness.program import Program
 from rustloader.tools.harness.rounds import interleave, spread
 
 WORKERS = (1, 2, 4, 8, 16)
-NEVER = 60.0  # maximum wait, in seconds
+MAX_WAIT = 60.0  # seconds
 
 
 # --- datasets -----------------------------------------------------------------------------------------------------
@@ -103,13 +103,13 @@ def started(dataset: Numbers, workers: int, batches: int = 1, **kw: Any) -> tupl
 
 def seconds_until(condition: Callable[[], bool], start: float) -> float:
     while not condition():
-        if time.monotonic() - start > NEVER:
-            raise TimeoutError(f"not within {NEVER:.0f} s")
+        if time.monotonic() - start > MAX_WAIT:
+            raise TimeoutError(f"not within {MAX_WAIT:.0f} s")
         time.sleep(0.0002)
     return time.monotonic() - start
 
 
-def none_of(pids: list[int]) -> bool:
+def all_ended(pids: list[int]) -> bool:
     return all(map(has_ended, pids))
 
 
@@ -239,7 +239,7 @@ def workers_gone_after_main(body: Callable[[float], None]) -> float:
     start = time.monotonic()
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    return seconds_until(lambda: none_of(pids), start)
+    return seconds_until(lambda: all_ended(pids), start)
 
 
 def ended(
@@ -255,7 +255,7 @@ def ended(
     del iterator
     time.sleep(pause)
     took = seconds_of(lambda: end(held))
-    assert none_of(pids)
+    assert all_ended(pids)
     return took
 
 
@@ -288,7 +288,7 @@ def exit_with(workers: int) -> float:
     pid, lines = in_child(main)
     pids, start = [int(word) for word in next(lines).split()], float(next(lines))
     os.waitpid(pid, 0)
-    return seconds_until(lambda: none_of(pids), start)
+    return seconds_until(lambda: all_ended(pids), start)
 
 
 def bare(workers: int) -> float:
@@ -336,11 +336,11 @@ def faults() -> None:
     sleeps = {"Python": sleep_in_python, "C, with the GIL": sleep_in_c}
     for kind, sleep in sleeps.items():
         gone = functools.partial(workers_gone_after_main, sleep)
-        fault(f"main is killed, two workers in 30 s items of {kind}: the last is gone", "500", gone)
+        fault(f"the main process is killed, two workers sleep 30 s in {kind}: both exit", "500", gone)
     for kind, sleep in sleeps.items():
         for workers in (1, 4):
             body = functools.partial(shutdown_in_items, sleep, workers)
-            name = f"`del`, {workers} worker{'s' * (workers > 1)} in 10 s items of {kind}"
+            name = f"`del` while {workers} worker{' sleeps' if workers == 1 else 's sleep'} 10 s in {kind}"
             fault(name, "one deadline", body, slow=True)
 
 

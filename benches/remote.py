@@ -54,7 +54,7 @@ WORKERS = 2
 
 
 class Ready(torch.utils.data.Dataset):
-    """A dataset whose samples cost nothing."""
+    """A dataset whose samples are ready; each access sleeps for ``pause`` seconds."""
 
     def __init__(self, size: Size, pause: float = 0.0):
         self.length, self.pause = size.samples * size.batches, pause

@@ -14,7 +14,7 @@ import time
 import warnings
 from typing import NamedTuple
 
-# At the top, this file imports no part of rustloader: spawned workers import it, including those of torch's loader.
+# At the top, this file does not import rustloader, because the spawned workers of both loaders import this file.
 
 
 class Goal(NamedTuple):

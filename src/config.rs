@@ -159,8 +159,8 @@ pub const PIN_STACK: usize = 8 << 20;
 
 /// Interval between two checks for stuck workers.
 pub const STALL_CHECK: Duration = Duration::from_millis(100);
-/// The longest delay of such a check, beyond [`WAIT_SLICE`], that counts as normal. After a longer one, the time for
-/// which workers have been watched restarts, because they may have been stopped together with the main process.
+/// The longest delay of such a check, beyond [`WAIT_SLICE`], that counts as normal. After a longer one, the watch over
+/// each worker starts anew, because the workers may have been stopped together with the main process.
 pub const STALL_PAUSE: Duration = Duration::from_secs(1);
 /// The longest wait for the stack dump of a worker that is killed afterwards.
 pub const KILLED_STACK: Duration = Duration::from_millis(200);

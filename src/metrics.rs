@@ -163,24 +163,24 @@ pub struct SlowTask {
 pub type Waits = [u64; WAIT_BOUNDS_US.len() + 1];
 
 /// A function that returns the value by which a list of tasks is sorted, in descending order.
-type Size = fn(&SlowTask) -> u64;
+type SortKey = fn(&SlowTask) -> u64;
 
-const WORK: Size = |task| task.timings.total_us();
-const BLOCKED: Size = |task| task.blocked_us;
+const WORK: SortKey = |task| task.timings.total_us();
+const BLOCKED: SortKey = |task| task.blocked_us;
 
 /// Inserts a task into a sorted list, and drops the last task if the list is then too long. Returns the value that
 /// another task must exceed to enter the list.
-fn insert(list: &mut Vec<SlowTask>, task: SlowTask, size: Size) -> u64 {
-    let place = list.partition_point(|other| size(other) >= size(&task));
+fn insert(list: &mut Vec<SlowTask>, task: SlowTask, key: SortKey) -> u64 {
+    let place = list.partition_point(|other| key(other) >= key(&task));
     list.insert(place, task);
     list.truncate(SLOWEST);
-    list.get(SLOWEST - 1).map_or(0, size)
+    list.get(SLOWEST - 1).map_or(0, key)
 }
 
 /// Merges `more` into a sorted list, which stays sorted and bounded.
-fn merge(list: &mut Vec<SlowTask>, more: &[SlowTask], size: Size) {
+fn merge(list: &mut Vec<SlowTask>, more: &[SlowTask], key: SortKey) {
     list.extend_from_slice(more);
-    list.sort_by_key(|task| std::cmp::Reverse(size(task)));
+    list.sort_by_key(|task| std::cmp::Reverse(key(task)));
     list.truncate(SLOWEST);
 }
 
@@ -306,8 +306,8 @@ impl Meter {
     pub fn note_wait(&self, time: Duration) {
         let us = time.as_micros() as u64;
         // Most calls do not wait.
-        let class = if us <= WAIT_BOUNDS_US[0] { 0 } else { WAIT_BOUNDS_US.partition_point(|&bound| bound < us) };
-        let word = &self.waits[class];
+        let bucket = if us <= WAIT_BOUNDS_US[0] { 0 } else { WAIT_BOUNDS_US.partition_point(|&bound| bound < us) };
+        let word = &self.waits[bucket];
         word.store(word.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
     }
 
@@ -386,7 +386,7 @@ impl Meter {
         (kept.usage, kept.ready) = (Usage::default(), 0);
     }
 
-    /// Keeps the totals of a worker's process that died. Call it before the next process uses the status page.
+    /// Keeps the totals of a worker process that died. Call it before the next process uses the status page.
     pub fn keep_worker(&self, arena: &Arena, worker: u32, pid: u32) {
         let Some(mut kept) = self.kept() else { return };
         let mut workers = vec![WorkerTotals::default(); worker as usize];
