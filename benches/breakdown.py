@@ -35,7 +35,7 @@ program = Program(__doc__, [row.name for row in ROWS if not row.to_first])
 
 
 def totals(loader: Any) -> dict[str, float]:
-    """Returns the seconds spent so far on each part of the workers' and the main process's work, and clock times."""
+    """Returns the seconds spent so far on each part of the workers' and the main process's work, and clock readings."""
     stats = rustloader.stats(loader)
     sums = {part: sum(getattr(worker, f"{part}_seconds") for worker in stats.workers) for part in PARTS}
     return sums | {

@@ -105,7 +105,7 @@ class Device:
 
 
 class Kernel:
-    """Work that keeps the device busy for about ``milliseconds``, without using memory bandwidth or the host."""
+    """Work that keeps the device busy for about ``milliseconds``, with little use of memory bandwidth or the host."""
 
     def __init__(self, device: Device, milliseconds: float):
         self.matrix = torch.rand((2048, 2048) if device.is_cuda else (64, 64), device=device.kind)

@@ -1,9 +1,9 @@
 """Measures how fast faults are detected and how long shutdowns take: `make compare KIND=reliability`.
 
 The tables are those of docs/reliability.md. Deaths and shutdowns are those of real processes, in --rounds trials, or in
-at most 10 trials if a trial takes seconds. The figures are medians and maxima. Figures that depend on the number of
-workers are compared with a lower bound from the same rounds: the same number of bare forked children, which wait in a
-read and then call `_exit`.
+at most 10 trials if a trial takes seconds. The figures are medians, with confidence intervals, and maxima. Figures that
+depend on the number of workers are compared with a lower bound from the same rounds: the same number of bare forked
+children, which wait in a read and then call `_exit`.
 
 restarts   from a fault to the first batch of the new worker
 faults     from a fault to its error, or to the end of the last process
@@ -314,7 +314,7 @@ def ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.1f}"
 
 
-HEAD = ("fault", "trials", "median ms (range)", "worst ms", "goal")
+HEAD = ("fault", "trials", "median ms (interval)", "worst ms", "goal")
 
 
 def fault(name: str, goal: str, body: Callable[[], float], slow: bool = False) -> None:
@@ -345,7 +345,9 @@ def faults() -> None:
 
 
 def ends() -> None:
-    program.head("end, workers idle", "workers", "median ms (range)", "worst ms", "bare children, median ms", "ratio")
+    program.head(
+        "end, workers idle", "workers", "median ms (interval)", "worst ms", "bare children, median ms", "ratio"
+    )
     endings = {
         "`break` and `del`": (drop, bare),
         "the last `next()`": (last_next, bare),

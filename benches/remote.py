@@ -148,7 +148,7 @@ def busy_thread() -> Iterator[None]:
 
 
 def rates(name: str) -> Rounds:
-    """Returns the rates of all sides, by round."""
+    """Returns the rates and CPU times of all sides, by round."""
     size, ours = SIZES[name], rustloader.DataLoader
     loaders = {
         "torch": loader(torch.utils.data.DataLoader, size),

@@ -1,8 +1,8 @@
 """Measures the cost of saving and resuming a position: `make compare KIND=resuming`.
 
 Each row runs rustloader's StatefulDataLoader and torchdata's in turn, with a lower bound where there is one. The
-figures are medians of the rounds, with their range. The first batch of a resumed epoch is compared with the expected
-one.
+figures are medians of the rounds, with confidence intervals. The first batch of a resumed epoch is compared with
+the expected one.
 
     state       time per call of state_dict() in mid-epoch; a map-style dataset, 2 workers
     rate        batches per second with and without a state_dict() after each; tokens, batch 32, 2 persistent workers

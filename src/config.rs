@@ -94,8 +94,8 @@ pub const REUSE_CLASSES: usize = 3;
 /// Divisor of the recent peak of pages in use. If batch sizes vary, idle pages may raise the total above the peak by at
 /// most the quotient.
 pub const IDLE_SHARE: u64 = 4;
-/// Number of batches in a window. The largest batch of this and the previous window determines how many pages an idle
-/// worker keeps.
+/// Number of batches in a period. The largest batch of the current and the previous period determines how many pages an
+/// idle worker keeps.
 pub const RECENT_BATCHES: u64 = 16;
 /// Bytes of fresh pages between two checks of available memory. A check is slow because it reads files in /proc.
 pub const HEADROOM_CHECK: u64 = 8 * MIB;
