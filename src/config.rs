@@ -25,7 +25,7 @@ pub const TIMEOUT_MAX: f64 = 1e9;
 // --- Traces ---
 
 /// Number of slots in a worker's ring of trace events, enough for a few hundred batches. A call of `next` empties the
-/// ring if at least [`TRACE_DRAIN`] has passed since the last time. Between two calls, a worker makes at most the
+/// ring if at least [`TRACE_DRAIN`] has passed since the last time. Between two calls, a worker makes at most its
 /// outstanding batches.
 pub const TRACE_SLOTS: u32 = 1 << 12;
 /// The shortest interval between two times at which `next` empties the rings of a trace.

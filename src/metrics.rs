@@ -1,9 +1,9 @@
 //! Counters of an iterator, readable from any thread at any time.
 //!
 //! A counter has one writer at a time: the thread with exclusive access to the iterator, or the pin thread. An addition
-//! is therefore a load and a store. Slow tasks, the end of an iterator and readers take a lock. In a forked child, that
-//! lock may be held by a thread that was not copied. So a child only tries to take it, and treats the data as empty if
-//! that fails.
+//! is therefore a load and a store. Recording a slow task, ending an iterator and reading take a lock. In a forked
+//! child, that lock may be held by a thread that was not copied. So a child only tries to take it, and treats the data
+//! as empty if that fails.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
@@ -32,9 +32,9 @@ pub enum Count {
     Pickled,
     /// Time in `next`.
     Next,
-    /// Time that `next` waited for batches other than an epoch's first.
+    /// Time for which `next` waited for batches other than an epoch's first.
     Waited,
-    /// Time that `next` waited for the first batches of epochs.
+    /// Time for which `next` waited for the first batches of epochs.
     First,
     /// Part of `Waited` during which later batches were ready.
     Blocked,
