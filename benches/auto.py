@@ -54,14 +54,14 @@ def measure(name: str) -> None:
         note = lambda: chosen.append(auto.num_workers)  # noqa: B023, E731
         rounds.append(interleave(sides, EPOCHS, f"{name}, round {number + 1}: epochs", after=note))
         counts.append(chosen)
-    of_fixed = {str(it): statistics.median(seconds for one in rounds for seconds in one[str(it)]) for it in fixed}
-    best = min(of_fixed, key=lambda it: of_fixed[it])
-    of_best = list(zip(*(one.ratios("auto", best) for one in rounds), strict=True))
+    medians = {str(it): statistics.median(seconds for one in rounds for seconds in one[str(it)]) for it in fixed}
+    best = min(medians, key=lambda it: medians[it])
+    ratios_by_epoch = list(zip(*(one.ratios("auto", best) for one in rounds), strict=True))
     program.line(
         name,
         name,
-        ", ".join(f"{it} workers {seconds:.2f} s" for it, seconds in of_fixed.items()),
-        *(spread(ratios, "{:.2f}".format) for ratios in of_best),
+        ", ".join(f"{it} workers {seconds:.2f} s" for it, seconds in medians.items()),
+        *(spread(ratios, "{:.2f}".format) for ratios in ratios_by_epoch),
         " / ".join(" ".join(map(str, chosen)) for chosen in counts),
         counts=counts,
         best=best,
@@ -71,4 +71,4 @@ def measure(name: str) -> None:
 
 if __name__ == "__main__":
     epochs = ["auto / best fixed number: 1st epoch", "2nd", "3rd", "4th", "5th"]
-    main(program, measure, "row", "an epoch with fixed numbers", *epochs, "auto's workers by epoch / round")
+    main(program, measure, "row", "an epoch with fixed numbers", *epochs, "auto's workers by epoch (/: next round)")

@@ -1,9 +1,9 @@
 """Shows where the time per batch goes, from rustloader's own statistics: `make compare KIND=breakdown`.
 
 Workers are persistent. After one epoch to warm up, --rounds epochs are measured together. Times are in microseconds per
-batch. Those of the workers are sums over all workers, and those of the main process are of its main thread. `sum` is
-the share of the workers' wall time that the parts account for. `in next` is the time inside next() without waits,
-during which the main process holds the GIL.
+batch. The workers' times are sums over all workers, and the main process's times are those of its main thread. `sum` is
+the share of the workers' wall time that the parts account for. `in next` is the time inside next() except waits; the
+main process holds the GIL during this time.
 
 With --calls, `perf stat` counts system calls per batch, in loops without a step and with a step of 1 ms. Counting slows
 the loops down, so no times are shown.
@@ -35,7 +35,7 @@ program = Program(__doc__, [row.name for row in ROWS if not row.to_first])
 
 
 def totals(loader: Any) -> dict[str, float]:
-    """Returns the seconds spent so far on each part of the workers' and the main process's work, and clock times."""
+    """Returns the seconds spent so far on each part of the workers' and the main process's work, and clock readings."""
     stats = rustloader.stats(loader)
     sums = {part: sum(getattr(worker, f"{part}_seconds") for worker in stats.workers) for part in PARTS}
     return sums | {

@@ -15,7 +15,7 @@ from rows import BY_NAME, ROWS
 from rustloader.tools.harness.program import Program
 
 # Rows that are left out, because their batches have no tensors, or because they measure starts. images_numpy is not
-# among them: default_collate makes tensors of its arrays.
+# among them: default_collate converts its arrays to tensors.
 WITHOUT_TENSORS = {"fresh_numpy", "ready_numpy", "texts", "epoch_start", "start_spawn", "start_forkserver"}
 WITH_TENSORS = [row.name for row in ROWS if row.name not in WITHOUT_TENSORS]
 
@@ -73,24 +73,24 @@ class Device:
 
     def __init__(self, kind: str):
         self.kind = kind
-        self.is_card = kind == "cuda"
+        self.is_cuda = kind == "cuda"
 
     @property
     def name(self) -> str:
-        return torch.cuda.get_device_name() if self.is_card else "no GPU: this ran on the CPU, do not quote the results"
+        return torch.cuda.get_device_name() if self.is_cuda else "no GPU: this ran on the CPU, do not quote the results"
 
     def synchronize(self) -> None:
-        if self.is_card:
+        if self.is_cuda:
             torch.cuda.synchronize()
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        return torch.ones(nbytes, dtype=torch.uint8, pin_memory=self.is_card)
+        return torch.ones(nbytes, dtype=torch.uint8, pin_memory=self.is_cuda)
 
     def ms(self, work: Callable[[], Any], repeat: int = 5) -> float:
         """Returns the mean milliseconds that the device takes for the operations that a call of `work` queues."""
         work()
         self.synchronize()
-        if not self.is_card:
+        if not self.is_cuda:
             start = time.perf_counter()
             for _ in range(repeat):
                 work()
@@ -105,10 +105,10 @@ class Device:
 
 
 class Kernel:
-    """Work that keeps the device busy for about ``milliseconds``, without using memory bandwidth or the host."""
+    """Work that keeps the device busy for about ``milliseconds``, with little use of memory bandwidth or the host."""
 
     def __init__(self, device: Device, milliseconds: float):
-        self.matrix = torch.rand((2048, 2048) if device.is_card else (64, 64), device=device.kind)
+        self.matrix = torch.rand((2048, 2048) if device.is_cuda else (64, 64), device=device.kind)
         self.out = torch.empty_like(self.matrix)
         self.times = 1
         once = device.ms(self)
@@ -121,7 +121,7 @@ class Kernel:
 
 
 def memcpy_rate(device: Device, nbytes: int, total: int = 1 << 30) -> float:
-    """Returns the GB/s at which one thread copies from ordinary to pinned memory, in pieces of ``nbytes``."""
+    """Returns the GB/s at which one thread copies from pageable to pinned memory, in pieces of ``nbytes``."""
     source, target = torch.ones(nbytes, dtype=torch.uint8), device.pinned(nbytes)
     target.copy_(source)
     rounds = max(3, total // nbytes)

@@ -1,10 +1,11 @@
 """Compares rustloader's DataLoader with torch's: time and CPU time per batch, interleaved in one process.
 
-Each row is one kind of batch (rows.py). A sample costs next to nothing, so the rows measure the transport. In each
-round torch's loader and rustloader's run one epoch each, in turn. The figures are medians of the rounds, divided by the
-number of batches in an epoch. A ratio is the median of the rounds' ratios, with its range. `wall` is the time from
-iter() to the end of the epoch. `CPU` is the processor time of this process and of all workers in that time. `floor` is
-torch with num_workers=0, which has no transport.
+Each row is one kind of batch (rows.py). Except in the JPEG rows, a sample costs next to nothing, so the rows measure
+the transport. In each round torch's loader and rustloader's run one epoch each, in turn. The figures are medians of the
+rounds, divided by the number of batches in an epoch. A ratio is the median of the rounds' ratios, with its confidence
+interval. `wall` is the time from iter() to the end of the epoch; in the `start_` rows, to the first batch, and not
+divided. `CPU` is the processor time of this process and of all workers in the epoch. `floor` is torch with
+num_workers=0, which has no transport.
 
 Before a row is timed, its first batches through both loaders are compared: types, dtypes, shapes and values.
 Each timed epoch must deliver all its batches, the last ones equal on both sides, and all of rustloader's must
@@ -17,7 +18,7 @@ examples:
   python benches/compare.py --rows scalar,tokens --rounds 7
   python benches/compare.py --rows scalar --beside     torch in other settings, and the floors
   python benches/compare.py --off RUSTLOADER_NUMPY_ARENA    also rustloader without that feature, in the same rounds
-                                                             (--rounds: a multiple of 6, the orders of three sides)
+                                                             (--rounds: a multiple of 6, for all orders of three sides)
   python benches/compare.py --save before.json         ... then change something ...
   python benches/compare.py --against before.json      the rows that became slower (exit status 3 if any did)
 """
@@ -139,7 +140,7 @@ def by_row(results: list[dict[str, Any]]) -> dict[str, dict[bool, dict[str, Any]
 
 def table(results: list[dict[str, Any]]) -> str:
     """Formats the table for the documentation, with a line per row."""
-    sides = ("torch", "rustloader", "ratio", "of CPU")
+    sides = ("torch", "rustloader", "ratio", "CPU ratio")
     lines = [report.head(["batch", *sides, *(f"{it}, persistent" for it in sides[:2]), *sides[2:]])]
     for what, settings in by_row(results).items():
         cells = [what]

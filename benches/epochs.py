@@ -60,10 +60,11 @@ class Loop:
     last: Any = None
 
     def __call__(self) -> dict[str, float]:
-        """Runs a round. Raises Failure if batches are missing, or come from the wrong engine.
+        """Runs a round. Raises Failure if batches are missing, or if ``from_engine`` does not hold.
 
-        Returns microseconds per batch: wall time (to the first batch if ``to_first``), processor time of all processes,
-        and processor time of this thread, which is an upper bound on the time for which it holds the GIL.
+        Returns microseconds per batch: wall time, processor time of all processes, and processor time of this thread,
+        which is an upper bound on the time for which it holds the GIL. With ``to_first``, the wall time is that to the
+        first batch, and is not divided by the number of batches.
         """
         gc.collect()
         torch.multiprocessing.set_sharing_strategy(self.sharing)

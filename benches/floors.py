@@ -1,4 +1,4 @@
-"""Lower bounds for any loader: processes that only start and exit, and one copy of a batch's bytes."""
+"""Lower bounds for any loader: processes that only start and exit, and copies of a batch's bytes."""
 
 import os
 import statistics

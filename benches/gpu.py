@@ -1,16 +1,16 @@
-"""Compares pinned batches of rustloader's DataLoader with torch's, on a machine with a CUDA device.
+"""Compares rustloader's DataLoader with torch's for pinned batches, on a machine with a CUDA device.
 
 For each row of compare.py that has tensors, it shows medians of rounds, with persistent workers and after one epoch to
 warm up:
 
 rate     batches per second that arrive in pinned memory while nothing else runs, and GB/s of their tensors. `memcpy`
-         is the rate at which one thread copies from ordinary to pinned memory: the limit of one pin thread.
+         is the rate at which one thread copies from pageable to pinned memory: the limit of one pin thread.
 GIL      microseconds per batch for which the GIL was not free. A Python thread counts while the loader runs; the figure
          is the time per batch, times the share by which the thread counts more slowly than when it runs alone. It
          includes the work of the calling thread in next().
 step     milliseconds per batch of a training loop that copies to the device with non_blocking=True and computes there
-         for about as long as the copy takes. `bound` is the longest of the parts alone (loader, copy, kernel): if
-         `step` is near it, they overlap.
+         for about as long as the copy takes. `bound` is the longest of the parts (loader, copy, kernel) when each runs
+         alone: if `step` is close to it, they overlap.
 
 The last batches of both loaders are compared. `--trace FILE` writes a profile of rustloader's training loop.
 
@@ -68,12 +68,12 @@ def gil_us(loader: torch.utils.data.DataLoader) -> float:
 
 def step_ms(loader: torch.utils.data.DataLoader, kernel: Kernel) -> float:
     """Returns the milliseconds per batch of a loop that copies each batch on one stream, then computes on another."""
-    if device.is_card:
+    if device.is_cuda:
         copying, computing = torch.cuda.Stream(), torch.cuda.current_stream()
     device.synchronize()
     count, start = 0, time.perf_counter()
     for batch in loader:
-        if device.is_card:
+        if device.is_cuda:
             with torch.cuda.stream(copying):
                 moved = [tensor.to(device.kind, non_blocking=True) for tensor in tensors(batch)]
             computing.wait_stream(copying)
@@ -92,7 +92,7 @@ def measure(name: str) -> None:
     if problem := difference(last["torch"], last["rustloader"]):
         raise Failure(f"the last batch differs between torch and rustloader: {problem}")
     example = tensors(last["rustloader"])
-    if device.is_card and not all(tensor.is_pinned() for tensor in example if tensor.numel()):
+    if device.is_cuda and not all(tensor.is_pinned() for tensor in example if tensor.numel()):
         raise Failure("a tensor is not pinned")
     nbytes = sum(tensor.nbytes for tensor in example)
     copy_ms = device.ms(lambda: [tensor.to(device.kind, non_blocking=True) for tensor in example])

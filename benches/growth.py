@@ -12,7 +12,7 @@ from typing import Any
 import floors
 import torch
 from epochs import Loop, cpu_seconds, loop
-from rows import MB, Row
+from rows import MIB, Row
 
 import rustloader
 from rustloader.tools.harness.program import Program, main
@@ -59,10 +59,10 @@ def leaves() -> Iterator[Point]:
 
 
 def sizes() -> Iterator[Point]:
-    for size in (1 << 10, 1 << 14, 1 << 17, MB, 16 * MB, 128 * MB, 1024 * MB):
-        tensor, batches = torch.ones(8, size // 8, dtype=torch.uint8), max(8, min(2000, 2048 * MB // size))
+    for size in (1 << 10, 1 << 14, 1 << 17, MIB, 16 * MIB, 128 * MIB, 1024 * MIB):
+        tensor, batches = torch.ones(8, size // 8, dtype=torch.uint8), max(8, min(2000, 2048 * MIB // size))
         row = Row("sizes", "", batches, None, lambda tensor=tensor: [tensor], collate=torch.clone)
-        yield Point(f"{size / MB:,.3f} MiB", row, {})
+        yield Point(f"{size / MIB:,.3f} MiB", row, {})
 
 
 def indices() -> Iterator[Point]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.utils.data
 from epochs import KINDS
-from rows import IMAGE, MB, Samples, images_f32, images_numpy, images_u8, large_arrays
+from rows import IMAGE, MIB, Samples, images_f32, images_numpy, images_u8, large_arrays
 
 from rustloader.tools.harness.processes import forked
 from rustloader.tools.harness.program import Program
@@ -149,7 +149,7 @@ def measure(case: Case, kind: str, off: str | None, what: Measure) -> dict[str, 
         dataset = case.dataset()
         loaders = [KINDS[kind](dataset, batch_size=case.batch_size, num_workers=case.workers)]
         before = group.used()
-        return {key: (after - before) / MB for key, after in what(case, loaders, program.options.step, group).items()}
+        return {key: (after - before) / MIB for key, after in what(case, loaders, program.options.step, group).items()}
 
     try:
         return forked(body)
@@ -198,6 +198,6 @@ if __name__ == "__main__":
     try:
         Cgroup().remove()
     except OSError as error:
-        print(f"cannot make a memory cgroup, which this program needs: {error}", file=sys.stderr)
+        print(f"cannot create a memory cgroup, which this program needs: {error}", file=sys.stderr)
         sys.exit(2)
     sys.exit(tables())

@@ -1,8 +1,8 @@
 """Measures the cost of a trace and of metrics: `make compare KIND=observed`.
 
 Each round runs epochs for about --seconds without either, with `rustloader.trace`, and with `serve_metrics`, scraped
-once a second. The two columns are the rate with a trace or with metrics, divided by the rate without either. The time
-to write the trace file after the epochs does not count.
+once a second. The last two columns are the rates with a trace and with metrics, each divided by the rate without
+either. The time to write the trace file after the epochs does not count.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Draws a profile of to_device.py or gpu.py: the copies and kernels of the device, by stream.
 
 `to_device.py --rows images_f32 --trace out` writes the profile, `overlap.py out.images_f32.json docs/overlap.svg` draws
-the last --ms milliseconds of it. Each stream has a row. Copies that overlap with kernels are below or above them.
+the last --ms milliseconds of it. Each stream has a row. A copy and a kernel that overlap are drawn one above the other.
 """
 
 import argparse

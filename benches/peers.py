@@ -65,7 +65,7 @@ def in_workers(dataset: Samples, batch_size: int, kind: str) -> Iterable[Any]:
 
 
 def nodes(dataset: Samples, batch_size: int, method: str) -> Iterable[Any]:
-    """Returns a loader of torchdata's nodes, built as torchdata's guide builds a DataLoader."""
+    """Returns a loader that consists of torchdata's nodes, built as torchdata's guide builds a DataLoader."""
     from torchdata.nodes import Batcher, Loader, ParallelMapper, Prefetcher, SamplerWrapper
 
     indices = Batcher(SamplerWrapper(SequentialSampler(dataset)), batch_size, drop_last=False)
@@ -214,7 +214,7 @@ def cells(rounds: Rounds, failed: dict[str, str], what: str) -> list[str]:
     return [words.get(side, "FAILED") for side in rounds]
 
 
-def then_cpu(name: str) -> None:
+def measure_then_show_cpu(name: str) -> None:
     """Measures a row. After the last row, prints the table of processor times."""
     measure(name)
     if name == program.options.rows[-1]:
@@ -227,4 +227,4 @@ if __name__ == "__main__":
     program.option("--quick", action="store_true", help="run a tenth of the batches; do not quote the results")
     program.parse()
     makers = loaders()
-    main(program, then_cpu, "wall per batch, us", *makers)
+    main(program, measure_then_show_cpu, "wall per batch, us", *makers)

@@ -68,7 +68,7 @@ def nothing(address: int, nbytes: int) -> None:
 
 
 def batches_of(shared: Shared, nbytes: int) -> list[torch.Tensor]:
-    """Returns batches that do not span two grains, because CUDA would copy such a batch as from pageable memory."""
+    """Returns batches, none of which spans two grains: CUDA would copy one that does as if from pageable memory."""
     batches = []
     for begin, size in shared.grains:
         batches += [shared.tensor[at : at + nbytes] for at in range(begin, begin + size - nbytes + 1, nbytes)]
@@ -90,16 +90,16 @@ def staged_rate(device: Device, batches: list[torch.Tensor]) -> float:
     """Returns the GB/s of copies to the device through two pinned buffers that one thread fills in turn."""
     buffers = [device.pinned(batches[0].nbytes) for _ in range(2)]
     target = torch.empty_like(batches[0], device=device.kind)
-    done = [torch.cuda.Event() for _ in range(2)] if device.is_card else []
+    done = [torch.cuda.Event() for _ in range(2)] if device.is_cuda else []
     for _ in range(2):
         device.synchronize()
         start = time.perf_counter()
         for k, batch in enumerate(batches):
-            if device.is_card:
+            if device.is_cuda:
                 done[k % 2].synchronize()
             buffers[k % 2].copy_(batch)
             target.copy_(buffers[k % 2], non_blocking=True)
-            if device.is_card:
+            if device.is_cuda:
                 done[k % 2].record()
         device.synchronize()
         seconds = time.perf_counter() - start
@@ -110,12 +110,12 @@ def measure(row: str) -> None:
     options = program.options
     device.synchronize()  # creates the CUDA context before anything is timed
     shared = Shared(options.mib * MIB, options.grain * MIB)
-    take, give = (register, unregister) if device.is_card else (nothing, nothing)
+    register_grain, unregister_grain = (register, unregister) if device.is_cuda else (nothing, nothing)
     register_seconds, unregister_seconds = [], []
     for number in range(options.rounds):
         if number:
-            unregister_seconds += shared.each(give)
-        register_seconds += shared.each(take)
+            unregister_seconds += shared.each(unregister_grain)
+        register_seconds += shared.each(register_grain)
     try:
         for nbytes in sizes:
             batches = batches_of(shared, nbytes)
@@ -129,12 +129,12 @@ def measure(row: str) -> None:
             cells = [spread(rates[side], "{:.2f}".format) for side in sides]
             program.line(row, f"{nbytes / MB:g} MB", *cells, nbytes=nbytes, rounds=rates)
     finally:
-        unregister_seconds += shared.each(give)
+        unregister_seconds += shared.each(unregister_grain)
     program.head("", f"ms per {options.grain} MiB", "GB/s")
     for name, seconds in (("register", register_seconds), ("unregister", unregister_seconds)):
         rate = options.grain * MIB / max(statistics.median(seconds), 1e-9) / 1e9
         milliseconds = spread([once * 1e3 for once in seconds], f"{{:.3f}} ms per {options.grain} MiB".format)
-        program.line(name, name, milliseconds, f"{rate:.1f}" * device.is_card, seconds=seconds)
+        program.line(name, name, milliseconds, f"{rate:.1f}" * device.is_cuda, seconds=seconds)
 
 
 if __name__ == "__main__":

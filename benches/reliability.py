@@ -1,9 +1,9 @@
 """Measures how fast faults are detected and how long shutdowns take: `make compare KIND=reliability`.
 
 The tables are those of docs/reliability.md. Deaths and shutdowns are those of real processes, in --rounds trials, or in
-at most 10 trials if a trial takes seconds. The figures are medians and maxima. Figures that depend on the number of
-workers are compared with a lower bound from the same rounds: the same number of bare forked children, which wait in a
-read and then call `_exit`.
+at most 10 trials if a trial takes seconds. The figures are medians, with confidence intervals, and maxima. Figures that
+depend on the number of workers are compared with a lower bound from the same rounds: the same number of bare forked
+children, which wait in a read and then call `_exit`.
 
 restarts   from a fault to the first batch of the new worker
 faults     from a fault to its error, or to the end of the last process
@@ -36,7 +36,7 @@ from rustloader.tools.harness.program import Program
 from rustloader.tools.harness.rounds import interleave, spread
 
 WORKERS = (1, 2, 4, 8, 16)
-NEVER = 60.0  # maximum wait, in seconds
+MAX_WAIT = 60.0  # seconds
 
 
 # --- datasets -----------------------------------------------------------------------------------------------------
@@ -103,13 +103,13 @@ def started(dataset: Numbers, workers: int, batches: int = 1, **kw: Any) -> tupl
 
 def seconds_until(condition: Callable[[], bool], start: float) -> float:
     while not condition():
-        if time.monotonic() - start > NEVER:
-            raise TimeoutError(f"not within {NEVER:.0f} s")
+        if time.monotonic() - start > MAX_WAIT:
+            raise TimeoutError(f"not within {MAX_WAIT:.0f} s")
         time.sleep(0.0002)
     return time.monotonic() - start
 
 
-def none_of(pids: list[int]) -> bool:
+def all_ended(pids: list[int]) -> bool:
     return all(map(has_ended, pids))
 
 
@@ -239,7 +239,7 @@ def workers_gone_after_main(body: Callable[[float], None]) -> float:
     start = time.monotonic()
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    return seconds_until(lambda: none_of(pids), start)
+    return seconds_until(lambda: all_ended(pids), start)
 
 
 def ended(
@@ -255,7 +255,7 @@ def ended(
     del iterator
     time.sleep(pause)
     took = seconds_of(lambda: end(held))
-    assert none_of(pids)
+    assert all_ended(pids)
     return took
 
 
@@ -288,7 +288,7 @@ def exit_with(workers: int) -> float:
     pid, lines = in_child(main)
     pids, start = [int(word) for word in next(lines).split()], float(next(lines))
     os.waitpid(pid, 0)
-    return seconds_until(lambda: none_of(pids), start)
+    return seconds_until(lambda: all_ended(pids), start)
 
 
 def bare(workers: int) -> float:
@@ -314,7 +314,7 @@ def ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.1f}"
 
 
-HEAD = ("fault", "trials", "median ms (range)", "worst ms", "goal")
+HEAD = ("fault", "trials", "median ms (interval)", "worst ms", "goal")
 
 
 def fault(name: str, goal: str, body: Callable[[], float], slow: bool = False) -> None:
@@ -336,16 +336,18 @@ def faults() -> None:
     sleeps = {"Python": sleep_in_python, "C, with the GIL": sleep_in_c}
     for kind, sleep in sleeps.items():
         gone = functools.partial(workers_gone_after_main, sleep)
-        fault(f"main is killed, two workers in 30 s items of {kind}: the last is gone", "500", gone)
+        fault(f"the main process is killed, two workers sleep 30 s in {kind}: both exit", "500", gone)
     for kind, sleep in sleeps.items():
         for workers in (1, 4):
             body = functools.partial(shutdown_in_items, sleep, workers)
-            name = f"`del`, {workers} worker{'s' * (workers > 1)} in 10 s items of {kind}"
+            name = f"`del` while {workers} worker{' sleeps' if workers == 1 else 's sleep'} 10 s in {kind}"
             fault(name, "one deadline", body, slow=True)
 
 
 def ends() -> None:
-    program.head("end, workers idle", "workers", "median ms (range)", "worst ms", "bare children, median ms", "ratio")
+    program.head(
+        "end, workers idle", "workers", "median ms (interval)", "worst ms", "bare children, median ms", "ratio"
+    )
     endings = {
         "`break` and `del`": (drop, bare),
         "the last `next()`": (last_next, bare),

@@ -54,7 +54,7 @@ WORKERS = 2
 
 
 class Ready(torch.utils.data.Dataset):
-    """A dataset whose samples cost nothing."""
+    """A dataset whose samples are ready; each access sleeps for ``pause`` seconds."""
 
     def __init__(self, size: Size, pause: float = 0.0):
         self.length, self.pause = size.samples * size.batches, pause
@@ -148,7 +148,7 @@ def busy_thread() -> Iterator[None]:
 
 
 def rates(name: str) -> Rounds:
-    """Returns the rates of all sides, by round."""
+    """Returns the rates and CPU times of all sides, by round."""
     size, ours = SIZES[name], rustloader.DataLoader
     loaders = {
         "torch": loader(torch.utils.data.DataLoader, size),

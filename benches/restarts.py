@@ -2,8 +2,8 @@
 
 equal   the batches of an epoch in which workers are killed 100 times, compared with those of an undisturbed epoch, with
         `seed_by="sample"`
-NAME    a row of `make compare`: its batches per second with all options and without, in turn, with 2 workers;
-        no worker dies and no sample fails. All rows run by default
+NAME    a row of `make compare`: its batches per second with all options and without them, in turn; no worker dies and
+        no sample fails. All rows run by default
 """
 
 import logging

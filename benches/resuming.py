@@ -1,10 +1,10 @@
 """Measures the cost of saving and resuming a position: `make compare KIND=resuming`.
 
 Each row runs rustloader's StatefulDataLoader and torchdata's in turn, with a lower bound where there is one. The
-figures are medians of the rounds, with their range. The first batch of a resumed epoch is compared with the expected
-one.
+figures are medians of the rounds, with confidence intervals. The first batch of a resumed epoch is compared with
+the expected one.
 
-    state       state_dict() per call in mid-epoch; a map-style dataset, 2 workers
+    state       time per call of state_dict() in mid-epoch; a map-style dataset, 2 workers
     rate        batches per second with and without a state_dict() after each; tokens, batch 32, 2 persistent workers
     sequential  time to the first batch at 50 % of 100,000,000 indices, less that of a new epoch; each in a new process
     shuffled    time to the first batch at 99 % of 10,000,000 shuffled indices. Bound: torch.randperm
@@ -12,7 +12,7 @@ one.
                 Bound: the walk of four bare processes through the same samples
     large       batches per second of an iterable dataset with a state of 10 MB and of the same dataset without one;
                 snapshot_every_n_steps=1, 1 ms per sample, 2 workers
-    size        bytes of a pickled state in 100,000,000 indices
+    size        bytes of a pickled state in an epoch of 100,000,000 indices
 
 `sequential` and `shuffled` resume from a state that was saved after the second batch and whose counts were changed.
 """
@@ -176,7 +176,7 @@ def changed(value: Any, position: int) -> Any:
 
 
 def first_in(value: Any, name: str) -> Any:
-    """Returns the first value of the key ``name`` in a nested dict that is not None; None if there is none."""
+    """Returns the first value other than None under the key ``name`` in a nested dict; None if there is none."""
     if not isinstance(value, dict):
         return None
     if value.get(name) is not None:
@@ -321,7 +321,7 @@ def size(row: str) -> None:
         side: ", ".join(f"{kind} {value:,} B" for kind, value in bytes_of.items()) for side, bytes_of in sizes.items()
     }
     held = max(sizes["rustloader"].values()) <= 8192
-    result(row, "a pickled state in 100,000,000 indices", cells, "", "at most 8,192 B", held, sizes)
+    result(row, "pickled state, epoch of 100,000,000 indices", cells, "", "at most 8,192 B", held, sizes)
 
 
 ROWS = {it.__name__: it for it in (state, rate, sequential, shuffled, iterable, large, size)}

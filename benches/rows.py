@@ -13,7 +13,7 @@ import torch.utils.data
 import rustloader
 
 IMAGE = (3, 224, 224)
-MB = 1 << 20
+MIB = 1 << 20
 
 
 class Samples(torch.utils.data.Dataset):
@@ -100,12 +100,12 @@ def large_tensors() -> list[Any]:
 
 
 def large_arrays() -> list[Any]:
-    return [np.random.default_rng(i).random(2 * MB) for i in range(2)]
+    return [np.random.default_rng(i).random(2 * MIB) for i in range(2)]
 
 
 def hundred_mb() -> list[Any]:
     """Returns samples that take a long time to send to a spawned worker."""
-    return list(np.random.default_rng(0).random((100, MB // 8)))
+    return list(np.random.default_rng(0).random((100, MIB // 8)))
 
 
 def jpegs() -> list[Any]:
@@ -209,7 +209,7 @@ ROWS = [
     Row("images_f32", "f32 images and labels, batch 64, 38.5 MB", 150, 64, images_f32),
     Row("images_f32_256", "f32 images and labels, batch 256, 154 MB", 40, 256, images_f32),
     Row("images_numpy", "NumPy u8 images and labels, batch 64", 400, 64, images_numpy),
-    Row("ready_tensor", "one ready 38.5 MB tensor, fresh each time", 100, None, large_tensors, torch.clone),
+    Row("ready_tensor", "one 38.5 MB tensor, cloned each time", 100, None, large_tensors, torch.clone),
     Row("ready_numpy", READY, 150, None, large_arrays, collate=identity),
     Row("fresh_numpy", FRESH, 150, None, large_arrays, np.copy, identity),
     Row(

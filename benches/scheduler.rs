@@ -68,12 +68,12 @@ fn run(
                 black_box((task, worker, tag, result));
                 delivered += 1;
             }
-            other => panic!("unexpected step {other:?}"),
+            other => panic!("unexpected decision {other:?}"),
         }
     }
 }
 
-/// Returns the completions of a run in which a random worker that has tasks finishes next.
+/// Returns the completions of a run in which each completion is by a random worker that has tasks.
 fn trace(workers: usize, case: Case) -> Vec<(TaskId, WorkerId)> {
     let fifos = std::cell::RefCell::new(vec![std::collections::VecDeque::new(); workers]);
     let mut trace = Vec::with_capacity(BATCHES + 2 * workers);

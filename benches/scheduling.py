@@ -9,7 +9,7 @@ are medians of the rounds. The work of a sample is a sleep (a nap), so four work
               Bound: the longer of the loop and the sum of the naps / 4
     storage   batches of 64 samples of 30 ms; 2 workers. Bound: 16 samples of a batch at a time
     indices   the first batch of 20,000,000 shuffled indices. Bound: torch.randperm
-    table     TensorDataset of 100,000 x 64 float32, batches of 1,024, shuffled, no workers. Bound: slicing by hand
+    table     TensorDataset of 100,000 x 64 float32, batches of 1,024, shuffled, no workers. Bound: indexing by hand
     table2    the same with 2 persistent workers
     crops     batches of 16 crops of 3 x 96 x 96 float32, 2 persistent workers. Bound: two bare processes that stack the
               same samples into warm shared memory

@@ -1,13 +1,13 @@
 """Measures what `rustloader.share` saves and costs, for 1,000,000 items: `make compare KIND=sharing`.
 
 Each measurement is a separate program, in a fresh interpreter. The sides take turns. A figure is the median of the
-rounds, with its range.
+rounds, with its confidence interval.
 
 memory   private memory that a forked worker gains in one shuffled epoch, with 2 workers: torch's loader and
          rustloader's with a plain object, rustloader's with a shared one
 reads    microseconds of processor time to read an item in a worker, in random order, in later epochs: a plain object, a
          shared one, and the median of the rounds' differences
-build    seconds and peak memory of share(), next to the original and without an original (from a generator)
+build    seconds and peak memory of share(): with the original in memory, and without one (from a generator)
 """
 
 import os

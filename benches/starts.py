@@ -1,7 +1,7 @@
 """Measures how long a loader takes from its construction to its first batch: `make compare KIND=starts`.
 
 Each measurement is a separate program, in a fresh interpreter. torch and rustloader take turns; a ratio is the median
-of the rounds' ratios. `import` is the time that the same program's `import torch` takes.
+of the rounds' ratios. One goal excludes the time of the program's own `import torch`.
 
 forkserver     4 workers, the first loader of a program, and its second one
 forkserver-16  the same with 16 workers
@@ -14,7 +14,7 @@ import time
 import warnings
 from typing import NamedTuple
 
-# At the top, this file imports no part of rustloader: spawned workers import it, including those of torch's loader.
+# At the top, this file does not import rustloader, because the spawned workers of both loaders import this file.
 
 
 class Goal(NamedTuple):
@@ -38,7 +38,7 @@ class Row(NamedTuple):
     goals: tuple[Goal, ...]
 
 
-FIRST = Goal("first", "first loader: first batch, less one import of torch", 0.6, "less import", 2)
+FIRST = Goal("first", "first loader: first batch (the limit is less one import of torch)", 0.6, "less import", 2)
 SECOND = Goal("second", "second loader: first batch", 0.25, "second", 10)
 MANY = Goal("second", "16 workers, second loader: first batch", 0.6, "second", None)
 BYTES = Goal("first", "100 MB of bytes: first batch", None, "first", 2.2)

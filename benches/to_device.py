@@ -9,7 +9,7 @@ step           milliseconds per batch of a loop that computes on the device for 
 overlap        for prefetch_to_device: the share of the copies' time for which the loop's stream did not wait.
 
 Each row starts with the limits: the rate of cudaMemcpyAsync from pinned memory, and that of one thread that copies from
-ordinary to pinned memory (memcpy). The sums of the last batches of all loops are compared. `--trace FILE` writes a
+pageable to pinned memory (memcpy). The sums of the last batches of all loops are compared. `--trace FILE` writes a
 profile of the training loop over prefetch_to_device, which overlap.py draws.
 
 It needs a CUDA device. With --device cpu it runs without one, but its results mean nothing.

@@ -1,8 +1,8 @@
 """A griffe extension, named in mkdocs.yml, that completes signatures and docstrings on the documentation site.
 
 The loaders have the parameters of torch's class and their own. The site is built without torch, so torch's parameters
-are listed here; a test compares them with those of the classes. The functions that take ``Options`` get their
-parameters, with descriptions, at run time.
+are listed here; a test compares them with those of the classes. Functions that take ``Options`` get these parameters
+and their descriptions only at run time, so this extension adds them, too.
 """
 
 import importlib

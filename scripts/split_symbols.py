@@ -4,7 +4,7 @@
 
 The wheel must have been built with `--profile dist`. It is rewritten in place: function names stay in the wheel, and
 line numbers move to `symbols/WHEEL.debug` next to it. gdb finds that file if it is next to the installed
-`_core.abi3.so`; `symbol-file PATH` loads it from elsewhere. Needs objcopy (binutils) for the wheel's processor.
+`_core.abi3.so`; `symbol-file PATH` loads it from elsewhere. Needs objcopy (binutils) for the wheel's architecture.
 """
 
 import pathlib

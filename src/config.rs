@@ -25,7 +25,7 @@ pub const TIMEOUT_MAX: f64 = 1e9;
 // --- Traces ---
 
 /// Number of slots in a worker's ring of trace events, enough for a few hundred batches. A call of `next` empties the
-/// ring if at least [`TRACE_DRAIN`] has passed since the last time. Between two calls, a worker makes at most the
+/// ring if at least [`TRACE_DRAIN`] has passed since the last time. Between two calls, a worker makes at most its
 /// outstanding batches.
 pub const TRACE_SLOTS: u32 = 1 << 12;
 /// The shortest interval between two times at which `next` empties the rings of a trace.
@@ -94,8 +94,8 @@ pub const REUSE_CLASSES: usize = 3;
 /// Divisor of the recent peak of pages in use. If batch sizes vary, idle pages may raise the total above the peak by at
 /// most the quotient.
 pub const IDLE_SHARE: u64 = 4;
-/// Number of batches in a window. The largest batch of this and the previous window determines how many pages an idle
-/// worker keeps.
+/// Number of batches in a period. The largest batch of the current and the previous period determines how many pages an
+/// idle worker keeps.
 pub const RECENT_BATCHES: u64 = 16;
 /// Bytes of fresh pages between two checks of available memory. A check is slow because it reads files in /proc.
 pub const HEADROOM_CHECK: u64 = 8 * MIB;
@@ -159,8 +159,8 @@ pub const PIN_STACK: usize = 8 << 20;
 
 /// Interval between two checks for stuck workers.
 pub const STALL_CHECK: Duration = Duration::from_millis(100);
-/// The longest delay of such a check, beyond [`WAIT_SLICE`], that counts as normal. After a longer one, the time for
-/// which workers have been watched restarts, because they may have been stopped together with the main process.
+/// The longest delay of such a check, beyond [`WAIT_SLICE`], that counts as normal. After a longer one, the watch over
+/// each worker starts anew, because the workers may have been stopped together with the main process.
 pub const STALL_PAUSE: Duration = Duration::from_secs(1);
 /// The longest wait for the stack dump of a worker that is killed afterwards.
 pub const KILLED_STACK: Duration = Duration::from_millis(200);

@@ -19,7 +19,7 @@ pub enum Error {
         /// The invalid value, in words, and the expected one where that helps.
         what: String,
     },
-    /// The connection to a worker on another machine was closed inside a frame, or a frame is damaged.
+    /// The connection to a worker on another machine was closed in the middle of a frame, or a frame is damaged.
     Connection {
         /// What happened, in words.
         what: String,
@@ -78,7 +78,7 @@ pub enum Error {
         /// Bytes below the limit that are still available.
         headroom: u64,
     },
-    /// A descriptor or an image that the caller passed does not hold a readable shared object.
+    /// A descriptor or an image that the caller passed does not hold a readable shared object or cache.
     Foreign {
         /// What is wrong with it, in words.
         what: String,

@@ -1,9 +1,9 @@
 //! Counters of an iterator, readable from any thread at any time.
 //!
 //! A counter has one writer at a time: the thread with exclusive access to the iterator, or the pin thread. An addition
-//! is therefore a load and a store. Slow tasks, the end of an iterator and readers take a lock. In a forked child, that
-//! lock may be held by a thread that was not copied. So a child only tries to take it, and treats the data as empty if
-//! that fails.
+//! is therefore a load and a store. Recording a slow task, ending an iterator and reading take a lock. In a forked
+//! child, that lock may be held by a thread that was not copied. So a child only tries to take it, and treats the data
+//! as empty if that fails.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
@@ -32,9 +32,9 @@ pub enum Count {
     Pickled,
     /// Time in `next`.
     Next,
-    /// Time that `next` waited for batches other than an epoch's first.
+    /// Time for which `next` waited for batches other than an epoch's first.
     Waited,
-    /// Time that `next` waited for the first batches of epochs.
+    /// Time for which `next` waited for the first batches of epochs.
     First,
     /// Part of `Waited` during which later batches were ready.
     Blocked,
@@ -163,24 +163,24 @@ pub struct SlowTask {
 pub type Waits = [u64; WAIT_BOUNDS_US.len() + 1];
 
 /// A function that returns the value by which a list of tasks is sorted, in descending order.
-type Size = fn(&SlowTask) -> u64;
+type SortKey = fn(&SlowTask) -> u64;
 
-const WORK: Size = |task| task.timings.total_us();
-const BLOCKED: Size = |task| task.blocked_us;
+const WORK: SortKey = |task| task.timings.total_us();
+const BLOCKED: SortKey = |task| task.blocked_us;
 
 /// Inserts a task into a sorted list, and drops the last task if the list is then too long. Returns the value that
 /// another task must exceed to enter the list.
-fn insert(list: &mut Vec<SlowTask>, task: SlowTask, size: Size) -> u64 {
-    let place = list.partition_point(|other| size(other) >= size(&task));
+fn insert(list: &mut Vec<SlowTask>, task: SlowTask, key: SortKey) -> u64 {
+    let place = list.partition_point(|other| key(other) >= key(&task));
     list.insert(place, task);
     list.truncate(SLOWEST);
-    list.get(SLOWEST - 1).map_or(0, size)
+    list.get(SLOWEST - 1).map_or(0, key)
 }
 
 /// Merges `more` into a sorted list, which stays sorted and bounded.
-fn merge(list: &mut Vec<SlowTask>, more: &[SlowTask], size: Size) {
+fn merge(list: &mut Vec<SlowTask>, more: &[SlowTask], key: SortKey) {
     list.extend_from_slice(more);
-    list.sort_by_key(|task| std::cmp::Reverse(size(task)));
+    list.sort_by_key(|task| std::cmp::Reverse(key(task)));
     list.truncate(SLOWEST);
 }
 
@@ -306,8 +306,8 @@ impl Meter {
     pub fn note_wait(&self, time: Duration) {
         let us = time.as_micros() as u64;
         // Most calls do not wait.
-        let class = if us <= WAIT_BOUNDS_US[0] { 0 } else { WAIT_BOUNDS_US.partition_point(|&bound| bound < us) };
-        let word = &self.waits[class];
+        let bucket = if us <= WAIT_BOUNDS_US[0] { 0 } else { WAIT_BOUNDS_US.partition_point(|&bound| bound < us) };
+        let word = &self.waits[bucket];
         word.store(word.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
     }
 
@@ -386,7 +386,7 @@ impl Meter {
         (kept.usage, kept.ready) = (Usage::default(), 0);
     }
 
-    /// Keeps the totals of a worker's process that died. Call it before the next process uses the status page.
+    /// Keeps the totals of a worker process that died. Call it before the next process uses the status page.
     pub fn keep_worker(&self, arena: &Arena, worker: u32, pid: u32) {
         let Some(mut kept) = self.kept() else { return };
         let mut workers = vec![WorkerTotals::default(); worker as usize];

@@ -1,7 +1,7 @@
 //! Enums whose values are stored in shared memory as numbers.
 
 /// Defines an enum with explicit numbers, and `of_number`, which converts a number to a value. If the variants have
-/// names for reports and statistics, also defines `name`, which returns them.
+/// names for reports and statistics, also defines `name`, which returns a value's name.
 macro_rules! numbered_enum {
     ($(#[$meta:meta])* pub enum $enum:ident { $($(#[$doc:meta])* $variant:ident = $number:literal,)* }) => {
         $(#[$meta])*

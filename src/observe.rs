@@ -31,7 +31,7 @@ pub struct Observed {
     pub name: String,
     /// The main process's state.
     pub state: MainState,
-    /// Nanoseconds that the main process has been in this state.
+    /// Nanoseconds for which the main process has been in this state.
     pub in_state_ns: u64,
     /// Nanoseconds since the iterator was created.
     pub age_ns: u64,
@@ -62,10 +62,10 @@ pub struct Observed {
 pub struct ObservedWorker {
     /// The worker's state.
     pub state: WorkerState,
-    /// Nanoseconds that the worker has been in this state.
+    /// Nanoseconds for which the worker has been in this state.
     pub in_state_ns: u64,
-    /// The worker's totals, including the time in the current state. The process ID is that in the worker's pid
-    /// namespace.
+    /// The worker's totals, including the time in the current state. The process ID is the one in the worker's
+    /// pid namespace.
     pub totals: WorkerTotals,
     /// The ordinal of the current or last batch; `None` before the first one.
     pub batch: Option<u64>,

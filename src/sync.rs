@@ -1,5 +1,5 @@
-//! Atomics from the standard library or, for the loom models (`--cfg loom`), from loom. Functions that take a lock even
-//! if it is poisoned.
+//! Atomics from the standard library or, for the loom models (`--cfg loom`), from loom; and functions that lock a mutex
+//! even if it is poisoned.
 
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 

@@ -166,7 +166,7 @@ pub struct Timings {
     pub fetch_us: u32,
     /// Time in `collate_fn`.
     pub collate_us: u32,
-    /// Time for encoding the batch into the arena.
+    /// Time to encode the batch into the arena.
     pub pack_us: u32,
 }
 

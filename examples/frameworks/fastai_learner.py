@@ -2,7 +2,7 @@
 
 python examples/frameworks/fastai_learner.py
 python examples/frameworks/fastai_learner.py --no-install                      on torch's loader: the same losses
-python -m rustloader run examples/frameworks/fastai_learner.py --no-install    on the engine, switched from outside
+python -m rustloader run examples/frameworks/fastai_learner.py --no-install    on the engine: the command installs it
 """
 
 import tempfile

@@ -2,7 +2,7 @@
 
 python examples/frameworks/ignite_engine.py
 python examples/frameworks/ignite_engine.py --no-install                      on torch's loader: the same losses
-python -m rustloader run examples/frameworks/ignite_engine.py --no-install    on the engine, switched from outside
+python -m rustloader run examples/frameworks/ignite_engine.py --no-install    on the engine: the command installs it
 """
 
 import ignite.distributed as idist

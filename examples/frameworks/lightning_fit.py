@@ -1,11 +1,11 @@
 """Lightning: fit with validation, save a checkpoint, resume from it, validate; in one process, or in several with DDP.
 
-Lightning rebuilds loaders, for example with a distributed sampler. `rustloader.install()` replaces these, too.
+Lightning rebuilds loaders, for example with a distributed sampler. `rustloader.install()` also replaces the new ones.
 
 python examples/frameworks/lightning_fit.py                                   one process, persistent workers
 python examples/frameworks/lightning_fit.py --devices 2                       DDP over gloo
 python examples/frameworks/lightning_fit.py --no-install                      on torch's loader: the same losses
-python -m rustloader run examples/frameworks/lightning_fit.py --no-install    on the engine, switched from outside
+python -m rustloader run examples/frameworks/lightning_fit.py --no-install    on the engine: the command installs it
 """
 
 import tempfile

@@ -3,7 +3,7 @@
 python examples/frameworks/own_loop.py torchvision
 python examples/frameworks/own_loop.py timm --prefetcher --multi-epochs
 python examples/frameworks/own_loop.py timm --no-install                      on torch's loader: the same losses
-python -m rustloader run examples/frameworks/own_loop.py timm --no-install    on the engine, switched from outside
+python -m rustloader run examples/frameworks/own_loop.py timm --no-install    on the engine: the command installs it
 """
 
 import argparse

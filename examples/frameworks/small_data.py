@@ -1,4 +1,4 @@
-"""Shared parts of the examples in this folder: options and a small data set. Replace the data with your own."""
+"""Shared parts of the examples in this folder: options and a small dataset. Replace the dataset with your own."""
 
 import argparse
 from pathlib import Path

@@ -84,7 +84,7 @@ def main() -> None:
         show("from the start", whole.state.log_history)
         resumed = trainer(folder)
         resumed.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-24"))
-        # The log history starts with the first epoch, because the checkpoint contains it.
+        # The checkpoint contains the log of the first epoch, which the first run has shown.
         show("resumed", [line for line in resumed.state.log_history if line["epoch"] > 1])
     print(f"process 0: {rustloader.engine_batches()} batches from the engine")
 

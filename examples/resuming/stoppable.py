@@ -1,4 +1,4 @@
-"""Shared parts of these examples: options, a small data set, printed steps, and the newest checkpoint."""
+"""Shared parts of these examples: options, a small dataset, printed steps, and the newest checkpoint."""
 
 import argparse
 import sys

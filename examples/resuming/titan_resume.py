@@ -26,7 +26,7 @@ LENGTH = 16
 
 
 class BaseDataLoader(Stateful, ABC):
-    """The interface of a loader that the trainer requires."""
+    """The interface that the trainer requires of a loader."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[Any]: ...

@@ -25,7 +25,7 @@ pub struct Builder {
     fd: OwnedFd,
     /// The file's length so far.
     at: u64,
-    /// The file length for which a check has found enough memory.
+    /// The file length up to which a memory check has succeeded.
     checked: u64,
     pending: Pending,
     rows: u64,

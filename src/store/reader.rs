@@ -91,7 +91,7 @@ impl Store {
             return Err(damaged("a table has the wrong length"));
         }
         if rows > ROW_MASK || (chunk_rows != 0 && chunk_rows != ROWS) {
-            return Err(damaged("the number of rows"));
+            return Err(damaged("its number of rows is invalid"));
         }
         Ok(Self { kind, rows, uniform: chunk_rows == ROWS, table, slots, unhashed, meta, data, map })
     }

@@ -200,7 +200,8 @@ proptest! {
 
     #[test]
     fn any_damage_is_an_error_or_another_value(
-        rows in rows(), places in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>(), any::<bool>()), 1..8),
+        rows in rows(),
+        places in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>(), any::<bool>()), 1..8),
         cut in any::<prop::sample::Index>(),
     ) {
         let mut builder = Builder::new().unwrap();

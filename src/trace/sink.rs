@@ -71,7 +71,7 @@ impl Sink {
             inner.since = end;
             inner.files.rotate_left(1);
             if let Some((_, file)) = inner.files.last_mut() {
-                // Truncate the file now: if the program is killed, no older events must follow the new ones. If the
+                // Truncate the file now: if the program is killed, older events must not follow the new ones. If the
                 // system refuses, the older events stay.
                 let _ = sys::memfd::set_len(&file.fd, 0);
                 file.len = 0;

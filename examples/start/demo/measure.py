@@ -89,12 +89,12 @@ def measure(workload: Workload, settings: Settings, progress: Progress) -> Resul
         Failure: the batches differ, or the Rust engine did not deliver all batches of rustloader.
     """
     dataset = workload.dataset(settings.data)
-    own_dataset = dataset if workload.ours is None else workload.ours(settings.data)
+    our_dataset = dataset if workload.ours is None else workload.ours(settings.data)
     torch_loader, our_loader = torch.utils.data.DataLoader, rustloader.DataLoader
     sides = [
         Side(NO_WORKERS, torch_loader(dataset, workload.batch_size, shuffle=True)),
         Side(TORCH, torch_loader(dataset, workload.batch_size, **_with_workers(settings))),
-        Side(OURS, our_loader(own_dataset, workload.batch_size, **_with_workers(settings))),
+        Side(OURS, our_loader(our_dataset, workload.batch_size, **_with_workers(settings))),
     ]
     progress.say(f"{workload.name}: comparing batches")
 

@@ -113,7 +113,7 @@ def _gain(result: Result) -> str:
     if without is None:
         return f"{words}; without: no measurable difference" if gain is not None else f"{words} or without"
     if without < 1:
-        return f"{words}; torch without is faster ({times(1 / without)} rustloader)"
+        return f"{words}; torch without workers is faster ({times(1 / without)} rustloader)"
     return f"{words}, {times(without)} without"
 
 

@@ -1,4 +1,4 @@
-"""The data sets of the demo, and the image files that three of them read."""
+"""The datasets of the demo, and the image files that three of them read."""
 
 from __future__ import annotations
 

@@ -265,7 +265,7 @@ def test_without_matplotlib_the_picture_is_skipped(monkeypatch, data, capsys):
         (([40], [100, 130], [110, 120]), "no measurable difference from torch with workers, 2.9x without"),
         (([115], [100, 130], [110, 120]), "no measurable difference from torch with workers or without"),
         (([110], [10], [100, 120]), "11x torch with workers; without: no measurable difference"),
-        (([220], [10], [110]), "11x torch with workers; torch without is faster (2.0x rustloader)"),
+        (([220], [10], [110]), "11x torch with workers; torch without workers is faster (2.0x rustloader)"),
         (([40], [100], [80]), "0.80x torch with workers (slower), 2.0x without"),
     ],
 )
