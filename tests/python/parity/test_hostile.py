@@ -271,7 +271,7 @@ def test_what_gets_the_numbers_of_mains_descriptors_stays_as_it_is(kind, pinned)
 
 
 class Yields(Sampler):
-    """Yields the given objects; of a function, what it returns."""
+    """Yields the given objects, and the results of the given functions."""
 
     def __init__(self, *things):
         self.things = things

@@ -140,12 +140,12 @@ def fetcher_class_with_another_collate_fn(patch, name):
 
 
 def fetch(patch, name):
-    torchs = getattr(_utils.fetch, name)
+    cls = getattr(_utils.fetch, name)
 
-    def fetch(self, index, real=torchs.fetch):
+    def fetch(self, index, real=cls.fetch):
         return type(index), self.collate_fn is as_list, real(self, index)
 
-    patch.setattr(torchs, "fetch", fetch)
+    patch.setattr(cls, "fetch", fetch)
 
 
 def create_fetcher(patch, name):
