@@ -61,7 +61,7 @@ def nothing_left_behind(request):
     """No test leaves behind descriptors, threads, children, mappings or shared memory files."""
     trim_pool()
     before, imported = state(), len(sys.modules)
-    # All files, whoever owns them: a test is not to blame for one left by an ended process whose pid is used again.
+    # All files, whoever owns them: a test is not to blame for one left by an ended process whose pid is reused.
     before["shared memory files"] = os.listdir("/dev/shm")
     if getattr(request.node, "callspec", None) and request.node.callspec.params.get("lib") == "torchdata":
         del before["shared memory files"]  # a worker of torch's that is killed in mid-batch may leave its file

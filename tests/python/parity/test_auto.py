@@ -283,7 +283,7 @@ def test_workers_that_have_died_are_started_in_the_new_number(decisions):
     assert len(list(loader)) == 200 and workers_of(iterator) == 3
 
 
-def test_a_number_of_the_program_ends_it(decisions):
+def test_a_number_that_the_program_sets_turns_auto_off(decisions):
     decisions.counts = [3, 4]
     loader = DataLoader(Numbers(N), num_workers="auto")
     list(loader)
@@ -622,7 +622,7 @@ def test_persistent_workers_with_a_state_of_their_own_stay(decisions):
 # Statistics and commands
 
 
-def test_statistics_say_so(decisions):
+def test_statistics_say_that_the_number_is_automatic(decisions):
     decisions.counts = [3]
     loader = DataLoader(Numbers(N), num_workers="auto", persistent_workers=True)
     for wanted in (2, 3):

@@ -23,7 +23,7 @@ def test_p1_is_a_pure_python_subclass():
     assert loader.__dict__ is vars(loader)
 
 
-def test_p1_says_of_its_attributes_what_torchs_class_says():
+def test_p1_annotations_and_type_parameters_are_torchs():
     assert TorchDataLoader.__annotations__ and DataLoader.__annotations__ == TorchDataLoader.__annotations__
     assert DataLoader.__parameters__ == TorchDataLoader.__parameters__
     if DataLoader is not TorchDataLoader:

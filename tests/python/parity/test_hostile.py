@@ -314,7 +314,7 @@ class Asked(Numbers):
 @pytest.mark.parametrize("batched", [False, True], ids=["index", "batch"])
 @pytest.mark.parametrize("garbage", GARBAGE)
 def test_garbage_of_a_sampler_is_an_error_and_the_others_come(garbage, batched):
-    """Beyond the primed indices: one that cannot be sent is an error of the call that draws it, any other garbage an
+    """Beyond the primed indices, one that cannot be sent is an error of the call that draws it. Any other garbage is an
     error of its batch."""
     thing = GARBAGE[garbage]
     if batched:

@@ -839,7 +839,7 @@ def test_the_permutation_is_freed_at_the_end(monkeypatch):
     assert [ref() for ref in alive] == [None]
 
 
-def test_the_names_are_those_of_the_installed_torch():
+def test_the_known_code_is_that_of_the_installed_torch():
     from rustloader.iterator import indices
 
     assert indices.RANDOM is torch_sampler.RandomSampler.__iter__.__code__

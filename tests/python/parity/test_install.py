@@ -177,7 +177,7 @@ def test_a_fake_loader_given_to_a_rebound_class_is_served(module):
         assert values(iterator) == list(range(6))
 
 
-def test_modules_that_load_themselves_late_are_left_asleep(module):
+def test_lazy_modules_are_not_loaded(module):
     class Late(types.ModuleType):
         def __getattribute__(self, name):
             raise AssertionError(f"{name} was looked up")
@@ -351,7 +351,7 @@ def test_installed_restores_an_installation_that_its_body_has_ended():
     assert torch_dataloader._MultiProcessingDataLoaderIter is not ORIGINAL["iterator"]
 
 
-def test_one_name_asks_whether_it_is_installed():
+def test_is_installed_follows_install_and_uninstall():
     assert rustloader.is_installed() is False
     rustloader.install()
     assert rustloader.is_installed() is True
@@ -410,7 +410,7 @@ def test_t10_options_that_frameworks_drop():
     assert (loader.in_order, loader.prefetch_factor, loader.multiprocessing_context) == (True, 2, None)
 
 
-def test_t10_what_a_loader_says_itself_goes_before():
+def test_t10_options_of_the_loader_itself_take_precedence():
     loader = torch_loader(prefetch_factor=3)
     with rustloader.installed(prefetch_factor=5), iterating(loader) as iterator:
         assert iterator._prefetch_factor == 3

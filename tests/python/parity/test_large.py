@@ -121,7 +121,7 @@ def depth_of(value):
 
 
 class Nested(Numbers):
-    """Sample i is nested as deep as the i-th number."""
+    """Sample i is nested `depths[i]` deep."""
 
     def __init__(self, depths, group):
         super().__init__(len(depths))

@@ -111,7 +111,7 @@ def test_install_does_nothing_and_says_so_once(other_system):
     assert (status, out, err) == (0, "3\n", f"DataLoaders run on torch's own iterator: {other_system.line}\n")
 
 
-def test_the_environment_variable_does_as_much(other_system):
+def test_the_environment_variable_does_nothing_either(other_system):
     source = """
         import rustloader
         if __name__ == "__main__":

@@ -43,7 +43,7 @@ METHODS = ["fork", "spawn", "forkserver"]
 
 
 class Drawn(Numbers):
-    """Sample i is i, its worker, and what the worker's generators give; some fail after that."""
+    """Sample i is i, its worker, and a draw of each of the worker's generators; some samples fail after the draws."""
 
     def __init__(self, n, fails=()):
         super().__init__(n)
@@ -57,7 +57,7 @@ class Drawn(Numbers):
 
 
 class Logged(Numbers):
-    """Notes in a file that a sample has begun."""
+    """Each sample appends a byte to a file when it begins."""
 
     def __init__(self, n, file, payload=1):
         super().__init__(n)
@@ -125,7 +125,7 @@ def was_predicted(loader):
 
 
 def sampler_of(kind, size, r):
-    """A sampler, and the arguments that give it to a loader."""
+    """A sampler, and the arguments that pass it to a loader."""
     own = torch.Generator().manual_seed(5)
     shard = DistributedSampler(range(size), num_replicas=2, rank=r.randrange(2), shuffle=r.random() < 0.8)
     samplers = {
@@ -455,7 +455,7 @@ def test_a_worker_that_is_killed_between_epochs_is_noticed(dispatch):
 
 
 @pytest.mark.warns
-def test_workers_are_started_again_without_it(lines):
+def test_it_has_no_effect_with_max_restarts(lines):
     loader = DataLoader(
         DiesTheSecondTime(8), num_workers=2, persistent_workers=True, overlap_epochs=True, max_restarts=3
     )

@@ -290,7 +290,7 @@ def test_the_bytes_of_finished_batches_stay_below_the_limit(megabytes, batches, 
     go.unlink()
     iterator = iter(loader)
     limit = float(megabytes[:-2]) * 1e6
-    # A stuck worker keeps its share of the tasks, so at least one batch fewer than admitted is finished.
+    # The stuck worker has every second task, so only the other half of the batches is finished.
     held = []
 
     def watch():

@@ -491,7 +491,7 @@ def test_worker_init_fn_and_iter_draw_from_torchs_streams():
         return [list(loader) for _ in range(2)]
 
     assert run(DataLoader, seed_by="sample") == run(TorchDataLoader)
-    # Persistent workers call iter() again, after samples.
+    # Persistent workers call iter() again after they have made samples.
     assert len(run(DataLoader, seed_by="sample", persistent_workers=True)[1]) == 4
 
 
@@ -518,7 +518,7 @@ def test_the_ordinals_of_a_resumed_epoch():
         ahead = dice.sample(range(40), dice.randrange(12))
         wanted = [ordinal for ordinal in range(first, 60) if ordinal not in ahead]
         assert [ordinal_of(k, first, ahead) for k in range(len(wanted))][:20] == wanted[:20]
-        # Before the first one nothing is left out.
+        # Before the first ordinal, nothing is left out.
         assert [ordinal_of(-k, first, ahead) for k in (1, 2, 3)] == [first - 1, first - 2, first - 3]
     assert ordinal_of(3, 0, ()) == 3
 

@@ -72,7 +72,7 @@ def test_mypy_reveals_the_same_types_and_the_same_errors(tmp_path):
     for module, file in files.items():
         # mypy does not repeat what it reported for a cached file.
         file.write_text(f"{SNIPPET.format(module=module)}# {uuid.uuid4()}\n")
-    # The cache of `make lint` is used where there is one: torch takes a while to read.
+    # This uses the cache of `make lint`, if there is one: mypy takes a while to read torch.
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", "--no-pretty", "--no-error-summary"]
         + [str(file) for file in files.values()],
