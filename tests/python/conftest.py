@@ -16,14 +16,14 @@ from support import SERVER, START_METHOD, STARTED_PIDS, TORCH_MODE, end_scripts,
 if not TORCH_MODE:
     from rustloader.system import limited_log
 
-# Each test collects garbage twice: what was imported before need not be walked.
+# Each test collects garbage twice; objects that were imported earlier need not be traversed.
 gc.freeze()
 
 pytest_plugins = ["lanes"]
 
 
 def pytest_configure(config):
-    if hasattr(config, "workerinput"):  # pytest-xdist's workers have a thread for what they are sent
+    if hasattr(config, "workerinput"):  # pytest-xdist's workers receive their work in a thread
         config.addinivalue_line("filterwarnings", "ignore:.*multi-threaded.*:DeprecationWarning")
 
 
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    gc.freeze()  # as above: the test modules
+    gc.freeze()  # as above, now with the test modules
 
 
 @pytest.hookimpl(wrapper=True)
@@ -58,34 +58,34 @@ def pytest_runtest_makereport(item, call):
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request):
-    """Descriptors, threads, children, mappings and shared memory files are what they were before the test."""
+    """No test leaves behind descriptors, threads, children, mappings or shared memory files."""
     trim_pool()
     before, imported = state(), len(sys.modules)
-    # All of them: one that an ended process has left is no fault of a test that starts a process with the same pid.
+    # All files, whoever owns them: a test is not to blame for one left by an ended process whose pid is reused.
     before["shared memory files"] = os.listdir("/dev/shm")
     if getattr(request.node, "callspec", None) and request.node.callspec.params.get("lib") == "torchdata":
-        del before["shared memory files"]  # a worker of torch's that is ended within a batch may leave its file
+        del before["shared memory files"]  # a worker of torch's that is killed in mid-batch may leave its file
     yield
     end_scripts()
     gc.collect()
     if not getattr(request.node, "passed", False):
-        return  # its frames are kept by the report, and with them its iterators
-    over = left_after(before, 20)
-    assert not over, f"left behind: {over}"
+        return  # the report keeps the test's frames, and so its iterators
+    leftovers = left_after(before, 20)
+    assert not leftovers, f"left behind: {leftovers}"
     if len(sys.modules) > imported:
         gc.freeze()  # as above
 
 
 @pytest.fixture
 def host():
-    """torch believes in an accelerator; its pinned memory comes from this fake."""
+    """Makes torch believe that there is an accelerator. The value is the fake that provides its pinned memory."""
     with pinning() as host:
         yield host
 
 
 @pytest.fixture
 def lines(caplog):
-    """The lines of the log with a text. The limited log begins anew in each test (`no_silent_handover`)."""
+    """A function that returns the log lines that contain a text. `no_silent_handover` resets the limited log."""
     caplog.set_level(logging.INFO, "rustloader")
     return lambda text: [record.getMessage() for record in caplog.records if text in record.getMessage()]
 
@@ -97,12 +97,12 @@ def no_silent_handover(request):
 
     class Collect(logging.Handler):
         def emit(self, record):
-            # `on_error` says so of each sample.
+            # `on_error` logs these for each sample.
             if "failed and was" not in record.msg and "messages about faults" not in record.msg:
                 lines.append(record.getMessage())
 
     if not TORCH_MODE:
-        # The process's limited log begins anew.
+        # Reset the process's limited log.
         limited_log.faults.__init__(logging.getLogger("rustloader"))
     handler = Collect(logging.WARNING)
     logging.getLogger("rustloader").addHandler(handler)
@@ -114,7 +114,7 @@ def no_silent_handover(request):
 
 @pytest.fixture
 def device():
-    """A device without hardware that every `prefetch_to_device` copies to (standin.py)."""
+    """A stand-in without hardware, to which every `prefetch_to_device` copies (standin.py)."""
     from standin import StandIn
 
     device = StandIn()

@@ -1,4 +1,4 @@
-"""`worker_affinity`: the cores that workers run on, from their first import on; what doctor says of ranks."""
+"""`worker_affinity`: the cores that workers run on, from their first import on; what doctor reports about ranks."""
 
 import os
 import re
@@ -18,12 +18,12 @@ from rustloader.workers import affinity
 
 pytestmark = pytest.mark.ours
 
-MINE = sorted(os.sched_getaffinity(0))
-needs_two = pytest.mark.skipif(len(MINE) < 2, reason="this process may use one core only")
+ALLOWED = sorted(os.sched_getaffinity(0))
+needs_two = pytest.mark.skipif(len(ALLOWED) < 2, reason="this process may use one core only")
 
 
 class Cores(Numbers):
-    """Sample: the worker, its cores when the dataset arrived there, and now."""
+    """A sample is the worker, its cores when the dataset was unpickled, and its cores now."""
 
     arrived = None
 
@@ -35,7 +35,7 @@ class Cores(Numbers):
 
 
 class DyingOnce(Cores):
-    """The same, but at sample `at` the worker ends, as long as the marker file is absent."""
+    """Like `Cores`, but sample `at` ends its worker if the marker file does not exist yet."""
 
     def __init__(self, n, at, marker):
         super().__init__(n)
@@ -56,37 +56,37 @@ def cores(method="fork", workers=2, dataset=None, **kw):
 @needs_two
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_workers_run_on_their_cores_before_the_dataset_comes(method):
-    first, second = MINE[:2]
-    got = cores(method, worker_affinity=[second, (first, second)])
+    first, second = ALLOWED[:2]
+    samples = cores(method, worker_affinity=[second, (first, second)])
     arrived = [None, None] if method == "fork" else [[second], [first, second]]
-    assert got == [(0, arrived[0], [second]), (1, arrived[1], [first, second])]
-    assert sorted(os.sched_getaffinity(0)) == MINE
+    assert samples == [(0, arrived[0], [second]), (1, arrived[1], [first, second])]
+    assert sorted(os.sched_getaffinity(0)) == ALLOWED
 
 
 @needs_two
 def test_spread_deals_the_cores_to_the_workers():
-    got = cores(workers=2, worker_affinity="spread")
-    assert [now for _, _, now in got] == affinity.spread(MINE, 2)
+    samples = cores(workers=2, worker_affinity="spread")
+    assert [now for _, _, now in samples] == affinity.spread(ALLOWED, 2)
     with rustloader.installed(worker_affinity="spread"):
-        assert cores(workers=2) == got
+        assert cores(workers=2) == samples
 
 
 def test_without_the_option_workers_have_all_cores():
-    assert [now for _, _, now in cores()] == [MINE, MINE]
+    assert [now for _, _, now in cores()] == [ALLOWED, ALLOWED]
 
 
 @needs_two
 @pytest.mark.warns
 def test_a_worker_in_place_of_a_dead_one_has_its_cores(tmp_path):
-    got = cores(dataset=DyingOnce(2, 1, tmp_path / "died"), worker_affinity=MINE[:2][::-1], max_restarts=1)
-    assert [now for _, _, now in got] == [[MINE[1]], [MINE[0]]]
+    samples = cores(dataset=DyingOnce(2, 1, tmp_path / "died"), worker_affinity=ALLOWED[:2][::-1], max_restarts=1)
+    assert [now for _, _, now in samples] == [[ALLOWED[1]], [ALLOWED[0]]]
 
 
 @needs_two
 @pytest.mark.warns
 @pytest.mark.parametrize("option", ["spread", "list"])
 def test_a_worker_in_place_of_a_dead_one_has_its_cores_when_the_program_is_bound_to_one(tmp_path, option):
-    wanted = MINE[:2] if option == "list" else "spread"
+    wanted = ALLOWED[:2] if option == "list" else "spread"
     loader = DataLoader(
         DyingOnce(8, 3, tmp_path / "died"),
         num_workers=2,
@@ -96,14 +96,14 @@ def test_a_worker_in_place_of_a_dead_one_has_its_cores_when_the_program_is_bound
         max_restarts=1,
     )
     iterator = iter(loader)
-    got = [next(iterator)]
+    samples = [next(iterator)]
     try:
-        os.sched_setaffinity(0, MINE[:1])
-        got += iterator
+        os.sched_setaffinity(0, ALLOWED[:1])
+        samples += iterator
     finally:
-        os.sched_setaffinity(0, MINE)
-    dealt = [[core] for core in MINE[:2]] if option == "list" else affinity.spread(MINE, 2)
-    assert (tmp_path / "died").exists() and [now for _, _, now in got] == dealt * 4
+        os.sched_setaffinity(0, ALLOWED)
+    dealt = [[core] for core in ALLOWED[:2]] if option == "list" else affinity.spread(ALLOWED, 2)
+    assert (tmp_path / "died").exists() and [now for _, _, now in samples] == dealt * 4
 
 
 @pytest.mark.parametrize(
@@ -148,41 +148,41 @@ def test_two_ranks_of_one_machine(bound):
     import os
     from rustloader.workers import affinity
     if {bound}:
-        os.sched_setaffinity(0, {{{MINE[1]}}})
+        os.sched_setaffinity(0, {{{ALLOWED[1]}}})
     print(affinity.of_workers("spread", 2))
     """
     launch = f"""
     import os, subprocess, sys
-    os.sched_setaffinity(0, {MINE[:2]})
+    os.sched_setaffinity(0, {ALLOWED[:2]})
     for rank in "01":
         env = dict(os.environ, LOCAL_RANK=rank, LOCAL_WORLD_SIZE="2")
         print(subprocess.check_output([sys.executable, "-c", {textwrap.dedent(source)!r}], env=env, text=True), end="")
     """
     status, out, err = run_script(launch, head="")
     assert (status, err) == (0, "")
-    first, second = MINE[:2]
+    first, second = ALLOWED[:2]
     assert out.splitlines() == [str([[second]] * 2)] * 2 if bound else [str([[first]] * 2), str([[second]] * 2)]
 
 
 def test_a_core_that_the_process_may_not_use():
     text = (
-        f"worker_affinity gives core 99999 to worker 1, but this process may use only {procfs.core_ranges(MINE)}; "
+        f"worker_affinity gives core 99999 to worker 1, but this process may use only {procfs.core_ranges(ALLOWED)}; "
         "choose from these, or allow the program more cores (taskset, Slurm, the container's cpuset)"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-        cores(worker_affinity=[MINE[0], [MINE[0], 99999]])
+        cores(worker_affinity=[ALLOWED[0], [ALLOWED[0], 99999]])
 
 
 def test_too_few_entries_and_too_many():
     text = "worker_affinity has cores for 1 of 2 workers; give it one entry for each worker, or 'spread'"
     with pytest.raises(ValueError, match=f"^{text}$"):
-        cores(worker_affinity=[MINE[0]])
-    assert len(cores(worker_affinity=[MINE[0], MINE[0], 99999])) == 2
+        cores(worker_affinity=[ALLOWED[0]])
+    assert len(cores(worker_affinity=[ALLOWED[0], ALLOWED[0], 99999])) == 2
 
 
 def test_without_workers_it_has_no_effect():
     loader = DataLoader(range(2), worker_affinity=[99999])
-    assert [int(x) for x in loader] == [0, 1] and sorted(os.sched_getaffinity(0)) == MINE
+    assert [int(x) for x in loader] == [0, 1] and sorted(os.sched_getaffinity(0)) == ALLOWED
 
 
 @pytest.mark.parametrize("text", ["", "0/", "a", "3-2", "0//1", "-1"])
@@ -232,9 +232,9 @@ def test_cores_that_can_be_had_are_those_of_the_cpuset():
     before = os.sched_getaffinity(0)
     allowed = crowding.obtainable_cores()
     try:
-        os.sched_setaffinity(0, MINE[:1])
+        os.sched_setaffinity(0, ALLOWED[:1])
         assert crowding.obtainable_cores() == allowed >= before
-        assert os.sched_getaffinity(0) == {MINE[0]}
+        assert os.sched_getaffinity(0) == {ALLOWED[0]}
     finally:
         os.sched_setaffinity(0, before)
     with open("/proc/self/cgroup") as file:
@@ -253,26 +253,26 @@ RANK = "import os; print(os.getpid(), flush=True); input()"
 @needs_two
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_ranks_are_found_from_any_shell(wrapped, monkeypatch):
-    """Each once, with the cores of its program: not its wrappers, nor its children."""
+    """Each is listed once, with the cores of its program, and without its wrappers and children."""
     monkeypatch.setattr(crowding, "obtainable_cores", lambda: set(range(64)))
-    # A program with a child, below a shell that stays.
+    # A program with a child; if it is wrapped, the shell stays alive as its parent.
     child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'input()']); "
     started = []
     try:
         for number in range(2):
             command = [sys.executable, "-c", child + RANK]
             if wrapped:
-                command = ["sh", "-c", f'taskset -c {MINE[number]} "$@"; exit', "sh", *command]
+                command = ["sh", "-c", f'taskset -c {ALLOWED[number]} "$@"; exit', "sh", *command]
             environment = dict(os.environ, LOCAL_RANK=str(number), LOCAL_WORLD_SIZE="2")
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
             started.append(subprocess.Popen(command, env=environment, **pipes))
         pids = [int(process.stdout.readline()) for process in started]
-        found = dict(crowding.ranks())
-        bound = [{MINE[number]} if wrapped else set(MINE) for number in range(2)]
-        assert [found.get(pid) for pid in pids] == bound
-        # Not the children.
-        assert not [pid for pid in found if procfs.parent(pid) in pids]
-        monkeypatch.setattr(crowding, "ranks", lambda: [(pid, found[pid]) for pid in pids])
+        listed = dict(crowding.ranks())
+        bound = [{ALLOWED[number]} if wrapped else set(ALLOWED) for number in range(2)]
+        assert [listed.get(pid) for pid in pids] == bound
+        # The children are not listed.
+        assert not [pid for pid in listed if procfs.parent(pid) in pids]
+        monkeypatch.setattr(crowding, "ranks", lambda: [(pid, listed[pid]) for pid in pids])
         (finding,) = doctor._ranks()
         assert ("share cores" in finding.found) == (not wrapped) and bool(finding.advice) == (not wrapped)
     finally:

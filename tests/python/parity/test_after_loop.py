@@ -1,4 +1,4 @@
-"""Shared memory goes without a call of the library: with its loader at once, else 10 s after its last use."""
+"""Shared memory is freed without a call to the library: with its loader, or 10 s after its last use."""
 
 import gc
 import time
@@ -13,12 +13,12 @@ pytestmark = [pytest.mark.ours, pytest.mark.timeout(180)]
 MB = 1 << 20
 CARETAKER = "rl_caretaker"
 IDLE = 10  # seconds
-# What stays of an arena that is in use: rings and tables, and the pages of small blocks.
+# What an arena in use retains: rings and tables, and the pages of small blocks.
 CONTROL = 4 * MB
 
 
 def loader_of(persistent=False, **kw):
-    """Its epoch leaves more than 8 MiB of warm pages."""
+    """A loader whose epoch leaves more than 8 MiB of warm pages."""
     return DataLoader(Images(32, (3, 300, 300)), batch_size=8, num_workers=2, persistent_workers=persistent, **kw)
 
 
@@ -34,11 +34,11 @@ def test_the_pages_go_with_the_loader(persistent):
     loader = loader_of(persistent)
     run(loader)
     run(loader)
-    assert arena_bytes() > 2 * MB, "the next epoch finds warm pages"
+    assert arena_bytes() > 2 * MB, "no warm pages are left for the next epoch"
     del loader
     gc.collect()
     assert arena_bytes() == 0
-    assert wait_until(lambda: threads_named(CARETAKER) == 0), "there is nothing left to do"
+    assert wait_until(lambda: threads_named(CARETAKER) == 0), "the caretaker runs on with nothing to do"
 
 
 def test_an_iterator_that_outlives_its_loader_leaves_no_pages():
@@ -61,7 +61,7 @@ def test_pages_go_without_a_call_and_only_when_they_were_idle_for_long():
     run(plain)
     assert arena_bytes() > both > 2 * MB
     assert wait_until(lambda: arena_bytes() < CONTROL, 5 * IDLE)
-    assert time.monotonic() - begin > IDLE - 1, "the pause between two epochs is shorter"
+    assert time.monotonic() - begin > IDLE - 1, "the pages were freed too early"
     assert wait_until(lambda: threads_named(CARETAKER) == 0)
     for loader in (plain, persistent):
         expected = [torch.stack([Images(32, (3, 300, 300))[i][0] for i in range(k, k + 8)]) for k in range(0, 32, 8)]
@@ -69,20 +69,20 @@ def test_pages_go_without_a_call_and_only_when_they_were_idle_for_long():
 
 
 def test_workers_that_are_ahead_of_the_loop_keep_no_idle_pages():
-    """Each worker has two batches ready, and the loop holds one: a block that is idle is of no use for now."""
+    """Each worker has two batches ready, and the loop holds one: an idle block is of no use yet."""
     images = Images(32, (3, 300, 300))
     expected = torch.stack([images[i][0] for i in range(32)])
     batch = expected.nbytes
     assert batch > 2 * CONTROL
-    for place, (x, _) in enumerate(DataLoader(images, batch_size=32, sampler=[*range(32)] * 8, num_workers=2)):
-        assert same(x, expected), place
-        if 2 <= place < 4:
-            assert wait_until(lambda: arena_bytes() < 5 * batch + CONTROL), place
-            assert same(x, expected), place
+    for number, (x, _) in enumerate(DataLoader(images, batch_size=32, sampler=[*range(32)] * 8, num_workers=2)):
+        assert same(x, expected), number
+        if 2 <= number < 4:
+            assert wait_until(lambda: arena_bytes() < 5 * batch + CONTROL), number
+            assert same(x, expected), number
 
 
 def test_a_loader_that_has_not_begun_inherits_the_pages():
-    """A program that makes a loader for each epoch binds the new one to the name of the old one."""
+    """A program that builds a loader for each epoch binds each new one to the name of the old one."""
     loader = loader_of()
     run(loader)
     warm = arena_bytes()
@@ -92,7 +92,7 @@ def test_a_loader_that_has_not_begun_inherits_the_pages():
     other = DataLoader(Images(8), num_workers=3)
     loader = other
     gc.collect()
-    assert arena_bytes() == 0, "one with another number of workers cannot use them"
+    assert arena_bytes() == 0, "a loader with another number of workers inherited pages that it cannot use"
     del loader, other
     begun, old = loader_of(), loader_of()
     run(begun)
@@ -100,7 +100,7 @@ def test_a_loader_that_has_not_begun_inherits_the_pages():
     run(old)
     del old
     gc.collect()
-    assert arena_bytes() == 0, "one that has begun has its own"
+    assert arena_bytes() == 0, "a loader that has begun inherited pages"
     heir, old = loader_of(), loader_of()
     run(old)
     del old
@@ -117,7 +117,7 @@ found = []
 def note():
     names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
     found.append(names.count("rl_caretaker"))
-# Before rustloader's, so that it sees what the fork has seen.
+# Registered before rustloader's hook, so that it sees the threads as they were at the fork.
 os.register_at_fork(after_in_parent=note)
 from sample_data import Images
 from support import arena_bytes, threads_named, wait_until
@@ -152,6 +152,6 @@ print("ok")
 
 @pytest.mark.forks
 def test_no_fork_finds_the_thread():
-    """Python 3.12 warns of a fork with threads, and a child would inherit the thread's locks."""
+    """Python 3.12 warns about a fork in a process with threads, and a child would inherit the thread's locks."""
     status, out, err = run_script(FORKS, head="")
     assert (status, out, err) == (0, "ok\n", "")

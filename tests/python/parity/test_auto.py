@@ -1,5 +1,5 @@
-"""``num_workers="auto"``: what becomes of it in loaders, iterators, states and copies. Decisions are given; those from
-figures are in test_auto_decision.py."""
+"""``num_workers="auto"`` in loaders, iterators, states and copies. Most tests stub the decisions;
+test_auto_decision.py covers how they are made."""
 
 import copy
 import logging
@@ -95,22 +95,22 @@ class Naps(Numbers):
 
 @pytest.fixture
 def decisions(monkeypatch):
-    """Sets the first guess, and what is decided before each further epoch, in `counts`; then nothing changes. `seen`
-    gets what the decisions are made from: (epoch, cores, limits)."""
+    """Stubs the decisions. The first epoch has two workers, and `counts` holds the numbers for later epochs; once it is
+    empty, nothing changes. `seen` collects the inputs of each decision: (epoch, cores, limits)."""
 
-    class Given:
+    class Decisions:
         counts: list[int]
         seen: list
 
     def decide(epoch, cores, limits, history):
-        Given.seen.append((epoch, cores, limits))
-        workers = Given.counts.pop(0) if Given.counts else epoch.workers
+        Decisions.seen.append((epoch, cores, limits))
+        workers = Decisions.counts.pop(0) if Decisions.counts else epoch.workers
         return Decision(workers, "" if workers == epoch.workers else "it was given", history)
 
-    Given.counts, Given.seen = [], []
+    Decisions.counts, Decisions.seen = [], []
     monkeypatch.setattr(tuner, "decide", decide)
     monkeypatch.setattr(arguments, "initial_workers", lambda: 2)
-    return Given
+    return Decisions
 
 
 def workers_of(iterator):
@@ -166,7 +166,7 @@ def test_other_arguments_are_checked_as_with_a_number():
      (8, None, 0, 1), (8, "-2", 64, 8), (8, None, None, 8)],
 )  # fmt: skip
 def test_the_initial_number(monkeypatch, cores, ranks, memory, wanted):
-    """Cores by affinity and quota over the ranks; a rank's part of the memory, given in GiB, for 256 MiB each."""
+    """The usable cores divided among the ranks, at most 16, and at most one per 256 MiB of a rank's memory."""
     limits = [] if memory is None else [(False, 1 << 50, 1 << 49), (True, 1 << 40, memory << 30)]
     monkeypatch.setattr("rustloader._core.memory_limits", lambda: limits)
     monkeypatch.setattr("rustloader.system.cores.usable_cores", lambda: cores)
@@ -182,7 +182,7 @@ def test_the_initial_number(monkeypatch, cores, ranks, memory, wanted):
     [("4", False, None, 2), ("4", True, None, 8), ("4", True, 8.0, 2), ("1", True, 8.0, 8), ("x", True, 8.0, 8)],
 )
 def test_ranks_with_cores_of_their_own_do_not_divide_them(monkeypatch, ranks, bound, quota, wanted):
-    """A CPU quota is for all ranks, and so is the memory."""
+    """All ranks share a CPU quota, and the memory."""
     monkeypatch.setattr("rustloader._core.memory_limits", lambda: [(True, 1 << 40, 64 << 30)])
     monkeypatch.setattr("rustloader.system.cores.usable_cores", lambda: 8)
     monkeypatch.setattr("rustloader.system.cores.cpu_quota", lambda: quota)
@@ -208,24 +208,24 @@ def test_the_initial_number_on_other_systems(monkeypatch):
 def test_each_epoch_has_the_number_that_was_decided(cls, persistent, dataset, decisions):
     decisions.counts = [3, 3, 1, 4]
     loader = cls(dataset(N), num_workers="auto", batch_size=2, persistent_workers=persistent)
-    found, old = [], []
+    numbers, old = [], []
     for _ in range(6):
         iterator = iter(loader)
         assert loader.num_workers == workers_of(iterator) == iterator._num_workers == len(iterator._workers_status)
         assert type(loader.num_workers) is int
         now = worker_pids(iterator)
-        if found and found[-1] != len(now):
+        if numbers and numbers[-1] != len(now):
             assert not set(now) & set(old)
             wait_until(lambda before=old: all(map(gone, before)))
-        elif found and persistent:
+        elif numbers and persistent:
             assert now == old
         samples = sorted(x for batch in iterator for x in batch.tolist())
         assert samples == list(range(N))
-        assert {epoch.workers for epoch, _, _ in decisions.seen} <= {*found}
-        found.append(len(now))
+        assert {epoch.workers for epoch, _, _ in decisions.seen} <= {*numbers}
+        numbers.append(len(now))
         old = now
         del iterator
-    assert found == [2, 3, 3, 1, 4, 4]
+    assert numbers == [2, 3, 3, 1, 4, 4]
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -241,7 +241,7 @@ def test_batches_are_torchs_whatever_the_number(persistent, decisions):
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_the_figures_are_those_of_the_last_epoch(persistent, decisions):
-    """Also of one that the program has left, and under other numbers before."""
+    """Also if the program left it early, and whatever the number of workers was before."""
     decisions.counts = [3]
     loader = DataLoader(Naps(N), num_workers="auto", persistent_workers=persistent)
     for taken in (N, N, 7, N):
@@ -263,7 +263,7 @@ def test_the_figures_are_those_of_the_last_epoch(persistent, decisions):
 
 
 def test_it_follows_real_figures(monkeypatch):
-    """A worker takes at least 20 ms per batch, and the loop nothing: from one worker to four, the most at once."""
+    """A worker takes at least 20 ms per batch and the loop no time: from one worker to four, the largest step."""
     monkeypatch.setattr(arguments, "initial_workers", lambda: 1)
     monkeypatch.setattr(arguments, "free_memory", lambda: None)
     monkeypatch.setattr(tuner, "effective_cores", lambda: 64.0)
@@ -283,7 +283,7 @@ def test_workers_that_have_died_are_started_in_the_new_number(decisions):
     assert len(list(loader)) == 200 and workers_of(iterator) == 3
 
 
-def test_a_number_of_the_program_ends_it(decisions):
+def test_a_number_that_the_program_sets_turns_auto_off(decisions):
     decisions.counts = [3, 4]
     loader = DataLoader(Numbers(N), num_workers="auto")
     list(loader)
@@ -323,7 +323,7 @@ def test_torchs_loop_keeps_the_initial_number(decisions):
     decisions.counts = [5]
     loader = DataLoader(IterableWrapper(range(8)), num_workers="auto", batch_size=None)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # each worker has all samples
+        warnings.simplefilter("ignore")  # each worker delivers all samples
         for _ in range(3):
             assert len(list(loader)) == 16 and loader.num_workers == 2
     assert decisions.seen == []
@@ -357,42 +357,42 @@ def test_memory_is_read_from_workers_that_run(persistent, decisions, monkeypatch
     loader = DataLoader(Numbers(N), num_workers="auto", persistent_workers=persistent)
     list(loader)
     list(loader)
-    # Workers of 1 and 2 GiB; half of 9 GiB for more of the larger.
+    # Workers of 1 and 2 GiB: half of the free 9 GiB is for more workers of the larger size.
     assert limits_seen(decisions) == [[(4, "a worker takes 2.1 GB of memory, and 9.7 GB is free")]]
 
 
 def test_memory_is_read_for_a_part_of_the_time(monkeypatch):
     now, asked = [0.0], []
 
-    def own(pid):
+    def slow_read(pid):
         now[0] += 0.1
         asked.append(pid)
         return 1 << 30
 
-    monkeypatch.setattr(tuner, "private_bytes", own)
+    monkeypatch.setattr(tuner, "private_bytes", slow_read)
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     monkeypatch.setattr(arguments, "free_memory", lambda: 9 << 30)
-    mine = tuner.Tuner(2)
+    subject = tuner.Tuner(2)
     for seconds in (0, 1, 11):
         now[0] += seconds
-        mine.note_memory([1, 2, 3])
-    assert asked == [1, 1] and mine._memory.maximum == 6
+        subject.note_memory([1, 2, 3])
+    assert asked == [1, 1] and subject._memory.maximum == 6
 
 
 def test_pages_of_the_arena_are_no_memory_of_a_worker(decisions, monkeypatch):
-    """Those that the main process has not touched count as private to the kernel."""
-    taken = []
-    monkeypatch.setattr(tuner, "private_bytes", lambda pid: taken.append((private(pid), memory.private_bytes(pid))))
+    """The kernel counts those that the main process has not touched as private to the worker."""
+    readings = []
+    monkeypatch.setattr(tuner, "private_bytes", lambda pid: readings.append((private(pid), memory.private_bytes(pid))))
     monkeypatch.setattr(tuner, "_WORKERS_READ", 1)
     loader = DataLoader(Frames(), num_workers="auto", batch_size=None)
     batches = list(loader)
-    assert len(batches) == 8 and taken
-    assert all(kernels - alone > 20 << 20 for kernels, alone in taken), taken
+    assert len(batches) == 8 and readings
+    assert all(by_kernel - own > 20 << 20 for by_kernel, own in readings), readings
 
 
 def test_private_memory_of_a_process():
     before = private(os.getpid())
-    # Not from the allocator, which may have pages of its own to give.
+    # Mapped directly: the allocator might reuse pages that it already has.
     with mmap.mmap(-1, 32 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as kept:
         kept.write(os.urandom(1 << 20) * 32)
         assert private(os.getpid()) - before > 30 << 20
@@ -450,8 +450,8 @@ def test_a_limit_is_told_once(decisions, caplog, monkeypatch):
     loader = DataLoader(Numbers(N), num_workers="auto", name="held")
     for _ in range(4):
         list(loader)
-    told = 'num_workers="auto" of the DataLoader held stays at 2 workers, although its loop waits for batches: '
-    assert [record.getMessage() for record in caplog.records] == [f"{told}{N} cores are too few"]
+    prefix = 'num_workers="auto" of the DataLoader held stays at 2 workers, although its loop waits for batches: '
+    assert [record.getMessage() for record in caplog.records] == [f"{prefix}{N} cores are too few"]
 
 
 @pytest.mark.parametrize("seed_by", [None, "worker", "batch", "sample"])
@@ -465,9 +465,9 @@ def test_seeds_by_worker_are_told_once_for_each_loader(decisions, caplog, seed_b
             loader = DataLoader(Numbers(4), num_workers="auto", seed_by=None if installed else seed_by)
             for _ in range(3):
                 list(loader)
-    told = [record for record in caplog.records if 'seed_by="sample" makes them independent' in record.getMessage()]
-    assert len(told) == (2 if seed_by in (None, "worker") else 0)
-    assert all(record.levelno == logging.INFO for record in told)
+    notices = [record for record in caplog.records if 'seed_by="sample" makes them independent' in record.getMessage()]
+    assert len(notices) == (2 if seed_by in (None, "worker") else 0)
+    assert all(record.levelno == logging.INFO for record in notices)
 
 
 # Copies
@@ -482,7 +482,7 @@ def test_a_copy_goes_on_by_itself(cls, how, decisions):
     list(loader)
     other = how(loader)
     assert type(other.num_workers) is int and other.num_workers == 3
-    # The first epoch of the copy has no figures to decide by.
+    # The first epoch of the copy has no figures to decide from.
     assert len(list(other)) == N and other.num_workers == 3
     assert len(list(other)) == N and (other.num_workers, loader.num_workers) == (4, 3)
 
@@ -539,7 +539,7 @@ def test_install_counts_for_our_loaders_with_a_number(decisions):
 
 
 def saved(state, tmp_path):
-    """The state, from a file that may have plain types and tensors only."""
+    """The state after a round trip through a file that may contain plain types and tensors only."""
     torch.save(state, tmp_path / "state.pt")
     return torch.load(tmp_path / "state.pt", weights_only=True)
 
@@ -622,7 +622,7 @@ def test_persistent_workers_with_a_state_of_their_own_stay(decisions):
 # Statistics and commands
 
 
-def test_statistics_say_so(decisions):
+def test_statistics_say_that_the_number_is_automatic(decisions):
     decisions.counts = [3]
     loader = DataLoader(Numbers(N), num_workers="auto", persistent_workers=True)
     for wanted in (2, 3):

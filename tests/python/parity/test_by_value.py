@@ -1,4 +1,4 @@
-"""What workers by spawn and forkserver cannot import goes to them by value (T32)."""
+"""Definitions that workers under spawn and forkserver cannot import are sent by value (T32)."""
 
 import importlib
 import io
@@ -23,10 +23,10 @@ pytest.importorskip("cloudpickle")
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(400)]
 
 METHODS = ["spawn", "forkserver"]
-# The text of the standard pickle's error.
+# Matches the text of the standard pickle's error.
 LAMBDA = r"pickle.*lambda"
 
-# All that a notebook defines: each class and function is in `__main__`, which has no file.
+# Everything that a notebook may define: each class and function is in `__main__`, which has no file.
 DEFINE = """
 import collections, dataclasses, enum, logging, os, pickle, sys
 import torch, rustloader
@@ -65,7 +65,7 @@ class Squares(torch.utils.data.Dataset):
             i = i.value
         if i == 5:
             raise Oops("five")
-        # Other code finds the class by its name, too.
+        # Other code can look the class up by its name, too.
         assert type(pickle.loads(pickle.dumps(Item(0, Kind.ODD)))) is Item
         return Item(i * i + self.inner.value, Kind(i % 2), SEEN), Outer.Inner(i)
 
@@ -126,9 +126,9 @@ ROWS = [(i * i + 10, "ODD" if i % 2 else "EVEN", i) for i in range(5)]
 
 
 def lines(*indices, workers=1, errors=()):
-    """What `check` prints."""
-    got = [(ROWS[i][0], ROWS[i][1], f"init {k % workers}", i) for k, i in enumerate(indices)]
-    return f"{got} {list(errors)}"
+    """The line that is printed for a call of `check`."""
+    items = [(ROWS[i][0], ROWS[i][1], f"init {k % workers}", i) for k, i in enumerate(indices)]
+    return f"{items} {list(errors)}"
 
 
 EXPECTED = [
@@ -148,7 +148,7 @@ def test_t32_everything_of_python_c(method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_t32_everything_of_stdin(method, tmp_path):
-    """Whose `__file__` is `<stdin>`. torch's workers end where they would run that file."""
+    """There, `__file__` is `<stdin>`. torch's workers die when they try to run that file."""
     done = subprocess.run(
         [sys.executable, "-"],
         input=DEFINE + RUN + f"\nmain({method!r}, briefly=True)\n",
@@ -163,7 +163,7 @@ def test_t32_everything_of_stdin(method, tmp_path):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_t32_everything_of_a_script_that_workers_import(method, tmp_path):
-    """Its classes go by name, as with torch; its lambda and its local function by value."""
+    """Its classes are sent by name, as with torch; its lambda and its local function by value."""
     source = DEFINE + RUN + f"\nif __name__ == '__main__':\n    main({method!r}, briefly={method == 'spawn'})\n"
     status, out, err = run_script(source, 300, head="", file=tmp_path / "script.py")
     assert (status, err) == (0, "")
@@ -195,9 +195,9 @@ def test_t32_local_classes_and_closures_of_an_imported_module(method):
         return samples[0], list(seen)
 
     iterator = iter(DataLoader(Local(), num_workers=2, collate_fn=collate, multiprocessing_context=method))
-    got = [next(iterator) for _ in range(3)]
-    assert [type(item) for item, _ in got] == [Item] * 3
-    assert [(item.value, counts) for item, counts in got] == [(0, [1]), (7, [1]), (14, [1, 1])]
+    batches = [next(iterator) for _ in range(3)]
+    assert [type(item) for item, _ in batches] == [Item] * 3
+    assert [(item.value, counts) for item, counts in batches] == [(0, [1]), (7, [1]), (14, [1, 1])]
     with pytest.raises(Failure, match="Caught Failure in DataLoader worker process 1") as caught:
         next(iterator)
     assert type(caught.value) is Failure and not seen
@@ -260,12 +260,12 @@ def test_functions_and_properties_with_caches(method, imported, tmp_path):
     assert status == 0, err
     first, second, *notes = out.splitlines()
     assert first == "[[55, 0, 0], [89, 1, 3], [144, 4, 6]]" and second == "[2, 3] 5"
-    # A script's class goes by name.
+    # A script's class is sent by name.
     assert imported or (notes[0].startswith("Workers cannot import the definitions") and "argument dataset" in notes[1])
 
 
 class Shares:
-    """What multiprocessing's and torch's own reducers send."""
+    """Holds objects that multiprocessing's and torch's own reducers send."""
 
     def __init__(self, context, function):
         self.function = function
@@ -308,7 +308,7 @@ def test_t32_what_is_shared_stays_shared(method, workers, heap):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_what_neither_way_can_send_is_the_standard_error(method, workers):
-    """It says why the definition cannot go by value; what was written before is dropped."""
+    """A note says why the definition cannot be sent by value."""
     generator = (i for i in ())
     dataset = Holds(3, [lambda: 0, threading.Lock()])
     with pytest.raises((AttributeError, pickle.PicklingError), match=LAMBDA) as caught:
@@ -316,7 +316,7 @@ def test_what_neither_way_can_send_is_the_standard_error(method, workers):
     first, second = caught.value.__notes__
     assert first.startswith("It cannot be sent by value either: TypeError: cannot pickle '_thread.lock' object")
     assert second.startswith("The DataLoader's argument dataset cannot be pickled.")
-    # A lambda that takes a generator along.
+    # A lambda that captures a generator.
     with pytest.raises((AttributeError, pickle.PicklingError), match=LAMBDA) as caught:
         iter(DataLoader(range(3), num_workers=workers, collate_fn=lambda _: generator, multiprocessing_context=method))
     assert "cannot pickle 'generator' object" in caught.value.__notes__[0]
@@ -393,15 +393,15 @@ def test_what_the_standard_pickle_takes_is_pickled_once_and_byte_for_byte_the_sa
     assert file.getvalue() == expected.getvalue() and Once.calls == 2  # one each
 
 
-def test_a_second_pickle_begins_where_the_first_did_and_is_the_last_first_try(pickling):
-    file, ours = File(), pickling()
+def test_a_second_pickle_begins_where_the_first_did_and_later_ones_skip_the_first_try(pickling):
+    file, pickler = File(), pickling()
     file.write(b"before")
-    ours.dump([Once(b"x" * 300_000), lambda: 5], file)
+    pickler.dump([Once(b"x" * 300_000), lambda: 5], file)
     assert Once.calls == 2 and file.written > 600_000 and len(file.getvalue()) < 302_000
     assert file.getvalue().startswith(b"before")
     assert pickle.loads(file.getvalue()[6:])[1]() == 5
-    # The next worker's is by value from the start.
-    ours.dump([Once(1), lambda: 6], file)
+    # The pickle for the next worker is by value from the start.
+    pickler.dump([Once(1), lambda: 6], file)
     assert Once.calls == 3
 
 
@@ -413,7 +413,7 @@ def test_a_main_that_workers_lack_ends_the_first_pickle_early(pickling, monkeypa
     file = File()
     pickling().dump([kind(), [str(i) for i in range(30_000)], Once(b"x" * 5_000_000)], file)
     assert Once.calls == 1 and file.written < 6_000_000
-    # A text is no name: it goes by value for nothing, and arrives.
+    # A string is no reference to the module: the pickle is by value needlessly, but correct.
     file = File()
     pickling().dump(["__main__", 3], file)
     assert pickle.loads(file.getvalue()) == ["__main__", 3]
@@ -495,7 +495,7 @@ def test_classes_that_are_not_hashable_come_back(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("spec", "file", "there"),
+    ("spec", "file", "present"),
     [
         ("package.__main__", __file__, False),
         ("__main__", __file__, False),
@@ -506,14 +506,14 @@ def test_classes_that_are_not_hashable_come_back(monkeypatch):
         (None, "/usr/bin/ipython", False),
     ],
 )
-def test_which_mains_a_worker_has(spec, file, there, monkeypatch):
-    """As `multiprocessing.spawn` decides it."""
+def test_which_mains_a_worker_has(spec, file, present, monkeypatch):
+    """As `multiprocessing.spawn` decides."""
     main = type(sys)("__main__")
     main.__spec__ = spec and importlib.machinery.ModuleSpec(spec, None)
     if file is not None:
         main.__file__ = file
     monkeypatch.setitem(sys.modules, "__main__", main)
-    assert definitions.workers_have_main() is there
+    assert definitions.workers_have_main() is present
     calls = definitions.first_calls()
     sets = [call.__reduce__()[1][1:] for call in calls]
     missing = file is not None and not os.path.exists(file)

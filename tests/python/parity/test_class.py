@@ -23,7 +23,7 @@ def test_p1_is_a_pure_python_subclass():
     assert loader.__dict__ is vars(loader)
 
 
-def test_p1_says_of_its_attributes_what_torchs_class_says():
+def test_p1_annotations_and_type_parameters_are_torchs():
     assert TorchDataLoader.__annotations__ and DataLoader.__annotations__ == TorchDataLoader.__annotations__
     assert DataLoader.__parameters__ == TorchDataLoader.__parameters__
     if DataLoader is not TorchDataLoader:
@@ -32,7 +32,7 @@ def test_p1_says_of_its_attributes_what_torchs_class_says():
     def hints(cls, names):
         return outcome(lambda: typing.get_type_hints(cls, localns=names))
 
-    # torch imports some of the names for type checkers alone.
+    # torch imports some of the names for type checkers only.
     for names in ({}, {"Iterable": Iterable}):
         assert hints(DataLoader, names) == hints(TorchDataLoader, names)
     assert "dataset" in typing.get_type_hints(DataLoader, localns=names)
@@ -64,11 +64,11 @@ def test_p1_libraries_may_wrap_the_methods_of_a_subclass():
 
 
 def test_p2_signature_is_torchs():
-    """With options behind them that torch does not have: test_options.py."""
-    ours, theirs = (list(inspect.signature(cls).parameters.values()) for cls in (DataLoader, TorchDataLoader))
-    assert [(p.name, p.kind) for p in ours[: len(theirs)]] == [(p.name, p.kind) for p in theirs]
-    assert all(mine.default is torchs.default for mine, torchs in zip(ours, theirs, strict=False))
-    assert all(p.kind is p.KEYWORD_ONLY and p.default is None for p in ours[len(theirs) :])
+    """Options that torch does not have follow torch's parameters; see test_options.py."""
+    own, expected = (list(inspect.signature(cls).parameters.values()) for cls in (DataLoader, TorchDataLoader))
+    assert [(p.name, p.kind) for p in own[: len(expected)]] == [(p.name, p.kind) for p in expected]
+    assert all(actual.default is original.default for actual, original in zip(own, expected, strict=False))
+    assert all(p.kind is p.KEYWORD_ONLY and p.default is None for p in own[len(expected) :])
 
 
 SETTINGS = {
@@ -92,7 +92,7 @@ ITERABLE_SETTINGS = {
 
 
 def looks(loader):
-    """What a program sees of a new loader."""
+    """Everything that a program sees of a new loader."""
     yield loader
     yield (
         loader.collate_fn,
@@ -207,17 +207,17 @@ def test_p7_iterable_constructor_errors_are_torchs(DataLoader, arguments):
     "name, meant", [("num_worker", "num_workers"), ("prefetch", None), ("max_restart", "max_restarts")]
 )
 def test_a_misspelled_argument_has_a_note_and_torchs_text(name, meant):
-    with pytest.raises(TypeError) as torchs:
+    with pytest.raises(TypeError) as expected:
         TorchDataLoader(range(2), **{name: 2})
-    with pytest.raises(TypeError) as ours:
+    with pytest.raises(TypeError) as actual:
         DataLoader(range(2), **{name: 2})
-    assert str(ours.value) == str(torchs.value)
-    if "Did you mean" not in str(torchs.value):  # Python 3.14 says it in the text
-        notes = getattr(ours.value, "__notes__", [])
+    assert str(actual.value) == str(expected.value)
+    if "Did you mean" not in str(expected.value):  # Python 3.14 has it in the text
+        notes = getattr(actual.value, "__notes__", [])
         assert notes == ([] if meant is None else [f"Did you mean {meant} instead of {name}?"])
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of torch's half-made iterator
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # from torch's half-built iterator
 @rows()
 def test_p7_a_prefetch_factor_of_zero_fails_in_iter(DataLoader):
     loader = DataLoader(Numbers(4), num_workers=1, prefetch_factor=0)

@@ -1,4 +1,4 @@
-"""Samples of every collection and kind of value, through both loaders (P24, P25)."""
+"""Samples of every kind of collection and value, through both loaders (P24, P25)."""
 
 import collections
 import collections.abc
@@ -28,7 +28,7 @@ class Typed(typing.NamedTuple):
 
 
 class Frozen(collections.abc.Mapping):
-    """A mapping of a user, which cannot be changed and cannot be made from a dict."""
+    """A user's mapping, which is immutable and cannot be built from a dict."""
 
     def __init__(self, **items):
         self._items = items
@@ -44,7 +44,7 @@ class Frozen(collections.abc.Mapping):
 
 
 class FromDict(Frozen):
-    """The same, made from a dict as torch wants it."""
+    """Like `Frozen`, but built from a dict, as torch requires."""
 
     def __init__(self, items):
         super().__init__(**items)
@@ -59,7 +59,7 @@ class Growing(FromDict, collections.abc.MutableMapping):
 
 
 class Row(collections.abc.Sequence):
-    """A sequence of a user, made from a list."""
+    """A user's sequence, built from a list."""
 
     def __init__(self, items):
         self._items = list(items)
@@ -83,7 +83,7 @@ class Rows(Row, collections.abc.MutableSequence):
 
 
 class NoList(Row):
-    """A sequence that takes no list."""
+    """A sequence that cannot be built from a list."""
 
     def __init__(self, a, b):
         super().__init__([a, b])
@@ -121,7 +121,7 @@ class Int(int):
 
 @dataclasses.dataclass
 class Batch:
-    """What a collate function of a user makes."""
+    """The result of a user's collate function."""
 
     images: torch.Tensor
     names: list
@@ -139,14 +139,14 @@ def labelled(value, label):
 
 
 def nest(value, depth):
-    kinds = [lambda v: {"k": v}, lambda v: [v, 1], lambda v: (v,), lambda v: Pair(v, "s"), lambda v: {2: [v]}]
+    wrappers = [lambda v: {"k": v}, lambda v: [v, 1], lambda v: (v,), lambda v: Pair(v, "s"), lambda v: {2: [v]}]
     for level in range(depth):
-        value = kinds[level % len(kinds)](value)
+        value = wrappers[level % len(wrappers)](value)
     return value
 
 
 def orders(n):
-    """Arrays that are in neither C's order nor Fortran's, or in the latter."""
+    """Arrays in Fortran order, or in neither that nor C order."""
     cubes = [np.arange(n**3).reshape(n, n, n) for _ in range(4)]
     return [cubes[0].transpose(1, 0, 2), cubes[1].T, cubes[2][::2], np.asfortranarray(cubes[3])]
 
@@ -222,7 +222,7 @@ SAMPLES = {
     "arrays of a subclass": lambda i: [np.arange(6).view(Array), np.arange(100_000).view(Array)],
     "orders other than C and F": lambda i: [*orders(5), *orders(40)],
     "many leaves": lambda i: {f"k{k}": [k, str(k), (None, float(k)), b"x" * k, np.arange(k)] for k in range(1000)},
-    # default_collate in a worker has quirks.
+    # default_collate has quirks in a worker.
     "tensors of two precisions": lambda i: torch.ones(2, dtype=[torch.float32, torch.float64][i % 2]),
     "tensors that require a gradient": lambda i: torch.zeros(2, requires_grad=True),
     "tensor and number": lambda i: [torch.zeros(2), 3][i % 2],
@@ -346,7 +346,7 @@ WAYS = {
 @rows(way=WAYS)
 @pytest.mark.forks
 def test_p24_p25_each_kind(DataLoader, way):
-    """Each batch is of one kind; what cannot be collated is the same error in its place."""
+    """Each batch is of one kind; one that cannot be collated is the same error at its place."""
     each = 4 if way["batch_size"] else 1
     samples = [sample for four in KINDS.values() for sample in four[:each]]
     errors = []
@@ -369,8 +369,8 @@ def test_p25_all_kinds_in_one_batch(DataLoader):
 @pytest.mark.forks
 def test_t24_a_kind_that_cannot_be_sent_is_an_error_in_its_place(batch_size):
     samples = [{"a": 1}, types.MappingProxyType({"a": 1}), {"a": 3}]
-    got = outcomes(iter(DataLoader(Given(samples), num_workers=1, batch_size=batch_size)), 4)
-    assert [o[0] for o in got] == ["value", "error", "value", "end"] and got[1][1] is TypeError
+    results = outcomes(iter(DataLoader(Given(samples), num_workers=1, batch_size=batch_size)), 4)
+    assert [o[0] for o in results] == ["value", "error", "value", "end"] and results[1][1] is TypeError
 
 
 def to_batch(samples):
@@ -386,15 +386,15 @@ def test_p24_dataclasses_through_a_collate_function(DataLoader, size):
 
 def test_p25_default_factories_and_orders_are_kept():
     sample = {"d": collections.defaultdict(int, b=1, a=2), "o": collections.OrderedDict(z=1, a=2)}
-    (got,) = epoch(DataLoader(Given([sample]), num_workers=1, batch_size=None, collate_fn=untouched))
-    assert got["d"]["missing"] == 0 and list(got["d"])[:2] == ["b", "a"]
-    got["o"].move_to_end("z")
-    assert list(got["o"]) == ["a", "z"]
+    (batch,) = epoch(DataLoader(Given([sample]), num_workers=1, batch_size=None, collate_fn=untouched))
+    assert batch["d"]["missing"] == 0 and list(batch["d"])[:2] == ["b", "a"]
+    batch["o"].move_to_end("z")
+    assert list(batch["o"]) == ["a", "z"]
 
 
 def test_p25_what_is_one_object_everywhere_stays_one():
-    """Enum members, None, types and functions are themselves on the other side."""
+    """Enum members, None, types and functions keep their identity."""
     sample = [Colour.RED, None, int, untouched, ..., NotImplemented, True, torch.float32, torch.strided, Level.LOW]
     for cls in BOTH:
-        (got,) = cls(Given([sample]), num_workers=1, batch_size=None, collate_fn=untouched)
-        assert all(a is b for a, b in zip(got, sample, strict=True)), cls
+        (batch,) = cls(Given([sample]), num_workers=1, batch_size=None, collate_fn=untouched)
+        assert all(a is b for a, b in zip(batch, sample, strict=True)), cls

@@ -1,4 +1,4 @@
-"""A loop in a function under `torch.compile`: no frame of this package is traced, as none of torch's loader is."""
+"""A loop under `torch.compile`: no frame of this package is traced, just as none of torch's loader is."""
 
 import pytest
 from support import run_script
@@ -64,7 +64,7 @@ import rustloader
 torchs = torch.utils.data.DataLoader
 
 def of_all(make):
-    '''What the loop over each kind of loader gives; the first is torch's.'''
+    '''The results of the loop over each kind of loader, torch's first.'''
     yield "torch", traced(make(torchs))
     yield "DataLoader", traced(make(rustloader.DataLoader))
     yield "StatefulDataLoader", traced(make(rustloader.StatefulDataLoader))
@@ -120,7 +120,7 @@ batches = batches or rustloader.DataLoader(Rows(), **given())
 frames = traced(batches)[0]
 assert not [frame for frame in frames if "/rustloader/" in frame], frames
 assert sys.modules["torch._dynamo.trace_rules"].check(rustloader.DataLoader.__iter__)
-# What waited for the import has gone.
+# The hook that waited for the import is gone.
 assert not [it for it in sys.meta_path if type(it).__module__ == "rustloader.system.after_import"]
 print("done")
 """,

@@ -1,4 +1,4 @@
-"""The ways of libraries with the class and the live iterator, without these libraries (T4, T9, T10)."""
+"""How libraries use the class and the live iterator, reproduced without these libraries (T4, T9, T10)."""
 
 import contextlib
 import functools
@@ -103,14 +103,14 @@ def test_p1_lightning_replaces_the_methods_of_every_loader_class():
             ]
             with pytest.raises(ValueError, match="should not be set after"):
                 loader.batch_size = 3
-            again = type(loader)(*getattr(loader, "__pl_saved_args"), **getattr(loader, "__pl_saved_kwargs"))
-            assert values(epoch(again)) == values(epoch(loader)) == [[0, 1], [2, 3]]
+            rebuilt = type(loader)(*getattr(loader, "__pl_saved_args"), **getattr(loader, "__pl_saved_kwargs"))
+            assert values(epoch(rebuilt)) == values(epoch(loader)) == [[0, 1], [2, 3]]
     assert {cls: dict(vars(cls)) for cls in before} == before
     assert values(epoch(loader)) == [[0, 1], [2, 3]]
 
 
-def lightnings_arguments(loader, sampler):
-    """Arguments for a loader like this one with another sampler: what differs, by identity, from the defaults."""
+def lightning_arguments(loader, sampler):
+    """The arguments for a copy of a loader with another sampler: attributes not identical to their defaults."""
     attributes = {k: v for k, v in vars(loader).items() if not k.startswith("_")}
     attributes["multiprocessing_context"] = loader.multiprocessing_context
     parameters = dict(inspect.signature(loader.__init__).parameters)
@@ -145,15 +145,15 @@ def lightnings_arguments(loader, sampler):
 )
 def test_t4_lightning_rebuilds_a_loader_from_its_attributes(arguments):
     built = [
-        type(loader)(**lightnings_arguments(loader, SequentialSampler(loader.dataset)))
+        type(loader)(**lightning_arguments(loader, SequentialSampler(loader.dataset)))
         for loader in (cls(Numbers(7), **arguments) for cls in BOTH)
     ]
-    theirs, ours = ({k: v for k, v in vars(b).items() if not k.endswith(("sampler", "dataset"))} for b in built)
-    contexts = [str(d.pop("_DataLoader__multiprocessing_context")).split(" at ")[0] for d in (theirs, ours)]
-    assert ours == theirs and contexts[0] == contexts[1]
+    expected, actual = ({k: v for k, v in vars(b).items() if not k.endswith(("sampler", "dataset"))} for b in built)
+    contexts = [str(d.pop("_DataLoader__multiprocessing_context")).split(" at ")[0] for d in (expected, actual)]
+    assert actual == expected and contexts[0] == contexts[1]
     assert sorted(map(str, values(epoch(built[1])))) == sorted(map(str, values(built[0])))
     iterable = DataLoader(Shards([3]), num_workers=1, batch_size=None)
-    assert len(epoch(type(iterable)(**lightnings_arguments(iterable, None)))) == 3
+    assert len(epoch(type(iterable)(**lightning_arguments(iterable, None)))) == 3
 
 
 def test_t4_a_subclass_with_arguments_of_its_own_can_be_rebuilt():
@@ -163,13 +163,13 @@ def test_t4_a_subclass_with_arguments_of_its_own_can_be_rebuilt():
             self.scale = scale
 
     loader = Mine(Numbers(4), scale=3, num_workers=1, batch_size=2)
-    again = Mine(**lightnings_arguments(loader, SequentialSampler(loader.dataset)))
-    assert again.scale == 3 and values(epoch(again)) == [[0, 1], [2, 3]]
+    rebuilt = Mine(**lightning_arguments(loader, SequentialSampler(loader.dataset)))
+    assert rebuilt.scale == 3 and values(epoch(rebuilt)) == [[0, 1], [2, 3]]
 
 
 def test_p1_fabric_and_ray_copy_the_attributes_of_a_loader():
     class Wrapped(DataLoader):
-        """Its own constructor is never called."""
+        """The constructor of its base class is never called."""
 
         def __init__(self, loader):
             self.__dict__.update(loader.__dict__)
@@ -213,7 +213,7 @@ ACCELERATE = (
 
 
 class Adapter:
-    """A loader in another one's clothes, which looks one batch ahead."""
+    """A wrapper that poses as its loader, and looks one batch ahead."""
 
     def __init__(self, loader, batch_sampler):
         ignored = ("batch_size",)
@@ -246,7 +246,7 @@ class Adapter:
 
 
 class Sharded(BatchSampler):
-    """Every second batch, and an attribute that training loops write to."""
+    """Every `num_processes`-th batch; training loops write to this attribute."""
 
     num_processes = 2
 
@@ -268,7 +268,7 @@ def test_t10_accelerate_copies_attributes_and_looks_one_batch_ahead(persistent):
 
 @pytest.mark.ours
 def test_t9_the_class_has_no_state_dict():
-    """Lightning and accelerate would call it, at every batch, and write into what it gives."""
+    """Lightning and accelerate would call it at every batch, and write into its result."""
     loader = DataLoader(Numbers(4), num_workers=1)
     for thing in (loader, iter(loader)):
         assert not hasattr(thing, "state_dict") and not hasattr(thing, "load_state_dict")
@@ -289,7 +289,7 @@ class Forever:
 
 
 class Infinite(DataLoader):
-    """As in ultralytics: the guard is gone around, and one iterator lives as long as the loader."""
+    """As in ultralytics: it bypasses the guard, and one iterator lives as long as the loader."""
 
     def __init__(self, *args, **kw):
         super().__init__(*args, **kw)
@@ -325,13 +325,13 @@ def test_p5_ultralytics_replaces_the_batch_sampler_and_resets():
     assert values(list(loader)) == [[7, 7], [7, 7], [7]]
     assert wait_until(lambda: all(map(gone, first)))
     last = worker_pids(loader.iterator)
-    if DataLoader is not TorchDataLoader:  # torch's handler of SIGCHLD raises in whatever comes next
+    if DataLoader is not TorchDataLoader:  # torch's SIGCHLD handler raises in whatever runs next
         loader.close()
         assert all(map(gone, last))
 
 
 class MultiEpochs(DataLoader):
-    """As in timm: through the mangled flag."""
+    """As in timm: it replaces the sampler through the mangled flag."""
 
     def __init__(self, *args, **kw):
         super().__init__(*args, **kw)
@@ -380,7 +380,7 @@ def test_t1_timm_switches_an_attribute_of_the_collate_function():
 
 
 class Fake:
-    """Like fastai's: not a loader, but with each attribute that torch's iterator reads, and the dataset itself."""
+    """As in fastai: no DataLoader, but it has each attribute that torch's iterator reads, and is its own dataset."""
 
     _IterableDataset_len_called, _auto_collation, drop_last, in_order = None, False, False, True
     _index_sampler, generator, prefetch_factor = itertools.count(), None, 2
@@ -431,7 +431,7 @@ def test_the_iterator_reads_of_its_loader_what_torchs_reads():
         assert values(iterator_class(Spy())) == [[0, 1], [2, 3]]
         return read
 
-    # An option that torch does not have may be missing, as in the stand-ins below.
+    # The attributes of options that torch does not have may be missing, as in the namespace below.
     own = {loader_state.GIVEN, loader_state.AUTO}
     assert read_by(LoaderIter, DataLoader) - own <= read_by(TorchIter, TorchDataLoader)
 
@@ -441,8 +441,8 @@ def test_ignite_rebuilds_with_another_batch_sampler():
     assert loader._dataset_kind == torch_dataloader._DatasetKind.Map
     left_out = ("batch_size", "sampler", "drop_last", "batch_sampler", "dataset_kind")
     arguments = {k: getattr(loader, k) for k in vars(loader) if not k.startswith("_") and k not in left_out}
-    again = type(loader)(**arguments, batch_sampler=[[5, 4], [3]])
-    assert values(epoch(again)) == [[5, 4], [3]]
+    rebuilt = type(loader)(**arguments, batch_sampler=[[5, 4], [3]])
+    assert values(epoch(rebuilt)) == [[5, 4], [3]]
 
 
 def test_p8_mmengine_reads_the_samplers():
@@ -457,7 +457,7 @@ def test_p8_mmengine_reads_the_samplers():
 
 
 class ToIterable(IterableDataset):
-    """detectron2's: a map-style dataset as an iterable one, sharded by worker."""
+    """As in detectron2: a map-style dataset as an iterable one, sharded by worker."""
 
     def __init__(self, dataset, sampler):
         self.dataset, self.sampler = dataset, sampler
@@ -475,7 +475,7 @@ def test_p14_p15_detectron2_shards_by_worker_and_seeds_by_generator(DataLoader, 
 
 
 def test_t4_a_namespace_of_nothing_but_the_table_serves():
-    """The attributes that docs/parity.md lists for torch 2.13, and no other."""
+    """The attributes that docs/parity.md lists for torch 2.13 suffice."""
     names = (
         "_IterableDataset_len_called _auto_collation _dataset_kind _index_sampler collate_fn dataset drop_last "
         "generator in_order multiprocessing_context num_workers persistent_workers pin_memory pin_memory_device "
@@ -485,6 +485,6 @@ def test_t4_a_namespace_of_nothing_but_the_table_serves():
     for iterator_class in {LoaderIter, TorchIter}:
         torch.manual_seed(4)
         with from_engine(3 if iterator_class is LoaderIter else 0):
-            got = values(iterator_class(types.SimpleNamespace(**{n: getattr(real, n) for n in names.split()})))
+            batches = values(iterator_class(types.SimpleNamespace(**{n: getattr(real, n) for n in names.split()})))
         torch.manual_seed(4)
-        assert got == values(epoch(real))
+        assert batches == values(epoch(real))

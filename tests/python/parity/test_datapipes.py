@@ -18,7 +18,7 @@ with warnings.catch_warnings():
 
 pytestmark = [
     pytest.mark.handover,
-    # Some of torch's pipes warn of their own end.
+    # Some of torch's pipes warn that they are deprecated.
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -49,7 +49,7 @@ PIPES = {
 
 
 def states(pipe):
-    """What a pipe in the main process reports about itself."""
+    """The state that a pipe in the main process reports."""
     return str(getattr(pipe, "_snapshot_state", None)), getattr(pipe, "_number_of_samples_yielded", None)
 
 
@@ -58,7 +58,7 @@ def as_is(x):
 
 
 def trace(DataLoader, pipe, epochs=(99, 3, 99), **settings):
-    """Three epochs, of which one is left early, with the states of the loader's generator and of the pipe."""
+    """Epochs (by default three, the second left early), with the states of the loader's generator and of the pipe."""
     pipe, generator = pipe(), torch.Generator().manual_seed(9)
     loader = DataLoader(pipe, batch_size=None, generator=generator, collate_fn=as_is, **settings)
     for taken in epochs:

@@ -1,4 +1,4 @@
-"""Programs run through both loaders, with equal records: see ``differential/``."""
+"""Random programs leave equal records with both loaders; see ``differential/``."""
 
 import copy
 import dataclasses
@@ -8,13 +8,13 @@ from differential import compare, generate, play, processes, shrink
 from differential.program import Program, wrong
 from support import OLD_TORCH, finish, start_script
 
-# What stands in the iterator itself is that of 2.15 with every version of torch, and differs from an old one's.
-old = pytest.mark.skipif(OLD_TORCH, reason="the records of torch 2.6 differ in what its iterator does in its own way")
+# With every version of torch, the attributes of our iterator are those of 2.15, and differ from an old version's.
+old = pytest.mark.skipif(OLD_TORCH, reason="torch 2.6's iterator behaves differently, and so its records differ")
 pytestmark = [pytest.mark.ours, old]
 
 
 def run(*args):
-    """The tester's exit status and output. It forks, so it has a process of its own."""
+    """The exit status and output of the tester, which forks and so runs in a process of its own."""
     process = start_script(f"""
         import runpy
         sys.argv = {["differential", *args]!r}
@@ -23,7 +23,7 @@ def run(*args):
     return finish(process, 800)
 
 
-# These take about 20 s on two cores; `make stress KIND=programs` runs others.
+# These take about 20 s on two cores; `make stress KIND=programs` runs different ones.
 @pytest.mark.random
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
@@ -44,8 +44,8 @@ def test_programs_give_the_same_records(method, programs, seconds):
 def records():
     """A program, and two equal records of it."""
     program = Program(samples=("int", "holes"), structure="tuple", sampler="random", init="draws", collate="list")
-    ((_, theirs, ours),) = processes.run_all([program], 2)
-    return program, theirs, ours
+    ((_, expected, actual),) = processes.run_all([program], 2)
+    return program, expected, actual
 
 
 def events(record, name):
@@ -130,15 +130,15 @@ DAMAGE = [
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda f: f.__name__)
 def test_a_difference_is_found(records, damage):
-    program, theirs, ours = records
-    assert compare.differences(program, theirs, ours) == []
-    ours = copy.deepcopy(ours)
-    damage(ours)
-    assert compare.differences(program, theirs, ours)
+    program, expected, actual = records
+    assert compare.differences(program, expected, actual) == []
+    actual = copy.deepcopy(actual)
+    damage(actual)
+    assert compare.differences(program, expected, actual)
 
 
 def test_out_of_order_the_number_of_kept_batches_is_timing_but_not_their_content():
-    # Which items a broken-off pass has got is timing, and with an error there is a batch less to keep.
+    # Which items an aborted pass has received depends on timing, and an error leaves one batch fewer to keep.
     program = Program(in_order=False, error_in="dataset", error="KeyError", error_at=(3,), pattern="shut down")
     one, two, overwritten = ([[play.KEPT, kept]] for kept in ([True], [True, True], [True, False]))
     assert compare.main(program, two, one) == []
@@ -146,10 +146,10 @@ def test_out_of_order_the_number_of_kept_batches_is_timing_but_not_their_content
 
 
 def test_a_run_that_dies_is_a_difference(records, monkeypatch):
-    program, theirs, _ = records
+    program, expected, _ = records
     monkeypatch.setattr(processes.play, "play", lambda *_: processes.os._exit(3))
-    ((_, _, ours),) = processes.run_all([program], 2)
-    assert compare.differences(program, theirs, ours)[0].startswith("our run: it died")
+    ((_, _, actual),) = processes.run_all([program], 2)
+    assert compare.differences(program, expected, actual)[0].startswith("our run: it died")
 
 
 def test_the_same_seed_makes_the_same_programs():
@@ -166,12 +166,12 @@ def test_a_difference_is_shrunk_to_what_it_needs(monkeypatch):
     start = Program(
         samples=("int", "f32"), structure="dict", num_workers=4, persistent=True, size=50, batch_size=7, init="plain"
     )
-    smaller, found = shrink.shrink(start)
-    assert found == ["here"]
+    smaller, differences = shrink.shrink(start)
+    assert differences == ["here"]
     assert smaller == Program(samples=("f32",), num_workers=2, persistent=True, size=1, epochs=1, take=1)
 
 
-# Options: what they may not change is compared.
+# With options, everything that they must not change is compared.
 
 SHARED = Program(
     samples=("int", "f32"), structure="tuple", sampler="random", size=20, collate="list", dispatch="shared_queue"

@@ -1,4 +1,4 @@
-"""Several ranks, each with a loader of its own: every sample and every random number as with torch (P13 to P15, T2)."""
+"""Several ranks with a loader each: every sample and every random number is as with torch (P13 to P15, T2)."""
 
 import random
 import tempfile
@@ -13,7 +13,7 @@ from sample_data import Draws, Shards
 from support import DataLoader, TorchDataLoader, rng_states, values
 from torch.utils.data import DistributedSampler
 
-# Gloo's threads of earlier groups may still be about when workers are forked.
+# Gloo's threads of earlier groups may still run when workers are forked.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 
 RANKS = 4
@@ -40,17 +40,17 @@ def on_every_rank(work, kind):
     """The results of `work(loader class, rank)` of all ranks."""
     context = torch.multiprocessing.get_context("fork")
     out = context.SimpleQueue()
-    # They meet in a file: a free port may be taken a moment later.
+    # They rendezvous through a file: a free port may be taken a moment later.
     with tempfile.TemporaryDirectory() as folder:
         arguments = (f"{folder}/meeting", work, kind, out)
         ranks = [context.Process(target=rank_main, args=(rank, *arguments)) for rank in range(RANKS)]
         for process in ranks:
             process.start()
-        found = sorted(out.get() for _ in ranks)
+        reports = sorted(out.get() for _ in ranks)
         for process in ranks:
             process.join(240)
-    assert [process.exitcode for process in ranks] == [0] * RANKS, found
-    return [result for _, _, result in found]
+    assert [process.exitcode for process in ranks] == [0] * RANKS, reports
+    return [result for _, _, result in reports]
 
 
 def seed(value):
@@ -78,11 +78,11 @@ def three_epochs(cls, rank):
 
 
 def test_four_ranks_see_what_they_see_with_torch():
-    theirs, ours = (on_every_rank(three_epochs, kind) for kind in ("torch", "ours"))
+    expected, actual = (on_every_rank(three_epochs, kind) for kind in ("torch", "ours"))
     for rank in range(RANKS):
-        assert ours[rank] == theirs[rank], rank
-        assert ours[rank][0][:2] == (RANKS, rank)
-    assert len({str(result) for result in ours}) == RANKS
+        assert actual[rank] == expected[rank], rank
+        assert actual[rank][0][:2] == (RANKS, rank)
+    assert len({str(result) for result in actual}) == RANKS
 
 
 def shared_pipe(cls, rank):
@@ -95,10 +95,10 @@ def shared_pipe(cls, rank):
 
 
 def test_p27_ranks_share_the_seed_of_a_pipe_and_divide_it():
-    theirs, ours = (on_every_rank(shared_pipe, kind) for kind in ("torch", "ours"))
-    assert ours == theirs
+    expected, actual = (on_every_rank(shared_pipe, kind) for kind in ("torch", "ours"))
+    assert actual == expected
     for epoch in range(2):
-        assert sorted(x for result in ours for x in result[epoch]) == list(range(24))
+        assert sorted(x for result in actual for x in result[epoch]) == list(range(24))
 
 
 @rows(world=[1, 2], drop_last=[False, True])

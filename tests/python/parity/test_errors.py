@@ -1,4 +1,4 @@
-"""Errors at their place, timeouts, and what follows them (P17, P19, S6)."""
+"""Errors at their places, timeouts, and what follows them (P17, P19, S6)."""
 
 import time
 
@@ -17,29 +17,29 @@ def test_p15_p17_out_of_order_errors_are_not_lost(persistent):
         Failing(20, ERRORS), num_workers=2, batch_size=None, in_order=False, persistent_workers=persistent
     )
     for _ in range(2):
-        got = outcomes(iter(loader), 21)
-        assert sorted(o[1] for o in got if o[0] == "value") == [i for i in range(20) if i not in ERRORS]
-        assert {o[1] for o in got if o[0] == "error"} == {KeyError, RuntimeError}
-        assert got[-1] == ("end",)
+        results = outcomes(iter(loader), 21)
+        assert sorted(o[1] for o in results if o[0] == "value") == [i for i in range(20) if i not in ERRORS]
+        assert {o[1] for o in results if o[0] == "error"} == {KeyError, RuntimeError}
+        assert results[-1] == ("end",)
 
 
 def test_p12_an_error_of_the_sampler_in_next():
     iterator = iter(DataLoader(Numbers(9), sampler=FailingSampler(9, 5), num_workers=2, batch_size=None))
-    got = outcomes(iterator, 10)
-    assert ("error", KeyError, "sampler") in got[:3]
+    results = outcomes(iterator, 10)
+    assert ("error", KeyError, "sampler") in results[:3]
 
 
 @pytest.mark.ours
 def test_t24_an_error_of_the_sampler_costs_no_batch():
     iterator = iter(DataLoader(Numbers(9), sampler=FailingSampler(9, 5), num_workers=2, batch_size=None))
-    got = outcomes(iterator, 11)
-    assert [o[1] for o in got if o[0] == "value"] == [0, 1, 2, 3, 4, 6, 7, 8]
-    assert [o for o in got if o[0] == "error"] == [("error", KeyError, "sampler")]
-    assert got[-1] == ("end",)
+    results = outcomes(iterator, 11)
+    assert [o[1] for o in results if o[0] == "value"] == [0, 1, 2, 3, 4, 6, 7, 8]
+    assert [o for o in results if o[0] == "error"] == [("error", KeyError, "sampler")]
+    assert results[-1] == ("end",)
 
 
 class FailsOften(torch.utils.data.Sampler):
-    """Raises KeyError in place of each index from 4 to 9."""
+    """Raises KeyError instead of each index from 4 to 9."""
 
     class Walk:
         def __init__(self):
@@ -60,9 +60,9 @@ class FailsOften(torch.utils.data.Sampler):
 @pytest.mark.ours
 def test_t24_more_errors_of_the_sampler_than_batches_under_way_cost_no_batch():
     iterator = iter(DataLoader(Numbers(12), sampler=FailsOften(), num_workers=2, batch_size=None))
-    got = outcomes(iterator, 13)
-    assert [o[1] for o in got if o[0] == "value"] == [0, 1, 2, 3, 10, 11]
-    assert [o[0] for o in got].count("error") == 6 and got[-1] == ("end",)
+    results = outcomes(iterator, 13)
+    assert [o[1] for o in results if o[0] == "value"] == [0, 1, 2, 3, 10, 11]
+    assert [o[0] for o in results].count("error") == 6 and results[-1] == ("end",)
 
 
 @pytest.mark.ours
@@ -71,7 +71,7 @@ def test_t24_an_error_of_the_sampler_that_nobody_has_seen_goes_with_its_epoch():
     loader = DataLoader(Numbers(9), sampler=sampler, num_workers=2, batch_size=None, persistent_workers=True)
     for _ in range(3):
         iterator = iter(loader)
-        # The error comes while the place of the first batch is filled.
+        # The sampler fails when the first batch's place in the window is filled again.
         assert next(iterator).item() == 0
     with pytest.raises(KeyError, match="sampler"):
         next(iterator)
@@ -87,10 +87,10 @@ def test_p19_a_timeout_loses_nothing(tmp_path):
     assert [in_time(next, iterator) for _ in range(4)] == [*[("value", i) for i in (1, 2, 3)], ("end",)]
 
 
-# Alone: a worker that another process keeps from a processor for 5 s would be a timeout.
+# Runs alone: a worker that gets no processor time for 5 s would be a timeout.
 @pytest.mark.alone
 def test_p19_the_clock_starts_again_at_each_result():
-    # Worker 0 needs 6.5 s for its first item; the other one's batches come every 0.75 s until then.
+    # Worker 0 needs 6.5 s for its first item; the other worker's batches arrive every 0.75 s until then.
     dataset = Slow(12, {0: 6.5} | {i: 0.75 for i in range(1, 12, 2)})
     start = time.monotonic()
     iterator = iter(DataLoader(dataset, num_workers=2, batch_size=None, timeout=5, prefetch_factor=6))

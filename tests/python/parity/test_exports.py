@@ -1,4 +1,4 @@
-"""The package's names: all of torch.utils.data's, and torch's own objects except for the loader."""
+"""The package has all names of torch.utils.data, bound to torch's own objects except for the loader."""
 
 import importlib
 import re
@@ -14,11 +14,11 @@ PUBLIC = [name for name in torch.utils.data.__all__ if not name.startswith("_")]
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_is_there(name):
-    ours, theirs = getattr(rustloader, name), getattr(torch.utils.data, name)
+    actual, original = getattr(rustloader, name), getattr(torch.utils.data, name)
     if name == "DataLoader":
-        assert issubclass(ours, theirs) and ours is not theirs
+        assert issubclass(actual, original) and actual is not original
     else:
-        assert ours is theirs
+        assert actual is original
 
 
 MODULES = ["_utils", "datapipes", "dataset", "distributed", "graph", "graph_settings", "sampler"]
@@ -30,14 +30,14 @@ def test_torchs_modules_are_reached_through_the_package(name):
 
 
 def test_the_module_of_the_loader_has_what_torchs_has():
-    theirs = torch.utils.data.dataloader
-    ours = importlib.import_module("rustloader.dataloader")
-    assert rustloader.dataloader is ours and ours is not theirs
-    assert ours.DataLoader is rustloader.DataLoader
+    original = torch.utils.data.dataloader
+    module = importlib.import_module("rustloader.dataloader")
+    assert rustloader.dataloader is module and module is not original
+    assert module.DataLoader is rustloader.DataLoader
     for name in ("default_collate", "get_worker_info", "_DatasetKind", "_SingleProcessDataLoaderIter", "_utils"):
-        assert getattr(ours, name) is getattr(theirs, name)
+        assert getattr(module, name) is getattr(original, name)
     with pytest.raises(AttributeError, match=r"rustloader\.dataloader.*no_such_name"):
-        _ = ours.no_such_name
+        _ = module.no_such_name
 
 
 def test_the_module_of_the_loader_is_reached_before_anything_else_is():
@@ -49,12 +49,12 @@ def test_the_module_of_the_loader_is_reached_before_anything_else_is():
     assert (status, out) == (0, "[1, 2]\n"), err
 
 
-def test_all_and_dir_tell_them():
+def test_all_and_dir_list_every_public_name():
     assert set(PUBLIC) <= set(rustloader.__all__) and set(PUBLIC) <= set(dir(rustloader))
     assert all(hasattr(rustloader, name) for name in rustloader.__all__)
 
 
-def test_a_name_that_nobody_has():
+def test_an_unknown_name_is_an_error():
     with pytest.raises(AttributeError, match=r"rustloader.*no_such_name"):
         _ = rustloader.no_such_name
     with pytest.raises(ImportError):
@@ -80,7 +80,7 @@ def test_version():
     assert re.match(r"\d+\.\d+\.\d+", rustloader.__version__)
 
 
-OURS = (
+OWN_NAMES = (
     "ArenaStats CacheEstimate CacheUsage CachedDataset CopyStats CoreUsers DataLoader DeviceLoader "
     "ErrorLimitExceeded Failure Fallback FaultStats LargeAttribute LoaderTimeoutError MetricsServer Options "
     "PinningStats RankReport RankStats SchedulingStats SlowBatch StatefulDataLoader Stats TransferStats "
@@ -90,9 +90,9 @@ OURS = (
 
 
 def test_all_is_torchs_names_and_ours():
-    assert rustloader.__all__ == sorted({*torch.utils.data.__all__, *OURS})
+    assert rustloader.__all__ == sorted({*torch.utils.data.__all__, *OWN_NAMES})
     # Only the loader shares its name with one of torch's.
-    assert set(OURS) & set(torch.utils.data.__all__) == {"DataLoader"}
+    assert set(OWN_NAMES) & set(torch.utils.data.__all__) == {"DataLoader"}
 
 
 def test_dir_shows_what_all_has_and_nothing_else():
@@ -106,10 +106,10 @@ def test_help_begins_with_what_is_ours():
 
     text = pydoc.plain(pydoc.render_doc(rustloader))
     description = text[: text.index("PACKAGE CONTENTS")]
-    assert all(re.search(rf"\b{name}\b", description) for name in OURS)
-    places = {name: re.search(rf"\b{name}\b", description) for name in [*PUBLIC, *OURS]}
-    first = min(place.start() for name, place in places.items() if place and name not in OURS)
-    assert all(places[name].start() < first for name in OURS)
+    assert all(re.search(rf"\b{name}\b", description) for name in OWN_NAMES)
+    matches = {name: re.search(rf"\b{name}\b", description) for name in [*PUBLIC, *OWN_NAMES]}
+    first = min(match.start() for name, match in matches.items() if match and name not in OWN_NAMES)
+    assert all(matches[name].start() < first for name in OWN_NAMES)
 
 
 def test_dir_of_a_package_that_nothing_has_used_yet():

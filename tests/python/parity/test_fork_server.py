@@ -1,4 +1,4 @@
-"""The fork server of a program: who starts it with which modules imported, and what its workers see."""
+"""The fork server of a program: who starts it, which modules it has imported, and what its workers see."""
 
 import importlib
 import os
@@ -13,7 +13,8 @@ from rustloader.workers import fork_server, preloaded
 
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(400)]
 
-# What a worker has: whether its server had imported our module, its parent, and what it drew while it was unpickled.
+# A sample: whether the server had imported our module, the pid of the worker's parent, a number that was drawn while
+# the dataset was unpickled, and the result of the sample's order.
 HEAD = """
 import multiprocessing, os, signal, sys, threading, time
 from multiprocessing import forkserver
@@ -49,7 +50,7 @@ def server():
     return forkserver._forkserver._forkserver_pid
 
 class Dies:
-    '''Kills the first worker that comes.'''
+    '''Kills the first worker that calls it.'''
     def __init__(self, path):
         self.path = path
     def __call__(self):
@@ -96,7 +97,7 @@ context = multiprocessing.get_context("forkserver")
 orders = {1: modules, 2: Dies(os.environ["DIED"]), 4: forked_draw}
 samples = list(loader(Seen(orders=orders), max_restarts=1))
 print(all(sample[0] for sample in samples), {sample[1] for sample in samples} == {server()})
-# Two workers, and the one in place of worker 0: each has drawn by itself.
+# Two workers and the replacement of worker 0: each has drawn its own number.
 print(len({sample[2] for sample in samples}))
 print(samples[4][3])
 with open(f"/proc/{server()}/status") as file:
@@ -144,7 +145,7 @@ def test_the_environment_turns_it_off(tmp_path):
 
 
 def test_files_in_the_working_directory_are_not_taken_for_modules(tmp_path):
-    """The server looks there first, where its Python does not give it the program's path."""
+    """The server looks there first if its Python does not pass it the program's path."""
     for name in ("torch", "numpy", "queue"):
         (tmp_path / f"{name}.py").write_text("print('a file of the user', flush=True)\n")
     assert script("print(is_preloaded())", tmp_path, cwd=tmp_path) == ["True"]
@@ -212,7 +213,7 @@ def test_an_import_that_fails_is_left_to_the_workers(error, tmp_path, monkeypatc
 
 
 def test_in_another_process_the_module_does_nothing(monkeypatch):
-    monkeypatch.setattr(forks, "at_fork", lambda *_, **kw: pytest.fail("a hook in a process that is no server"))
+    monkeypatch.setattr(forks, "at_fork", lambda *_, **kw: pytest.fail("a hook in a process that is no fork server"))
     importlib.reload(preloaded)
 
 
@@ -232,14 +233,14 @@ def test_the_switch(text, value, monkeypatch):
     assert FORKSERVER_PRELOAD.get() is value
 
 
-def test_a_switch_that_is_neither_is_an_error(monkeypatch):
+def test_a_switch_that_is_neither_on_nor_off_is_an_error(monkeypatch):
     monkeypatch.setenv(FORKSERVER_PRELOAD.name, "perhaps")
     with pytest.raises(ValueError, match=r"^RUSTLOADER_FORKSERVER_PRELOAD must be 1 or 0, got 'perhaps'; set it"):
         FORKSERVER_PRELOAD.get()
 
 
 def test_a_working_directory_that_was_deleted_shadows_nothing(tmp_path):
-    """A server that runs already serves such a program."""
+    """A fork server that already runs serves such a program."""
     (gone := tmp_path / "gone").mkdir()
     before = os.getcwd()
     try:

@@ -33,7 +33,7 @@ N, AT = 60, 7
 
 
 class Hostile(Numbers):
-    """Sample i is i in a block of its own. At its sample AT or the next a worker does something to itself, once."""
+    """Sample i is a tensor of i in a block of its own. At sample AT or the next, a worker calls `act`, once."""
 
     done = False
 
@@ -116,7 +116,7 @@ class Hostile(Numbers):
             threading.Thread(target=work, daemon=True).start()
 
     def become_another(self):
-        """What renames or reweights a process."""
+        """Changes the priority, the umask, the environment, the recursion limit and the standard streams."""
         os.nice(5)
         os.umask(0o777)
         os.environ.clear()
@@ -124,7 +124,7 @@ class Hostile(Numbers):
         sys.stdout = sys.stderr = sys.stdin = None
 
     def leave_a_grandchild(self):
-        """In the worker's session and with its descriptors, and deaf."""
+        """It stays in the worker's session, holds its descriptors, and ignores SIGTERM."""
         if os.fork() == 0:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             with open(f"{self.folder}/grandchild-{os.getpid()}", "w"):
@@ -137,7 +137,7 @@ HARMLESS = [name for name in vars(Hostile) if not name.startswith("_") and name 
 
 
 def right_epoch(batches):
-    """Whether these are all the batches, in their order."""
+    """True if these are all the batches, in order."""
     at = -1
     for at, batch in enumerate(batches):
         assert bool((batch == at).all()), f"batch {at} is wrong"
@@ -199,7 +199,7 @@ def test_a_thread_that_a_worker_would_wait_for_does_not_hold_up_the_shutdown(mon
 
 @pytest.mark.forks
 def test_descriptors_that_are_closed_in_main_are_an_error_or_no_harm():
-    """And what gets their numbers is not written to."""
+    """And files that get their numbers are not written to."""
     status, out, err = run_script("""
         from test_hostile import Numbers, outcome
         def files():
@@ -226,7 +226,7 @@ def test_descriptors_that_are_closed_in_main_are_an_error_or_no_harm():
 @pytest.mark.parametrize("kind", ["a file", "a pipe", "an empty pipe", "the pipe's other end"])
 @pytest.mark.forks
 def test_what_gets_the_numbers_of_mains_descriptors_stays_as_it_is(kind, pinned):
-    """Nothing writes to it, reads from it or waits for it."""
+    """Nothing writes to such a file, reads from it or waits for it."""
     status, out, err = run_script(f"""
         import contextlib, fcntl, struct, termios
         from pinning_support import pinning
@@ -252,7 +252,7 @@ def test_what_gets_the_numbers_of_mains_descriptors_stays_as_it_is(kind, pinned)
         with pinning() if pinned else contextlib.nullcontext():
             iterator = iter(DataLoader(Numbers(12), num_workers=2, batch_size=None, pin_memory=pinned))
             got = [outcome(next, iterator)]
-            # A file that a thread opens and closes in between would get its place in the set below.
+            # The set below must not include a file that a thread has open only for a moment.
             done = lambda: sum(worker.tasks for worker in rustloader.stats(iterator).workers) >= 5
             assert wait_until(done) and (not pinned or wait_until(lambda: pinned_all(iterator)))
             before = look()
@@ -270,8 +270,8 @@ def test_what_gets_the_numbers_of_mains_descriptors_stays_as_it_is(kind, pinned)
     assert (status, out) == (0, "through\n"), err
 
 
-class Given(Sampler):
-    """Yields what it is given; calls what can be called."""
+class Yields(Sampler):
+    """Yields the given objects, and the results of the given functions."""
 
     def __init__(self, *things):
         self.things = things
@@ -312,52 +312,52 @@ class Asked(Numbers):
 
 
 @pytest.mark.parametrize("batched", [False, True], ids=["index", "batch"])
-@pytest.mark.parametrize("what", GARBAGE)
-def test_garbage_of_a_sampler_is_an_error_and_the_others_come(what, batched):
-    """After what is primed: an index that cannot be sent is an error of the call that takes it from the sampler, any
-    other one of its batch."""
-    thing = GARBAGE[what]
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_garbage_of_a_sampler_is_an_error_and_the_others_come(garbage, batched):
+    """Beyond the primed indices, one that cannot be sent is an error of the call that draws it. Any other garbage is an
+    error of its batch."""
+    thing = GARBAGE[garbage]
     if batched:
-        batches = Given(*([i] for i in range(6)), thing, [7], [8, thing], [9])
+        batches = Yields(*([i] for i in range(6)), thing, [7], [8, thing], [9])
         loader = DataLoader(Asked(10), num_workers=2, batch_sampler=batches)
     else:
-        loader = DataLoader(Asked(10), num_workers=2, batch_size=None, sampler=Given(*range(6), thing, 7, 8, 9))
+        loader = DataLoader(Asked(10), num_workers=2, batch_size=None, sampler=Yields(*range(6), thing, 7, 8, 9))
     iterator = iter(loader)
     pids = worker_pids(iterator)
     with within(30):
-        got = outcomes(iterator, 14)
-    values = [o[1][0] if batched else o[1] for o in got if o[0] == "value"]
-    assert values == [i for i in range(10) if i != 6 and not (batched and i == 8)], got
-    assert len([o for o in got if o[0] == "error"]) == (2 if batched else 1), got
-    assert got[-1] == ("end",) and worker_pids(iterator) == pids
-    assert not any("DataLoader worker (pid" in o[2] for o in got if o[0] == "error"), "no worker has died of it"
+        results = outcomes(iterator, 14)
+    values = [o[1][0] if batched else o[1] for o in results if o[0] == "value"]
+    assert values == [i for i in range(10) if i != 6 and not (batched and i == 8)], results
+    assert len([o for o in results if o[0] == "error"]) == (2 if batched else 1), results
+    assert results[-1] == ("end",) and worker_pids(iterator) == pids
+    assert not any("DataLoader worker (pid" in o[2] for o in results if o[0] == "error"), "a worker has died of it"
 
 
 def test_garbage_among_the_first_indices_is_an_error_of_iter():
     with pytest.raises(TypeError, match="cannot pickle 'generator' object"):
-        iter(DataLoader(Asked(3), num_workers=2, batch_size=None, sampler=Given(0, (i for i in ()), 2)))
+        iter(DataLoader(Asked(3), num_workers=2, batch_size=None, sampler=Yields(0, (i for i in ()), 2)))
 
 
 def test_a_sampler_that_blocks_keeps_nobody_else_from_shutting_down():
-    go, there = threading.Event(), threading.Event()
+    release, blocked = threading.Event(), threading.Event()
 
     def block():
-        there.set()
-        go.wait(60)
+        blocked.set()
+        release.wait(60)
         return 5
 
-    def wait_and_answer():
+    def blocked_index():
         return block()
 
-    iterator = iter(DataLoader(Numbers(6), num_workers=1, batch_size=None, sampler=Given(0, 1, wait_and_answer, 3)))
+    iterator = iter(DataLoader(Numbers(6), num_workers=1, batch_size=None, sampler=Yields(0, 1, blocked_index, 3)))
     pids, seen = worker_pids(iterator), []
     thread = threading.Thread(target=lambda: seen.append(outcome(next, iterator)))
     thread.start()
-    assert there.wait(60)
+    assert blocked.wait(60)
     with within(10):
         iterator._shutdown_workers()
     assert all(map(gone, pids))
-    go.set()
+    release.set()
     thread.join(10)
     assert not thread.is_alive() and seen[0][0] in ("error", "end", "value")
     assert outcome(next, iterator)[0] != "value"
@@ -371,10 +371,10 @@ def test_a_death_while_the_sampler_blocks_is_told_after_it():
         assert wait_until(lambda: gone(worker_pids(iterator)[0]))
         return 4
 
-    iterator = iter(DataLoader(Numbers(6), num_workers=2, batch_size=None, sampler=Given(0, 1, 2, 3, kill, 5)))
+    iterator = iter(DataLoader(Numbers(6), num_workers=2, batch_size=None, sampler=Yields(0, 1, 2, 3, kill, 5)))
     with within(60):
-        got = outcomes(iterator, 8)
-    values = [o[1] for o in got if o[0] == "value"]
-    # Whether the worker had done its second task when it was killed is a matter of time.
-    assert values == list(range(len(values))) and len(values) in (2, 3, 4), got
-    assert all(o[0] == "error" and "is killed by signal: Killed" in o[2] for o in got[len(values) :]), got
+        results = outcomes(iterator, 8)
+    values = [o[1] for o in results if o[0] == "value"]
+    # Whether the worker had done its second task when it was killed depends on timing.
+    assert values == list(range(len(values))) and len(values) in (2, 3, 4), results
+    assert all(o[0] == "error" and "is killed by signal: Killed" in o[2] for o in results[len(values) :]), results

@@ -13,7 +13,7 @@ from parity_table import Raised, attempt, drain, rows
 from sample_data import Numbers, as_list, untouched
 from support import DataLoader, LoaderIter, outcomes, values
 
-# Samplers and the batches of indices that they give
+# Samplers, and the index batches that they yield
 
 
 class Iterates:
@@ -115,7 +115,7 @@ class NoTruth(Items):
 
 
 class Answers(Items):
-    """Answers every attribute."""
+    """Has the same value for every attribute."""
 
     def __init__(self, answer):
         self.answer = answer
@@ -266,7 +266,7 @@ SETTINGS = {
 BATCH_SIZES = [None, 2]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of torch's half-made iterator
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # from torch's half-built iterator
 @rows(name=SAMPLERS, batch_size=BATCH_SIZES)
 def test_samplers(DataLoader, name, batch_size):
     settings = dict(batch_size=batch_size, num_workers=2, collate_fn=untouched)
@@ -310,7 +310,7 @@ def test_settings(DataLoader, name):
 
 
 def test_a_prefetch_factor_that_is_no_whole_number():
-    # torch's words. Its own iterator is not asked: it fails half-made, and the thread of its queue is left to an error.
+    # torch's text. torch's own iterator is not run: it fails half-built, and its queue's thread is left with an error.
     with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
         iter(DataLoader(Items(), sampler=[0], num_workers=1, prefetch_factor=2.5))
 
@@ -336,10 +336,10 @@ def test_loaders_and_iterators_that_compare_by_value():
 def test_a_loader_with_slots():
     real = DataLoader(Numbers(3), batch_size=None, num_workers=1)
 
-    class Stand:
+    class StandIn:
         __slots__ = ()
 
         def __getattr__(self, name):
             return getattr(real, name)
 
-    assert outcomes(LoaderIter(Stand()), 4) == [*(("value", i) for i in range(3)), ("end",)]
+    assert outcomes(LoaderIter(StandIn()), 4) == [*(("value", i) for i in range(3)), ("end",)]

@@ -1,4 +1,4 @@
-"""The index stream: torch's indices and draws, at torch's calls, without a list of all indices."""
+"""The index stream has torch's indices and draws, at the same calls, without a list of all indices."""
 
 import copy
 import gc
@@ -43,7 +43,7 @@ class Sized:
         return index
 
 
-def the_same(samples):
+def untouched(samples):
     return samples
 
 
@@ -59,15 +59,16 @@ def states(generator):
 
 
 def steps(cls, make, seed, count=None, disturb=lambda step, sampler: None):
-    """What each call gives, and the states of the generators after it. Two calls beyond the end; `count` calls at most.
+    """The outcome of each call, and the states of the generators after it, until two calls have returned no batch.
 
     Args:
-        make: Makes the loader's arguments and the generator that the program can see.
+        make: Builds the loader's arguments, and the generator that the program can see.
+        count: The largest length of the result.
         disturb: Called before each call with its number and the BatchSampler.
     """
     torch.manual_seed(seed)
     arguments, generator = make()
-    loader = cls(collate_fn=the_same, **arguments)
+    loader = cls(collate_fn=untouched, **arguments)
     iterator = indices_of(loader)
     if cls is DataLoader:
         assert type(iterator) is IndexStream
@@ -81,13 +82,13 @@ def steps(cls, make, seed, count=None, disturb=lambda step, sampler: None):
 
 
 def same_steps(make, seed=0, **kw):
-    torchs = steps(TorchDataLoader, make, seed, **kw)
-    assert steps(DataLoader, make, seed, **kw) == torchs
-    return [step for step, _ in torchs[1:]]
+    expected = steps(TorchDataLoader, make, seed, **kw)
+    assert steps(DataLoader, make, seed, **kw) == expected
+    return [step for step, _ in expected[1:]]
 
 
 def random_sampler(size, *, batch_size=3, drop_last=False, seed=None, **kw):
-    """A function that makes the arguments of a loader with a RandomSampler."""
+    """A function that builds the arguments of a loader with a RandomSampler."""
 
     def make():
         data = Sized(size)
@@ -99,7 +100,7 @@ def random_sampler(size, *, batch_size=3, drop_last=False, seed=None, **kw):
 
 
 def shard(size, *, batch_size=3, drop_last=False, epoch=0, change=None, **kw):
-    """A function that makes the arguments of a loader with a DistributedSampler."""
+    """A function that builds the arguments of a loader with a DistributedSampler."""
 
     def make():
         data = Sized(size)
@@ -112,7 +113,7 @@ def shard(size, *, batch_size=3, drop_last=False, epoch=0, change=None, **kw):
 
 
 def in_order(size, **batch):
-    """A function that makes the arguments of a loader with a SequentialSampler."""
+    """A function that builds the arguments of a loader with a SequentialSampler."""
     return lambda: (dict(dataset=Sized(size), **batch), None)
 
 
@@ -144,8 +145,8 @@ def test_thousand_random_cases(part):
     rng = random.Random(part)
     for _ in range(100):
         case = rng.getrandbits(40)
-        made = random_case(random.Random(case))
-        assert same_steps(made, seed=case % 7), case
+        make = random_case(random.Random(case))
+        assert same_steps(make, seed=case % 7), case
 
 
 def test_shards_that_drop_the_last_indices():
@@ -167,7 +168,7 @@ def test_yields_plain_lists_of_plain_ints(batch_size):
         assert {type(index) for index in (batch if batch_size else [batch])} == {int}
 
 
-# Who gets a stream
+# Which samplers get a stream
 
 
 class OwnRandom(RandomSampler):
@@ -210,17 +211,17 @@ def test_a_sampler_alone_in_order_keeps_torchs_iterator():
 @pytest.mark.parametrize("cls", [RandomSampler, BatchSampler, DistributedSampler])
 def test_replaced_methods_take_the_ordinary_way(cls, monkeypatch):
     calls = []
-    torchs = cls.__iter__
+    original = cls.__iter__
 
     def counted(self):
         calls.append(self)
-        return torchs(self)
+        return original(self)
 
     inner = DistributedSampler(DATA, 2, 0) if cls is DistributedSampler else RandomSampler(DATA)
-    loader = DataLoader(DATA, batch_sampler=BatchSampler(inner, 3, False), collate_fn=the_same)
+    loader = DataLoader(DATA, batch_sampler=BatchSampler(inner, 3, False), collate_fn=untouched)
     monkeypatch.setattr(cls, "__iter__", counted)
     iterator = indices_of(loader)
-    if cls is not BatchSampler:  # torch's generator results from the wrapper all the same
+    if cls is not BatchSampler:  # the wrapper still returns torch's generator
         assert type(iterator) is types.GeneratorType
     list(iterator)
     assert len(calls) == 1
@@ -244,19 +245,19 @@ def test_a_method_that_yields_something_else_is_called(monkeypatch):
 
 def test_an_iterator_that_a_program_puts_in_place_stays(monkeypatch):
     base = torch.utils.data.dataloader._BaseDataLoaderIter
-    torchs = base._reset
+    original = base._reset
 
     def skipping(self, loader, first_iter=False):
-        torchs(self, loader, first_iter)
+        original(self, loader, first_iter)
         next(self._sampler_iter)
 
     monkeypatch.setattr(base, "_reset", skipping)
     with within(60):
         torch.manual_seed(0)
-        ours = list(DataLoader(DATA, shuffle=True, num_workers=1, collate_fn=the_same))
+        batches = list(DataLoader(DATA, shuffle=True, num_workers=1, collate_fn=untouched))
         torch.manual_seed(0)
-        assert ours == list(TorchDataLoader(DATA, shuffle=True, num_workers=1, collate_fn=the_same))
-    assert len(ours) == 9
+        assert batches == list(TorchDataLoader(DATA, shuffle=True, num_workers=1, collate_fn=untouched))
+    assert len(batches) == 9
 
 
 def test_a_sampler_that_is_replaced_before_the_first_call():
@@ -310,7 +311,7 @@ def test_epochs_of_loaders_are_torchs(workers, persistent, given):
     def play(cls):
         torch.manual_seed(5)
         generator = torch.Generator().manual_seed(6) if given else None
-        kw = dict(num_workers=workers, persistent_workers=persistent, collate_fn=the_same)
+        kw = dict(num_workers=workers, persistent_workers=persistent, collate_fn=untouched)
         loader = cls(Sized(23), batch_size=4, shuffle=True, generator=generator, **kw)
         seen = []
         for _ in range(3):
@@ -326,29 +327,29 @@ def test_epochs_of_loaders_are_torchs(workers, persistent, given):
 @pytest.mark.handover
 def test_torchs_iterator_with_workers_gets_a_stream(monkeypatch, caplog):
     def process_data(self, data, *args):
-        return torchs(self, data, *args)
+        return original(self, data, *args)
 
     cls = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
-    torchs = cls._process_data
+    original = cls._process_data
     monkeypatch.setattr(cls, "_process_data", process_data)
-    kw = dict(batch_size=4, shuffle=True, num_workers=1, collate_fn=the_same, persistent_workers=True)
+    kw = dict(batch_size=4, shuffle=True, num_workers=1, collate_fn=untouched, persistent_workers=True)
     with within(60):
         torch.manual_seed(2)
         loader = DataLoader(Sized(23), **kw)
         iterator = iter(loader)
         assert type(iterator._sampler_iter) is IndexStream
-        ours = [list(iterator), list(loader)]
+        epochs = [list(iterator), list(loader)]
         assert iterator.engine_batches == 0
         torch.manual_seed(2)
         loader = TorchDataLoader(Sized(23), **kw)
-        assert ours == [list(loader), list(loader)]
+        assert epochs == [list(loader), list(loader)]
     assert "_process_data of torch's own iterator was replaced" in caplog.text
 
 
 def test_iterators_that_are_abandoned_or_run_at_the_same_time():
     def play(cls):
         torch.manual_seed(3)
-        loader = cls(Sized(20), batch_size=3, shuffle=True, collate_fn=the_same)
+        loader = cls(Sized(20), batch_size=3, shuffle=True, collate_fn=untouched)
         first, second = iter(loader), iter(loader)
         seen = [next(second), next(first), next(first)]
         third = iter(loader)
@@ -364,7 +365,7 @@ def test_copied_loaders(copied):
     def play(cls):
         torch.manual_seed(4)
         generator = torch.Generator().manual_seed(1)
-        loader = cls(Sized(20), batch_size=3, shuffle=True, generator=generator, collate_fn=the_same)
+        loader = cls(Sized(20), batch_size=3, shuffle=True, generator=generator, collate_fn=untouched)
         kept = iter(loader)
         seen = [next(kept)]
         other = copied(loader)
@@ -373,7 +374,7 @@ def test_copied_loaders(copied):
     assert play(DataLoader) == play(TorchDataLoader)
 
 
-# Moments
+# When things happen
 
 
 def test_permutations_are_drawn_when_torch_draws_them(monkeypatch):
@@ -381,7 +382,7 @@ def test_permutations_are_drawn_when_torch_draws_them(monkeypatch):
         counts = []
         draws = []
         with monkeypatch.context() as patch:
-            patch.setattr(torch, "randperm", lambda *args, **kw: draws.append(args) or torchs(*args, **kw))
+            patch.setattr(torch, "randperm", lambda *args, **kw: draws.append(args) or original(*args, **kw))
             iterator = indices_of(cls(**make()[0]))
             counts.append(len(draws))
             for _ in iterator:
@@ -389,11 +390,11 @@ def test_permutations_are_drawn_when_torch_draws_them(monkeypatch):
             counts.append(len(draws))
         return counts
 
-    torchs = torch.randperm
+    original = torch.randperm
     for kw in (dict(), dict(num_samples=25), dict(num_samples=30), dict(num_samples=4)):
         visible = random_sampler(10, seed=1, **kw)
         assert drawn(DataLoader, visible) == drawn(TorchDataLoader, visible)
-    # Of a generator that no program can see, only what is needed.
+    # From a generator that no program can see, only what is needed is drawn.
     assert drawn(DataLoader, random_sampler(10, batch_size=5)) == [0, 1, 1, 1]
     assert drawn(TorchDataLoader, random_sampler(10, batch_size=5)) == [0, 1, 1, 2]
     assert drawn(DataLoader, random_sampler(10, batch_size=5, num_samples=11)) == [0, 1, 1, 2, 2]
@@ -514,8 +515,8 @@ def test_a_permutation_that_is_no_ordinary_tensor(monkeypatch):
     class Own(torch.Tensor):
         pass
 
-    torchs = torch.randperm
-    monkeypatch.setattr(torch, "randperm", lambda *args, **kw: torchs(*args, **kw).as_subclass(Own))
+    original = torch.randperm
+    monkeypatch.setattr(torch, "randperm", lambda *args, **kw: original(*args, **kw).as_subclass(Own))
     assert len(same_steps(random_sampler(10, num_samples=14))) == 7
     assert len(same_steps(shard(10, num_replicas=3, rank=2))) == 4
 
@@ -535,10 +536,10 @@ def test_attributes_that_are_gone():
 
 
 def skipped(make, count, seed=0):
-    """What a stream yields that leaves out `count` batches, and the states of the generators after it."""
+    """The batches of a stream that skips `count` of them, and the states of the generators after the last one."""
     torch.manual_seed(seed)
     arguments, generator = make()
-    stream = indices_of(DataLoader(collate_fn=the_same, **arguments))
+    stream = indices_of(DataLoader(collate_fn=untouched, **arguments))
     stream.skip(count)
     return list(stream), states(generator)
 
@@ -577,7 +578,7 @@ def test_skips_add_up_and_draw_at_the_first_next():
 
 
 def test_a_skip_draws_no_permutation_before_torch_would():
-    # Two batches are one permutation: the second one is drawn with the third batch, in either way.
+    # A permutation is two batches: the second one is drawn with the third batch, with a skip or without.
     make = random_sampler(6, num_samples=12, seed=4)
     torch.manual_seed(0)
     arguments, generator = make()
@@ -605,7 +606,7 @@ def test_a_skip_comes_before_the_first_next():
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 9])
 def test_a_skip_where_torchs_generator_takes_over(count):
     for other in ([7, 8, 9, 1, 2, 3, 4], OwnRandom(Sized(7))):
-        loader = DataLoader(DATA, shuffle=True, batch_size=2, collate_fn=the_same)
+        loader = DataLoader(DATA, shuffle=True, batch_size=2, collate_fn=untouched)
         stream = indices_of(loader)
         assert type(stream) is IndexStream
         loader.batch_sampler.sampler = other
@@ -635,26 +636,26 @@ class Interrupt(Exception):
     pass
 
 
-def raises(signum, frame):
+def raise_interrupt(signum, frame):
     raise Interrupt
 
 
 def interrupted(make, at, skip=0):
-    """All batches of a stream, if a signal handler raises at the `at`-th place where one can run, and the states of the
-    generators. Returns None for the batches if there is no such place."""
+    """All batches of a stream, although a signal handler raises at the `at`-th point where one can run, and the states
+    of the generators. The batches are None if there is no such point."""
     torch.manual_seed(1)
     arguments, generator = make()
     stream = indices_of(DataLoader(**arguments))
     stream.skip(skip)
-    places = itertools.count()
+    points = itertools.count()
 
     def profile(frame, event, arg):
         # Handlers run when a Python function begins and when a C function has returned.
-        if event in ("call", "c_return") and frame.f_code.co_filename.endswith("indices.py") and next(places) == at:
+        if event in ("call", "c_return") and frame.f_code.co_filename.endswith("indices.py") and next(points) == at:
             signal.raise_signal(signal.SIGUSR1)
 
     batches, interrupts = [], 0
-    before = signal.signal(signal.SIGUSR1, raises)
+    before = signal.signal(signal.SIGUSR1, raise_interrupt)
     try:
         while True:
             sys.setprofile(profile)
@@ -668,7 +669,7 @@ def interrupted(make, at, skip=0):
                 sys.setprofile(None)
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert interrupts == (next(places) > at)
+    assert interrupts == (next(points) > at)
     return batches if interrupts else None, states(generator)
 
 
@@ -688,14 +689,14 @@ def test_an_interrupt_loses_and_doubles_nothing(make, skip):
     torch.manual_seed(1)
     arguments, generator = make()
     expected = list(indices_of(DataLoader(**arguments)))[skip:], states(generator)
-    places = 0
+    at = 0
     while True:
-        batches, after = interrupted(make, places, skip)
+        batches, after = interrupted(make, at, skip)
         if batches is None:
             break
-        assert (batches, after) == expected, places
-        places += 1
-    assert places >= 5
+        assert (batches, after) == expected, at
+        at += 1
+    assert at >= 5
 
 
 def test_an_interrupt_in_the_datasets_len():
@@ -714,7 +715,7 @@ def test_an_interrupt_in_the_datasets_len():
     expected = list(indices_of(DataLoader(data, shuffle=True, batch_size=4)))
     torch.manual_seed(0)
     stream = indices_of(DataLoader(data, shuffle=True, batch_size=4))
-    before = signal.signal(signal.SIGUSR1, raises)
+    before = signal.signal(signal.SIGUSR1, raise_interrupt)
     try:
         data.times = 2
         for _ in range(2):
@@ -736,7 +737,7 @@ def test_ctrl_c_while_the_engine_draws_a_permutation_does_not_end_the_epoch():
             return self.size
 
     data = Interrupting(12)
-    kw = dict(batch_size=4, shuffle=True, num_workers=1, collate_fn=the_same, persistent_workers=True)
+    kw = dict(batch_size=4, shuffle=True, num_workers=1, collate_fn=untouched, persistent_workers=True)
     with within(60):
         loader = DataLoader(data, **kw)
         list(loader)
@@ -747,7 +748,7 @@ def test_ctrl_c_while_the_engine_draws_a_permutation_does_not_end_the_epoch():
 
 
 def test_next_in_two_threads_raises_as_a_generator_does():
-    inside, on = threading.Event(), threading.Event()
+    inside, release = threading.Event(), threading.Event()
 
     class Waiting(Sized):
         waits = False
@@ -755,7 +756,7 @@ def test_next_in_two_threads_raises_as_a_generator_does():
         def __len__(self):
             if self.waits:
                 inside.set()
-                assert on.wait(60)
+                assert release.wait(60)
             return self.size
 
     data = Waiting(10)
@@ -767,7 +768,7 @@ def test_next_in_two_threads_raises_as_a_generator_does():
     assert inside.wait(60)
     with pytest.raises(ValueError, match="generator already executing"):
         next(stream)
-    on.set()
+    release.set()
     thread.join()
     assert sorted(itertools.chain(*first, *stream)) == list(range(10))
 
@@ -777,10 +778,10 @@ def test_a_stream_in_a_cycle_is_collected():
     loader = DataLoader(data, shuffle=True, batch_size=4)
     data.stream = indices_of(loader)
     next(data.stream)
-    gone = weakref.ref(loader.batch_sampler)
+    reference = weakref.ref(loader.batch_sampler)
     del data, loader
     gc.collect()
-    assert gone() is None
+    assert reference() is None
 
 
 def test_memory_of_two_million_indices():
@@ -818,16 +819,16 @@ def test_memory_of_two_million_indices():
     )
     assert status == 0, err
     grown, of_python = map(int, out.split())
-    assert 15_000_000 < grown < 18_000_000  # 8 bytes an index, and some noise
+    assert 15_000_000 < grown < 18_000_000  # 8 bytes per index, and some noise
     assert of_python < 300_000  # a batch or two; NumPy's views share torch's memory
 
 
 def test_the_permutation_is_freed_at_the_end(monkeypatch):
-    torchs = torch.randperm
+    original = torch.randperm
     alive = []
 
     def randperm(*args, **kw):
-        permutation = torchs(*args, **kw)
+        permutation = original(*args, **kw)
         alive.append(weakref.ref(permutation.untyped_storage()))
         return permutation
 
@@ -838,7 +839,7 @@ def test_the_permutation_is_freed_at_the_end(monkeypatch):
     assert [ref() for ref in alive] == [None]
 
 
-def test_the_names_are_those_of_the_installed_torch():
+def test_the_known_code_is_that_of_the_installed_torch():
     from rustloader.iterator import indices
 
     assert indices.RANDOM is torch_sampler.RandomSampler.__iter__.__code__

@@ -29,10 +29,10 @@ from rustloader.settings import options
 
 pytestmark = pytest.mark.ours
 
-# Not under this module's own name for it: install() would rebind that.
-TORCHS = {"iterator": torch_dataloader._MultiProcessingDataLoaderIter}
+# In a dict: install() would rebind a name of this module.
+ORIGINAL = {"iterator": torch_dataloader._MultiProcessingDataLoaderIter}
 
-# Liveness of a script that imports torch in several processes, on a machine that does much else.
+# Seconds that suffice for a script that imports torch in several processes, even on a busy machine.
 LONG = 400.0
 
 
@@ -40,19 +40,19 @@ LONG = 400.0
 def as_before():
     yield
     rustloader.uninstall()
-    assert torch_dataloader._MultiProcessingDataLoaderIter is TORCHS["iterator"]
+    assert torch_dataloader._MultiProcessingDataLoaderIter is ORIGINAL["iterator"]
 
 
 @pytest.fixture
 def module(request):
-    """A module that is loaded: a namespace to put names into."""
+    """A loaded module, whose names a test may set."""
     module = types.ModuleType("a_users_module")
     sys.modules[module.__name__] = module
     yield module
     del sys.modules[module.__name__]
 
 
-def torchs(n=6, **kw):
+def torch_loader(n=6, **kw):
     kw = {"num_workers": 2, "batch_size": None} | kw
     return TorchDataLoader(Numbers(n), **kw)
 
@@ -71,7 +71,7 @@ def lines(caplog, level):
 
 
 def test_torchs_loaders_use_the_engine_while_it_is_installed():
-    loader = torchs()
+    loader = torch_loader()
     with from_engine(0):
         assert values(loader) == list(range(6))
     rustloader.install()
@@ -88,34 +88,34 @@ def test_batches_seeds_and_draws_stay_torchs():
         loader = TorchDataLoader(Numbers(20), batch_size=3, shuffle=True, num_workers=2)
         return [batch for _ in range(2) for batch in loader], torch.rand(3)
 
-    theirs = epochs()
+    expected = epochs()
     with rustloader.installed(), from_engine(14):
-        ours = epochs()
-    assert same(ours, theirs)
+        actual = epochs()
+    assert same(actual, expected)
 
 
 def test_an_iterator_at_work_goes_on_after_install_and_after_uninstall():
-    with iterating(torchs()) as theirs:
-        next(theirs)
+    with iterating(torch_loader()) as torch_iterator:
+        next(torch_iterator)
         rustloader.install()
-        with iterating(torchs()) as ours:
-            next(ours)
+        with iterating(torch_loader()) as our_iterator:
+            next(our_iterator)
             rustloader.uninstall()
-            assert values(theirs) == values(ours) == [1, 2, 3, 4, 5]
-            assert ours.engine_batches == 6
+            assert values(torch_iterator) == values(our_iterator) == [1, 2, 3, 4, 5]
+            assert our_iterator.engine_batches == 6
 
 
 def test_isinstance_is_true_for_both_engines_iterators():
-    Theirs = TORCHS["iterator"]
-    with iterating(torchs()) as before:
-        assert isinstance(before, Theirs) and not isinstance(before, LoaderIter)
+    TorchIter = ORIGINAL["iterator"]
+    with iterating(torch_loader()) as before:
+        assert isinstance(before, TorchIter) and not isinstance(before, LoaderIter)
         assert not issubclass(type(before), LoaderIter)
         rustloader.install()
         assert torch_dataloader._MultiProcessingDataLoaderIter is LoaderIter
-        with iterating(torchs()) as after:
+        with iterating(torch_loader()) as after:
             for iterator in (before, after):
-                assert isinstance(iterator, Theirs) and isinstance(iterator, LoaderIter)
-                assert issubclass(type(iterator), Theirs) and issubclass(type(iterator), LoaderIter)
+                assert isinstance(iterator, TorchIter) and isinstance(iterator, LoaderIter)
+                assert issubclass(type(iterator), TorchIter) and issubclass(type(iterator), LoaderIter)
         assert not isinstance(iter(TorchDataLoader(Numbers(1))), LoaderIter)
 
         class Derived(LoaderIter):
@@ -123,11 +123,11 @@ def test_isinstance_is_true_for_both_engines_iterators():
 
         assert not isinstance(before, Derived) and not issubclass(type(before), Derived)
         rustloader.uninstall()
-        assert isinstance(after, Theirs) and not isinstance(before, LoaderIter)
+        assert isinstance(after, TorchIter) and not isinstance(before, LoaderIter)
 
 
 def test_a_persistent_iterator_from_before_serves_its_loader_to_the_end():
-    loader = torchs(persistent_workers=True)
+    loader = torch_loader(persistent_workers=True)
     assert values(loader) == list(range(6))
     with rustloader.installed(), from_engine(0):
         assert values(loader) == list(range(6))
@@ -136,12 +136,12 @@ def test_a_persistent_iterator_from_before_serves_its_loader_to_the_end():
 
 
 def test_names_and_tuples_of_loaded_modules_are_rebound_and_restored(module):
-    Theirs = TORCHS["iterator"]
+    TorchIter = ORIGINAL["iterator"]
     Pair = collections.namedtuple("Pair", "one two")
     before = {
-        "name": Theirs,
-        "_loaders": (Theirs, torch_dataloader._SingleProcessDataLoaderIter),
-        "named": Pair(Theirs, 1),
+        "name": TorchIter,
+        "_loaders": (TorchIter, torch_dataloader._SingleProcessDataLoaderIter),
+        "named": Pair(TorchIter, 1),
         "other": (1, 2),
         "meant": LoaderIter,
         "both": (LoaderIter, 3),
@@ -156,18 +156,18 @@ def test_names_and_tuples_of_loaded_modules_are_rebound_and_restored(module):
     module.late, module.late_tuple = LoaderIter, (LoaderIter, 5)  # imported from torch's module while installed
     rustloader.uninstall()
     assert all(vars(module)[name] is value for name, value in before.items())
-    assert module.late is Theirs and module.late_tuple == (Theirs, 5)
+    assert module.late is TorchIter and module.late_tuple == (TorchIter, 5)
 
 
 def test_a_fake_loader_given_to_a_rebound_class_is_served(module):
-    """As fastai does: its tuple of classes, and an object with what torch's iterator reads."""
-    module._loaders = (TORCHS["iterator"], torch_dataloader._SingleProcessDataLoaderIter)
+    """As in fastai: a tuple of classes, and an object with the attributes that torch's iterator reads."""
+    module._loaders = (ORIGINAL["iterator"], torch_dataloader._SingleProcessDataLoaderIter)
     names = (
         "_IterableDataset_len_called _auto_collation _dataset_kind _index_sampler collate_fn dataset drop_last "
         "generator in_order multiprocessing_context num_workers persistent_workers pin_memory pin_memory_device "
         "prefetch_factor timeout worker_init_fn"
     ).split()
-    real = torchs()
+    real = torch_loader()
     fake = types.SimpleNamespace(**{name: getattr(real, name) for name in names})
     with rustloader.installed(persistent_workers=True, prefetch_factor=3), from_engine(6):
         iterator = module._loaders[fake.num_workers == 0](fake)
@@ -177,13 +177,13 @@ def test_a_fake_loader_given_to_a_rebound_class_is_served(module):
         assert values(iterator) == list(range(6))
 
 
-def test_modules_that_load_themselves_late_are_left_asleep(module):
+def test_lazy_modules_are_not_loaded(module):
     class Late(types.ModuleType):
         def __getattribute__(self, name):
             raise AssertionError(f"{name} was looked up")
 
     late = Late("a_late_module")
-    object.__getattribute__(late, "__dict__")["name"] = TORCHS["iterator"]
+    object.__getattribute__(late, "__dict__")["name"] = ORIGINAL["iterator"]
     sys.modules["a_late_module"] = late
     sys.modules["no_module_at_all"] = None
     try:
@@ -210,12 +210,16 @@ def test_t15_a_class_from_before_install_stays_on_torch(module, caplog):
         vars(module),
     )
     rustloader.install()
-    assert module._MultiProcessingDataLoaderIter is TORCHS["iterator"], "its code names it as the base"
+    assert module._MultiProcessingDataLoaderIter is ORIGINAL["iterator"], (
+        "the name by which its class calls the base was rebound"
+    )
     for cls in (module.Mine, module.ByName, module.Dotted):
-        said = [line for line in lines(caplog, logging.WARNING) if f"a_users_module.{cls.__name__} was derived" in line]
-        assert len(said) == 1 and "before the class is defined" in said[0]
+        messages = [
+            line for line in lines(caplog, logging.WARNING) if f"a_users_module.{cls.__name__} was derived" in line
+        ]
+        assert len(messages) == 1 and "before the class is defined" in messages[0]
         with from_engine(0):
-            iterator = cls(torchs())
+            iterator = cls(torch_loader())
             assert isinstance(iterator, LoaderIter)
             assert values(iterator) == list(range(6))
     rustloader.uninstall()
@@ -234,25 +238,25 @@ def test_t15_a_class_from_after_install_that_overrides_torchs_loop_runs_on_torch
             return super()._next_data() + 1
 
     with from_engine(0):
-        assert values(Mine(torchs())) == list(range(6))
-    (said,) = lines(caplog, logging.WARNING)
-    assert said.endswith("Mine overrides _try_put_index")
+        assert values(Mine(torch_loader())) == list(range(6))
+    (message,) = lines(caplog, logging.WARNING)
+    assert message.endswith("Mine overrides _try_put_index")
     with from_engine(6):
-        assert values(Harmless(torchs())) == list(range(1, 7))
+        assert values(Harmless(torch_loader())) == list(range(1, 7))
 
 
-def test_a_class_with_an_abstract_base_beside_ours_can_be_made():
+def test_a_class_with_ours_and_an_abstract_base_can_be_defined():
     with rustloader.installed():
 
         class Both(torch_dataloader._MultiProcessingDataLoaderIter, collections.abc.Iterator):
             pass
 
         with from_engine(6):
-            assert values(Both(torchs())) == list(range(6))
+            assert values(Both(torch_loader())) == list(range(6))
 
 
 def test_a_class_of_the_programs_own_in_torchs_place_is_an_error(monkeypatch):
-    class Other(TORCHS["iterator"]):
+    class Other(ORIGINAL["iterator"]):
         pass
 
     monkeypatch.setattr(torch_dataloader, "_MultiProcessingDataLoaderIter", Other)
@@ -263,7 +267,7 @@ def test_a_class_of_the_programs_own_in_torchs_place_is_an_error(monkeypatch):
 
 
 @pytest.mark.warns
-def test_a_class_put_over_ours_stays_when_we_go(caplog):
+def test_a_class_that_replaced_ours_stays_after_uninstall(caplog):
     rustloader.install()
 
     class Over(LoaderIter):
@@ -275,15 +279,15 @@ def test_a_class_put_over_ours_stays_when_we_go(caplog):
         assert torch_dataloader._MultiProcessingDataLoaderIter is Over
         assert "Over after rustloader.install() and is not restored" in caplog.text
     finally:
-        torch_dataloader._MultiProcessingDataLoaderIter = TORCHS["iterator"]
+        torch_dataloader._MultiProcessingDataLoaderIter = ORIGINAL["iterator"]
 
 
-def test_ours_put_back_by_somebody_after_uninstall_can_be_taken_out():
+def test_a_class_of_ours_that_is_put_back_after_uninstall_can_be_removed():
     for call in (rustloader.uninstall, rustloader.install):
         torch_dataloader._MultiProcessingDataLoaderIter = LoaderIter
         call()
     rustloader.uninstall()
-    assert torch_dataloader._MultiProcessingDataLoaderIter is TORCHS["iterator"]
+    assert torch_dataloader._MultiProcessingDataLoaderIter is ORIGINAL["iterator"]
     assert LoaderIter is rustloader.iterator.core._MultiProcessingDataLoaderIter
 
 
@@ -294,7 +298,7 @@ def test_install_is_idempotent_and_uninstall_needs_no_install():
     assert torch_dataloader._MultiProcessingDataLoaderIter is LoaderIter
     rustloader.uninstall()
     rustloader.uninstall()
-    assert torch_dataloader._MultiProcessingDataLoaderIter is TORCHS["iterator"]
+    assert torch_dataloader._MultiProcessingDataLoaderIter is ORIGINAL["iterator"]
 
 
 def test_installed_leaves_things_as_they_were():
@@ -304,7 +308,7 @@ def test_installed_leaves_things_as_they_were():
         assert rustloader.settings.options.current() == {"prefetch_factor": 4}
         assert torch_dataloader._MultiProcessingDataLoaderIter is LoaderIter
         raise KeyError
-    assert torch_dataloader._MultiProcessingDataLoaderIter is TORCHS["iterator"]
+    assert torch_dataloader._MultiProcessingDataLoaderIter is ORIGINAL["iterator"]
     assert rustloader.settings.options.current() == {}
 
 
@@ -328,7 +332,7 @@ def test_an_installation_by_another_thread_outlives_a_context_that_was_being_ent
 
 
 def test_installed_contexts_that_overlap_leave_things_as_they_were():
-    """As those of two threads do."""
+    """As the contexts of two threads may."""
     first, second = rustloader.installed(prefetch_factor=4), rustloader.installed(in_order=False)
     with contextlib.ExitStack() as stack:
         first.__enter__()
@@ -336,7 +340,7 @@ def test_installed_contexts_that_overlap_leave_things_as_they_were():
         first.__exit__(None, None, None)
         assert rustloader.is_installed() and options.current()["in_order"] is False
     assert not rustloader.is_installed() and options.current() == {}
-    assert torch_dataloader._MultiProcessingDataLoaderIter is TORCHS["iterator"]
+    assert torch_dataloader._MultiProcessingDataLoaderIter is ORIGINAL["iterator"]
 
 
 def test_installed_restores_an_installation_that_its_body_has_ended():
@@ -344,10 +348,10 @@ def test_installed_restores_an_installation_that_its_body_has_ended():
     with rustloader.installed(in_order=False):
         rustloader.uninstall()
     assert rustloader.is_installed() and options.current() == {"prefetch_factor": 4}
-    assert torch_dataloader._MultiProcessingDataLoaderIter is not TORCHS["iterator"]
+    assert torch_dataloader._MultiProcessingDataLoaderIter is not ORIGINAL["iterator"]
 
 
-def test_one_name_asks_whether_it_is_installed():
+def test_is_installed_follows_install_and_uninstall():
     assert rustloader.is_installed() is False
     rustloader.install()
     assert rustloader.is_installed() is True
@@ -396,7 +400,7 @@ def test_installed_is_a_decorator_and_may_be_entered_again():
 
 
 def test_t10_options_that_frameworks_drop():
-    loader = torchs()
+    loader = torch_loader()
     with rustloader.installed(in_order=False, prefetch_factor=5, multiprocessing_context="fork"), from_engine(6):
         with iterating(loader) as iterator:
             assert (iterator._in_order, iterator._prefetch_factor) == (False, 5)
@@ -406,8 +410,8 @@ def test_t10_options_that_frameworks_drop():
     assert (loader.in_order, loader.prefetch_factor, loader.multiprocessing_context) == (True, 2, None)
 
 
-def test_t10_what_a_loader_says_itself_goes_before():
-    loader = torchs(prefetch_factor=3)
+def test_t10_options_of_the_loader_itself_take_precedence():
+    loader = torch_loader(prefetch_factor=3)
     with rustloader.installed(prefetch_factor=5), iterating(loader) as iterator:
         assert iterator._prefetch_factor == 3
 
@@ -419,13 +423,13 @@ def test_t10_options_hold_on_torchs_iterator_too():
             return super()._process_data(*args)
 
     with rustloader.installed(prefetch_factor=5), from_engine(0):
-        iterator = Mine(torchs())
+        iterator = Mine(torch_loader())
         assert iterator._prefetch_factor == 5
         assert values(iterator) == list(range(6))
 
 
 def test_t10_persistent_workers_for_a_loader_that_lost_them():
-    loader = torchs()
+    loader = torch_loader()
     rustloader.install(persistent_workers=True)
     with from_engine(12):
         iterator = iter(loader)
@@ -454,23 +458,26 @@ def test_wrong_options_are_errors_and_change_nothing(options, error, text):
         with pytest.raises(error) as raised:
             call(**options)
         assert text in str(raised.value)
-        assert torch_dataloader._MultiProcessingDataLoaderIter is TORCHS["iterator"]
+        assert torch_dataloader._MultiProcessingDataLoaderIter is ORIGINAL["iterator"]
         assert rustloader.settings.options.current() == {}
 
 
 def test_it_says_once_what_it_did(caplog, monkeypatch):
     monkeypatch.setattr(installation._iterator_class, "_logged", False)
-    # Not that of the fixture: classes of other tests may still be alive there, and such a module is left alone.
+    # Not the fixture's module: classes that other tests defined there may still be alive, and prevent a replacement.
     module = types.ModuleType("another_users_module")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    module.held = TORCHS["iterator"]
+    module.held = ORIGINAL["iterator"]
     with caplog.at_level(logging.INFO, logger="rustloader"):
         for _ in range(3):
             with rustloader.installed(prefetch_factor=4):
                 pass
-    (said,) = lines(caplog, logging.INFO)
-    assert "use the Rust engine, prefetch_factor=4" in said
-    assert "torch.utils.data.dataloader._MultiProcessingDataLoaderIter" in said and "another_users_module.held" in said
+    (message,) = lines(caplog, logging.INFO)
+    assert "use the Rust engine, prefetch_factor=4" in message
+    assert (
+        "torch.utils.data.dataloader._MultiProcessingDataLoaderIter" in message
+        and "another_users_module.held" in message
+    )
 
 
 def test_our_own_loaders_are_what_they_were():
@@ -517,16 +524,16 @@ def test_an_environment_variable_that_says_something_else(setting):
 
     with pytest.raises(ValueError) as raised:
         parse_install(setting)
-    said = str(raised.value)
-    assert said.startswith("RUSTLOADER_INSTALL must be 1, 0, or options of rustloader.install()")
-    assert f"got {setting!r}." in said and "prefetch_factor=4,in_order=0" in said and "(fork, " in said
+    message = str(raised.value)
+    assert message.startswith("RUSTLOADER_INSTALL must be 1, 0, or options of rustloader.install()")
+    assert f"got {setting!r}." in message and "prefetch_factor=4,in_order=0" in message and "(fork, " in message
 
 
 @pytest.mark.timeout(LONG + 60)
 def test_the_variable_is_followed_when_torch_comes_and_by_spawned_processes(tmp_path):
-    """A rank that is spawned, and its loader's workers, which are spawned as well."""
+    """In a spawned rank, and in its loader's workers, which are spawned as well."""
     script = tmp_path / "ranks.py"
-    # The head that imports torch is not for this one: the order is what is tested.
+    # Without the usual head, which imports torch: the order of the imports is what is tested.
     source = """
         if __name__ == "__mp_main__":
             print("rank" if "torch" not in sys.modules else "too late", flush=True)
@@ -553,8 +560,8 @@ def test_the_variable_is_followed_when_torch_comes_and_by_spawned_processes(tmp_
     """
     process = start_script(source, file=script, head="import sys\n", environment={"RUSTLOADER_INSTALL": "in_order=1"})
     status, out, err = finish(process, LONG)
-    told = "[0, 1, 2, 3] 4 {'in_order': True}"
-    assert (status, out) == (0, f"0 {told}\nrank\nrank\n1 {told}\n0\n"), err
+    result = "[0, 1, 2, 3] 4 {'in_order': True}"
+    assert (status, out) == (0, f"0 {result}\nrank\nrank\n1 {result}\n0\n"), err
 
 
 @pytest.mark.timeout(LONG + 60)
@@ -570,7 +577,7 @@ def test_a_script_that_installs_at_its_top_with_spawned_workers(tmp_path):
             loader = torch.utils.data.DataLoader(Numbers(4), num_workers=1, batch_size=None)
             print([x.item() for x in loader], rustloader.engine_batches())
     """
-    # A worker that takes long to import torch would be one more line.
+    # A worker that takes long to import torch would log one more line.
     environment = {"RUSTLOADER_STALL_START_SECONDS": "0"}
     status, out, err = finish(start_script(source, file=tmp_path / "script.py", environment=environment), LONG)
     assert (status, out) == (0, "INFO\n[0, 1, 2, 3] 4\n"), err

@@ -15,16 +15,16 @@ from rustloader.installation import stateful as stateful_install
 
 pytestmark = pytest.mark.ours
 
-# Not under this module's own name for it: install() would rebind that.
-TORCHDATAS = {"loader": home.StatefulDataLoader}
+# In a dict: install() would rebind a name of this module.
+ORIGINAL = {"loader": home.StatefulDataLoader}
 PACKAGE = "torchdata.stateful_dataloader"
 
 
-def ours():
+def our_class():
     return importlib.import_module("rustloader.stateful_dataloader").StatefulDataLoader
 
 
-def held():
+def current_classes():
     return torchdata.stateful_dataloader.StatefulDataLoader, home.StatefulDataLoader
 
 
@@ -32,7 +32,7 @@ def held():
 def as_before():
     yield
     rustloader.uninstall()
-    assert held() == (TORCHDATAS["loader"], TORCHDATAS["loader"])
+    assert current_classes() == (ORIGINAL["loader"], ORIGINAL["loader"])
 
 
 @pytest.fixture
@@ -49,17 +49,17 @@ def lines(caplog, level):
 
 def test_without_the_option_torchdata_stays_as_it_is():
     with rustloader.installed():
-        assert held() == (TORCHDATAS["loader"], TORCHDATAS["loader"])
+        assert current_classes() == (ORIGINAL["loader"], ORIGINAL["loader"])
 
 
 def test_the_package_and_its_module_have_ours_until_uninstall():
     rustloader.install(stateful=True)
-    assert held() == (ours(), ours()) and ours() is not TORCHDATAS["loader"]
+    assert current_classes() == (our_class(), our_class()) and our_class() is not ORIGINAL["loader"]
     assert torchdata.stateful_dataloader.Stateful is home.Stateful
     rustloader.install(prefetch_factor=4)
-    assert held() == (ours(), ours())
+    assert current_classes() == (our_class(), our_class())
     rustloader.uninstall()
-    assert held() == (TORCHDATAS["loader"], TORCHDATAS["loader"])
+    assert current_classes() == (ORIGINAL["loader"], ORIGINAL["loader"])
 
 
 def test_an_import_at_call_time_gets_ours():
@@ -72,40 +72,40 @@ def test_an_import_at_call_time_gets_ours():
 
     for _ in range(2):
         with rustloader.installed(stateful=True):
-            assert imported() is ours()
-        assert imported() is TORCHDATAS["loader"]
+            assert imported() is our_class()
+        assert imported() is ORIGINAL["loader"]
 
 
 def test_names_and_tuples_of_loaded_modules_are_rebound_and_restored(module):
-    theirs = TORCHDATAS["loader"]
-    before = {"name": theirs, "pair": (theirs, 1), "other": (1, 2), "meant": ours()}
+    original = ORIGINAL["loader"]
+    before = {"name": original, "pair": (original, 1), "other": (1, 2), "meant": our_class()}
     vars(module).update(before)
     rustloader.install(stateful=True)
-    assert (module.name, module.pair) == (ours(), (ours(), 1))
-    assert module.other is before["other"] and module.meant is ours()
-    module.late = ours()  # imported from torchdata while it is installed
+    assert (module.name, module.pair) == (our_class(), (our_class(), 1))
+    assert module.other is before["other"] and module.meant is our_class()
+    module.late = our_class()  # imported from torchdata while it is installed
     rustloader.uninstall()
     assert all(vars(module)[name] is value for name, value in before.items())
-    assert module.late is theirs
+    assert module.late is original
 
 
 def test_false_takes_it_out_and_none_leaves_it():
     rustloader.install(stateful=True)
     rustloader.install(stateful=None)
-    assert held() == (ours(), ours())
+    assert current_classes() == (our_class(), our_class())
     rustloader.install(stateful=False)
-    assert held() == (TORCHDATAS["loader"], TORCHDATAS["loader"])
+    assert current_classes() == (ORIGINAL["loader"], ORIGINAL["loader"])
     assert rustloader.is_installed()
 
 
 def test_a_context_restores_what_it_found():
     rustloader.install()
     with rustloader.installed(stateful=True):
-        assert held() == (ours(), ours())
+        assert current_classes() == (our_class(), our_class())
         with rustloader.installed(stateful=False):
-            assert held() == (TORCHDATAS["loader"], TORCHDATAS["loader"])
-        assert held() == (ours(), ours())
-    assert held() == (TORCHDATAS["loader"], TORCHDATAS["loader"])
+            assert current_classes() == (ORIGINAL["loader"], ORIGINAL["loader"])
+        assert current_classes() == (our_class(), our_class())
+    assert current_classes() == (ORIGINAL["loader"], ORIGINAL["loader"])
     assert rustloader.is_installed() and rustloader.settings.options.current() == {}
 
 
@@ -120,15 +120,15 @@ def test_a_class_from_before_install_stays_on_torchdatas(module, caplog):
         vars(module),
     )
     rustloader.install(stateful=True)
-    assert module.StatefulDataLoader is TORCHDATAS["loader"], "its code names it as the base"
-    (said,) = lines(caplog, logging.WARNING)
-    assert "a_users_module.Mine was derived from torchdata's StatefulDataLoader before rustloader.install()" in said
+    assert module.StatefulDataLoader is ORIGINAL["loader"], "the name by which its class calls the base was rebound"
+    (message,) = lines(caplog, logging.WARNING)
+    assert "a_users_module.Mine was derived from torchdata's StatefulDataLoader before rustloader.install()" in message
     assert list(module.Mine(range(4), batch_size=None)) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("before", [{}, {"prefetch_factor": 3}])
 def test_a_class_of_the_programs_own_in_torchdatas_place_is_an_error(monkeypatch, before):
-    class Other(TORCHDATAS["loader"]):
+    class Other(ORIGINAL["loader"]):
         pass
 
     if before:
@@ -138,7 +138,7 @@ def test_a_class_of_the_programs_own_in_torchdatas_place_is_an_error(monkeypatch
         RuntimeError, match=r"^torchdata\.stateful_dataloader\.StatefulDataLoader was replaced by .*Othe"
     ):
         rustloader.install(stateful=True, in_order=False)
-    assert held() == (Other, TORCHDATAS["loader"])
+    assert current_classes() == (Other, ORIGINAL["loader"])
     monkeypatch.undo()
     assert rustloader.settings.options.current() == before
     assert rustloader.is_installed() is bool(before)
@@ -149,17 +149,17 @@ def test_it_says_once_what_it_did(caplog, module, monkeypatch):
     with rustloader.installed(stateful=True):
         pass
     monkeypatch.setattr(stateful_install._replacement, "_logged", False)
-    module.held = TORCHDATAS["loader"]
+    module.held = ORIGINAL["loader"]
     with caplog.at_level(logging.INFO, logger="rustloader"):
         for _ in range(3):
             with rustloader.installed(stateful=True):
                 pass
-    (said,) = [line for line in lines(caplog, logging.INFO) if "torchdata" in line]
-    assert said.startswith("torchdata's StatefulDataLoader is rustloader's; replaced: ")
-    assert f"{PACKAGE}.stateful_dataloader.StatefulDataLoader" in said and "a_users_module.held" in said
+    (message,) = [line for line in lines(caplog, logging.INFO) if "torchdata" in line]
+    assert message.startswith("torchdata's StatefulDataLoader is rustloader's; replaced: ")
+    assert f"{PACKAGE}.stateful_dataloader.StatefulDataLoader" in message and "a_users_module.held" in message
 
 
-# What a process without torchdata sees; a finder hides it.
+# A process without torchdata: a finder hides it.
 HIDDEN = """
     import logging, sys
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
@@ -215,8 +215,8 @@ def test_without_torchdata_its_names_lead_to_ours_until_uninstall():
         head="",
     )
     assert status == 0, err
-    said = [line for line in out.splitlines() if "torchdata" in line]
-    assert said == [f"torchdata is not installed: {PACKAGE} is rustloader's"]
+    messages = [line for line in out.splitlines() if "torchdata" in line]
+    assert messages == [f"torchdata is not installed: {PACKAGE} is rustloader's"]
 
 
 def test_an_old_torchdata_without_the_package_gets_it_and_loses_it():
@@ -284,7 +284,7 @@ def test_the_environment_and_run_install_it(how, tmp_path):
         cwd=ROOT,
     )
     assert (status, err) == (0, "")
-    assert out == f"{ours().__module__}\n"
+    assert out == f"{our_class().__module__}\n"
 
 
 def test_import_of_the_package_and_install_without_the_option_do_not_import_it():

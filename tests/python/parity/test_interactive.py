@@ -50,7 +50,7 @@ for batch in iterator: print("step", flush=True)
 
 @pytest.fixture
 def notebook(tmp_path):
-    """Runs a script that can use a kernel; returns its output."""
+    """A function that runs a script that may use a kernel, and returns its output."""
     for name in ("ipykernel", "jupyter_client"):
         if importlib.util.find_spec(name) is None:
             reason = f"{name} is not installed; the extra dev has it"
@@ -59,7 +59,7 @@ def notebook(tmp_path):
 
     def run(source):
         head = f"from notebooks import kernel\nDEFINE, ITERATE = {DEFINE!r}, {ITERATE!r}\n"
-        # A short path, for the kernel's sockets lie there.
+        # A short path: the kernel's sockets are in it.
         status, out, err = run_script(source, head=head, environment=home | {"JUPYTER_RUNTIME_DIR": str(tmp_path)})
         assert (status, err) == (0, ""), err
         return out
@@ -85,7 +85,7 @@ def test_classes_and_functions_of_cells_reach_the_workers(notebook):
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_t32_classes_of_cells_reach_workers_that_are_not_forked(notebook, method):
-    """By value; the samples that come back are of the classes of the cells, also of one that is defined again."""
+    """By value; the samples are instances of the classes of the cells, also of one that is defined again."""
     pytest.importorskip("cloudpickle")
     out = notebook(f"""
         with kernel() as it:
@@ -105,8 +105,8 @@ def test_t32_classes_of_cells_reach_workers_that_are_not_forked(notebook, method
                 ''')
                 print(out, err, errors, end="")
     """)
-    again = f"{[-i for i in range(12)]}\n  []"
-    assert out == f"{SQUARES} 3\n" + again * 2
+    negatives = f"{[-i for i in range(12)]}\n  []"
+    assert out == f"{SQUARES} 3\n" + negatives * 2
 
 
 def test_progress_and_prints_of_workers_show_in_the_cell(notebook):
@@ -140,7 +140,7 @@ def test_interrupting_a_kernel_is_one_keyboard_interrupt_and_loaders_work_on(not
             it.run(DEFINE)
             print(it.run(ITERATE, interrupt_at="step"))
             print(it.run("print(list(loader))"))
-            # They got the interrupt as well, as with torch.
+            # The workers received the interrupt as well, as with torch.
             print(it.run("print([worker.join(30) or worker.is_alive() for worker in iterator._workers])"))
     """)
     first, second, third = out.splitlines()
@@ -164,14 +164,14 @@ def test_the_workers_end_with_the_kernel(notebook):
 
 
 class Repl:
-    """`python -i` at a terminal of its own, whose Ctrl-C goes to all that it has started."""
+    """`python -i` at a terminal of its own, whose Ctrl-C reaches all processes that it has started."""
 
     def __init__(self, terminal):
         self.terminal = terminal
         self.read("\n>>> ", first=True)
 
     def read(self, until, first=False):
-        """What comes up to a text; with carriage returns, and what was typed, as a terminal shows it."""
+        """What the terminal shows, up to a text; typed input is part of it."""
         shown, end = "\n" if first else "", time.monotonic() + 120
         while until not in shown:
             assert select.select([self.terminal], [], [], max(0, end - time.monotonic()))[0], shown
@@ -182,7 +182,7 @@ class Repl:
         os.write(self.terminal, text.encode())
 
     def run(self, line):
-        """What a line gives."""
+        """The output of a line."""
         self.type(line + "\n")
         shown = self.read("\n>>> ")
         return shown.removesuffix(">>> ").removeprefix(line + "\n").removesuffix("\n")
@@ -192,7 +192,7 @@ class Repl:
 def repl(tmp_path):
     """A REPL in which DEFINE has been run."""
     (tmp_path / "define.py").write_text(DEFINE)
-    # The REPL of 3.13 paints its lines.
+    # The REPL of Python 3.13 redraws and colors its lines.
     environment = os.environ | {"PYTHON_BASIC_REPL": "1", "TERM": "dumb", "PYTHONSTARTUP": ""}
     pid, terminal = pty.fork()
     if pid == 0:

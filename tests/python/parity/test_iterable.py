@@ -44,17 +44,17 @@ def test_p15_out_of_order_shards_lose_nothing(persistent):
 
 
 def test_p15_exhausted_workers_are_passed_over_among_many():
-    """Most of the workers have nothing, or little; the others' batches come in order, and the epoch ends."""
+    """Most of the workers have little or no data; the others' batches come in order, and the epoch ends."""
     lengths = [0, 3, 0, 0, 12, 1, 0]
     for persistent in BOOLS:
         loader = DataLoader(
             Shards(lengths), num_workers=len(lengths), batch_size=None, persistent_workers=persistent, prefetch_factor=3
         )
         for _ in range(2):
-            got = [sample.tolist() for sample in epoch(loader)]
-            assert sorted(got) == sorted([w, i] for w, n in enumerate(lengths) for i in range(n))
+            samples = [sample.tolist() for sample in epoch(loader)]
+            assert sorted(samples) == sorted([w, i] for w, n in enumerate(lengths) for i in range(n))
             for w, n in enumerate(lengths):
-                assert [i for who, i in got if who == w] == list(range(n))
+                assert [i for who, i in samples if who == w] == list(range(n))
 
 
 @rows(taken=[1, 2, 5, 99])
@@ -68,7 +68,7 @@ def test_p11_p22_every_persistent_epoch_iterates_the_dataset_again(DataLoader, t
 def test_t25_an_exhausted_worker_leaves_in_mid_epoch(DataLoader):
     iterator = iter(DataLoader(Shards([1, 20]), num_workers=2, batch_size=None))
     first, second = iterator._workers
-    kept = iterator._workers_status  # A program may keep the list: it follows.
+    kept = iterator._workers_status  # A program may keep the list: it is updated in place.
     yield from take(iterator, 6)
     assert kept == iterator._workers_status == [False, True]
     assert wait_until(lambda: not first.is_alive())
@@ -101,7 +101,7 @@ STUMBLES = {2: KeyError, 5: ValueError, 8: OSError}
 
 
 class Stumbling(IterableDataset):
-    """A separate iterator: it raises at some samples, and continues when it is called again."""
+    """Its own iterator: it raises at some samples, and continues with the next call."""
 
     def __iter__(self):
         self.i = -1
@@ -124,7 +124,7 @@ def test_p17_a_stream_goes_on_after_an_error(DataLoader, dataset, workers, batch
 
 
 class Growing(IterableDataset):
-    """Longer by one sample at each iter(); the length is what it was at the start."""
+    """Yields one sample more at each iter(), while its length stays the same."""
 
     n = 2
 

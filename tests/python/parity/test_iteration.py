@@ -1,4 +1,4 @@
-"""Order, epochs, the sampler's calls, several iterators at once (P10 to P12, P15, P16, P18, P21)."""
+"""Order, epochs, the sampler's calls, several iterators at the same time (P10 to P12, P15, P16, P18, P21)."""
 
 import gc
 import time
@@ -22,17 +22,17 @@ from support import (
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_p15_out_of_order_loses_and_doubles_nothing(persistent, tmp_path):
-    """Nor does a slow sample hold the others up: it comes when another one has."""
+    """Nor does a slow sample hold the others up."""
     go = tmp_path / "go"
     loader = DataLoader(Held(40, 0, go), num_workers=2, batch_size=None, in_order=False, persistent_workers=persistent)
     for _ in range(3):
         go.unlink(missing_ok=True)
         iterator = iter(loader)
         with from_engine(40):
-            got = [next(iterator).item()]
+            samples = [next(iterator).item()]
             go.touch()
-            got += values(iterator)
-        assert sorted(got) == list(range(40))
+            samples += values(iterator)
+        assert sorted(samples) == list(range(40))
 
 
 @pytest.mark.parametrize("cls", BOTH)
@@ -40,9 +40,9 @@ def test_p15_out_of_order_passes_the_slow_worker_only_its_fair_share(cls, tmp_pa
     dataset = Held(30, 0, tmp_path / "go")
     iterator = iter(cls(dataset, num_workers=2, batch_size=None, in_order=False, prefetch_factor=3))
     # Worker 0 holds its three tasks, and no more, until its item returns.
-    got = [next(iterator).item() for _ in range(27)]
+    samples = [next(iterator).item() for _ in range(27)]
     (tmp_path / "go").touch()
-    assert sorted(got + values(iterator)) == list(range(30))
+    assert sorted(samples + values(iterator)) == list(range(30))
 
 
 @pytest.mark.ours
@@ -66,7 +66,7 @@ def test_ultralytics_terminates_workers_before_shutdown():
     for w in iterator._workers:
         w.join()
     if TORCH_MODE:
-        with pytest.raises(RuntimeError):  # from the handler of SIGCHLD, in whatever comes next
+        with pytest.raises(RuntimeError):  # from torch's SIGCHLD handler, in whatever runs next
             while True:
                 next(iterator)
     iterator._shutdown_workers()

@@ -28,7 +28,7 @@ class Blob:
 
 
 class Huge(Numbers):
-    """One sample of `n` bytes, 0 or 1 except for the last one, which is 2, and a stretch in the middle of a tensor."""
+    """One sample of `n` bytes: the last is 2, the others are 0 or 1, but for a stretch in the middle of a tensor."""
 
     def __init__(self, n, kind):
         super().__init__(1)
@@ -46,15 +46,15 @@ class Huge(Numbers):
         return slice(self.size // 2 - 100, self.size // 2 + 150)
 
 
-@pytest.mark.alone  # `needs` reads the free memory when it starts
+@pytest.mark.alone  # `needs` reads the free memory at the start
 @pytest.mark.timeout(400)
 def test_a_tensor_of_3_gb():
     needs(8)
     dataset = Huge(3 * GB, "tensor")
-    (got,) = epoch(DataLoader(dataset, batch_size=None, num_workers=1))
-    assert got.shape == (3 * GB,) and got.dtype == torch.uint8
-    assert got[:100].tolist() == [1] * 100 and got[-1] == 2
-    assert got[dataset.middle()].tolist() == list(range(250))
+    (tensor,) = epoch(DataLoader(dataset, batch_size=None, num_workers=1))
+    assert tensor.shape == (3 * GB,) and tensor.dtype == torch.uint8
+    assert tensor[:100].tolist() == [1] * 100 and tensor[-1] == 2
+    assert tensor[dataset.middle()].tolist() == list(range(250))
 
 
 @pytest.mark.alone
@@ -63,21 +63,21 @@ def test_a_tensor_of_3_gb():
 def test_a_bytes_object_of_2_3_gb(kind):
     needs(14)
     size = 23 * GB // 10
-    (got,) = epoch(DataLoader(Huge(size, kind), batch_size=None, num_workers=1))
+    (received,) = epoch(DataLoader(Huge(size, kind), batch_size=None, num_workers=1))
     if kind == "dataclass":
-        assert type(got) is Blob and got.name == "x"
-        got = got.content
-    assert type(got) is bytes and len(got) == size
-    assert got[:1000] == b"\1" * 1000 and got[-1000:] == b"\1" * 999 + b"\2"
-    assert got[size // 2 : size // 2 + 1000] == b"\1" * 1000
+        assert type(received) is Blob and received.name == "x"
+        received = received.content
+    assert type(received) is bytes and len(received) == size
+    assert received[:1000] == b"\1" * 1000 and received[-1000:] == b"\1" * 999 + b"\2"
+    assert received[size // 2 : size // 2 + 1000] == b"\1" * 1000
 
 
 @pytest.mark.parametrize("n", [10, 20_000, 3 * MB])
 def test_bytes_of_all_sizes_arrive_also_twice_in_a_batch(n):
     some = bytes(range(256)) * (n // 256 + 1)
     for batch in ([some, b"", some], {"a": some, "b": [some[1:], (some,)]}, Blob("x", some), [Blob("x", some), some]):
-        (got,) = epoch(DataLoader(Given([batch]), batch_size=None, num_workers=1, collate_fn=same_object))
-        assert got == batch
+        (received,) = epoch(DataLoader(Given([batch]), batch_size=None, num_workers=1, collate_fn=same_object))
+        assert received == batch
 
 
 def same_object(x):
@@ -90,19 +90,19 @@ def same_object(x):
 def test_100_000_tensors_in_one_batch(kind):
     tensors = [torch.full((3,), i) for i in range(100_000)]
     batch = tensors if kind == "list" else {f"key {i}": x for i, x in enumerate(tensors)}
-    (got,) = epoch(DataLoader(Given([batch]), batch_size=None, num_workers=1, collate_fn=same_object))
-    assert type(got) is type(batch) and len(got) == 100_000
+    (received,) = epoch(DataLoader(Given([batch]), batch_size=None, num_workers=1, collate_fn=same_object))
+    assert type(received) is type(batch) and len(received) == 100_000
     if kind == "dict":
-        assert list(got) == list(batch)
-        got = list(got.values())
-    assert torch.equal(torch.stack(got), torch.stack(tensors))
+        assert list(received) == list(batch)
+        received = list(received.values())
+    assert torch.equal(torch.stack(received), torch.stack(tensors))
 
 
 @pytest.mark.forks
 def test_100_000_scalars_of_all_kinds_in_one_batch():
     batch = {i: [float(i), str(i), None, i % 2 == 0, i, 1j * i, 2**70 + i, b"x" * (i % 9)] for i in range(12_500)}
-    (got,) = epoch(DataLoader(Given([batch]), batch_size=None, num_workers=1, collate_fn=same_object))
-    assert got == batch
+    (received,) = epoch(DataLoader(Given([batch]), batch_size=None, num_workers=1, collate_fn=same_object))
+    assert received == batch
 
 
 def nested(depth, group):
@@ -121,7 +121,7 @@ def depth_of(value):
 
 
 class Nested(Numbers):
-    """Sample i is nested as deep as the i-th number."""
+    """Sample i is nested `depths[i]` deep."""
 
     def __init__(self, depths, group):
         super().__init__(len(depths))
@@ -144,9 +144,9 @@ def test_nesting_is_delivered_or_an_error_of_its_batch_as_from_torch(DataLoader,
 def test_nesting_that_no_collate_function_looks_into_is_an_error_when_it_cannot_be_sent(group):
     depths = [63, 64, 65, 100, 100_000, 3]
     loader = DataLoader(Nested(depths, group), batch_size=None, num_workers=1, collate_fn=same_object)
-    got = outcomes(iter(loader), 7)
-    assert [depth_of(o[1]) for o in got if o[0] == "value"] == [63, 64, 65, 100, 3]
-    assert got[4][:2] == ("error", RecursionError) and got[6] == ("end",)
+    results = outcomes(iter(loader), 7)
+    assert [depth_of(o[1]) for o in results if o[0] == "value"] == [63, 64, 65, 100, 3]
+    assert results[4][:2] == ("error", RecursionError) and results[6] == ("end",)
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -171,19 +171,19 @@ class OfSizes(Numbers):
 
 
 def memory_at_each_step(sizes):
-    """Bytes of the arena at each batch, of an epoch with two workers."""
-    found = []
+    """The size of the arena in bytes at each batch of an epoch with two workers."""
+    arena_sizes = []
     for i, x in enumerate(DataLoader(OfSizes(sizes), batch_size=None, num_workers=2)):
         assert len(x) == sizes[i] and x[0] == x[-1] == i % 251
-        found.append(arena_bytes())
-    return found
+        arena_sizes.append(arena_bytes())
+    return arena_sizes
 
 
 @pytest.mark.ours
 def test_sizes_that_vary_a_thousandfold_take_little_more_than_the_batches_under_way():
     generator = torch.Generator().manual_seed(3)
     sizes = (20_000 * 1000 ** torch.rand(400, generator=generator)).long().tolist()
-    # The batch in hand, and 2 x 2 that are prefetched: what torch holds.
+    # The delivered batch, and 2 x 2 prefetched ones: what torch holds.
     under_way = max(sum(sizes[i : i + 5]) for i in range(len(sizes)))
     assert max(memory_at_each_step(sizes)) < 2.5 * under_way + 4 * MB
 
@@ -192,5 +192,5 @@ def test_sizes_that_vary_a_thousandfold_take_little_more_than_the_batches_under_
 def test_the_memory_of_a_burst_is_given_back():
     sizes = [20_000] * 20 + [20_000_000] * 8 + [20_000] * 400
     memory = memory_at_each_step(sizes)
-    # Two workers have held one block each at the least.
+    # Each of the two workers has held at least one block.
     assert max(memory) > 30 * MB and memory[-1] < 8 * MB

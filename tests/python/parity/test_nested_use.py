@@ -1,4 +1,4 @@
-"""Forks in the midst of it: grandchildren, children with loaders of their own, threads (T14)."""
+"""Forks during iteration: grandchildren, children with loaders of their own, threads (T14)."""
 
 import os
 import signal
@@ -13,30 +13,30 @@ from torch.utils.data import default_collate
 
 
 def leave_behind(body):
-    """Runs body in a process that outlives the one that calls this: the pid of a grandchild."""
-    told, tell = os.pipe()
+    """Runs `body` in a grandchild, which outlives the calling process, and returns its pid."""
+    reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         grandchild = os.fork()
         if grandchild:
-            os.write(tell, str(grandchild).encode())
+            os.write(writer, str(grandchild).encode())
             os._exit(0)
-        signal.alarm(280)  # should the test forget it
+        signal.alarm(280)  # in case the test does not end it
         try:
             body()
         finally:
             os._exit(0)
     os.waitpid(child, 0)
-    pid = int(os.read(told, 20))
-    os.close(told), os.close(tell)
+    pid = int(os.read(reader, 20))
+    os.close(reader), os.close(writer)
     return pid
 
 
 class Haunted:
-    """A collate_fn that at some of its worker's batches forks a process which holds the batch and outlives the worker.
+    """A collate_fn that, at some of its worker's batches, forks a process that holds the batch and outlives the worker.
 
-    It looks whether the batch stays what it was, until there is a file "go"; where it `writes` it then looks whether
-    the batch stays what it has written, until there is a file "stop". It reports the outcome in a file of its own.
+    The process checks that the batch does not change, until there is a file "go". If `writes` is set, it then writes
+    to the batch and checks that its writes stay, until there is a file "stop". A file of its own reports the outcome.
     """
 
     def __init__(self, folder, at, writes=False):
@@ -45,20 +45,20 @@ class Haunted:
     def __call__(self, samples):
         batch = default_collate(samples)
         self.count += 1
-        if self.count in self.at and not self.there("go"):
+        if self.count in self.at and not self.exists("go"):
             leave_behind(lambda: self.haunt(batch[0]))
         return batch
 
-    def there(self, name):
+    def exists(self, name):
         return (self.folder / name).exists()
 
     def haunt(self, images):
         good, expected = True, images.clone()
         (self.folder / str(os.getpid())).touch()
         for step in range(100_000):
-            if self.there("stop") or (not self.writes and self.there("go")):
+            if self.exists("stop") or (not self.writes and self.exists("go")):
                 break
-            if self.writes and self.there("go"):
+            if self.writes and self.exists("go"):
                 images.fill_(step % 256)
                 expected.fill_(step % 256)
             time.sleep(0.005)
@@ -68,12 +68,12 @@ class Haunted:
     def pids(self):
         return [int(file.name) for file in self.folder.iterdir() if file.name.isdigit()]
 
-    def told(self):
+    def reports(self):
         return sorted(name for name, _, pid in (file.name.partition(" ") for file in self.folder.iterdir()) if pid)
 
 
 def right(images, dataset, k):
-    """Whether these are the images of batch k."""
+    """True if these are the images of batch k."""
     return all(torch.equal(x, dataset.image(4 * k + i)) for i, x in enumerate(images))
 
 
@@ -83,7 +83,7 @@ def test_a_grandchild_that_outlives_its_worker_reads_and_writes_what_is_its_own(
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 250)
     dataset, haunted = Images(48, (3, 80, 80)), Haunted(tmp_path, {3, 5}, writes=True)
     loader = DataLoader(dataset, batch_size=4, num_workers=2, collate_fn=haunted, persistent_workers=persistent)
-    with within(200):  # a worker that does not exit on its own is waited for 250 s
+    with within(200):  # the wait for a worker that does not exit by itself is 250 s
         iterator = iter(loader)
         pids = worker_pids(iterator)
         kept = [images for images, _ in iterator]
@@ -101,7 +101,7 @@ def test_a_grandchild_that_outlives_its_worker_reads_and_writes_what_is_its_own(
     assert all(right(images, dataset, k) for k, images in enumerate(kept))
     (tmp_path / "stop").touch()
     assert wait_until(lambda: all(map(gone, haunted.pids())))
-    assert haunted.told() == ["good"] * 4
+    assert haunted.reports() == ["good"] * 4
 
 
 @pytest.mark.ours
@@ -111,15 +111,15 @@ def test_what_grandchildren_held_comes_back_when_they_have_ended(tmp_path):
     for _ in loader:
         pass
     held = arena_bytes()
-    assert held > 14 * 4 * dataset.image(0).numel(), "each grandchild holds a batch"
+    assert held > 14 * 4 * dataset.image(0).numel(), "not every grandchild holds a batch"
     (tmp_path / "go").touch()
-    assert wait_until(lambda: len(haunted.told()) == 16)
+    assert wait_until(lambda: len(haunted.reports()) == 16)
     assert wait_until(lambda: all(map(gone, haunted.pids())))
     for _ in range(10):
         for k, (images, _) in enumerate(loader):
             assert torch.equal(images[0], dataset.image(4 * k))
     del images
-    assert haunted.told() == ["good"] * 16
+    assert haunted.reports() == ["good"] * 16
     assert arena_bytes() < held / 2
 
 
@@ -167,10 +167,10 @@ def test_a_sampler_that_forks_does_not_give_the_iterator_to_the_child():
                     child = os.fork()
                 yield i
 
-    got = []
+    samples = []
     try:
         for x in DataLoader(Numbers(12), sampler=Forks(), batch_size=None, num_workers=2):
-            got.append(x.item())
+            samples.append(x.item())
     except RuntimeError as error:
         if child == 0:
             os._exit(7 if "forked from" in str(error) else 8)
@@ -178,12 +178,12 @@ def test_a_sampler_that_forks_does_not_give_the_iterator_to_the_child():
     finally:
         if child == 0:
             os._exit(9)
-    assert got == list(range(12))
+    assert samples == list(range(12))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def forks_beside_threads(in_child):
-    """Two threads iterate over loaders of their own while this one forks; the exit codes of the children."""
+def forks_among_threads(in_child):
+    """The exit codes of children that this thread forks while two others iterate over loaders of their own."""
     dataset, stop, wrong = Images(24, (3, 64, 64)), threading.Event(), []
 
     def iterate():
@@ -200,7 +200,7 @@ def forks_beside_threads(in_child):
         for _ in range(6):
             child = os.fork()
             if child == 0:
-                signal.alarm(250)  # a deadlock is an exit code as well
+                signal.alarm(250)  # a deadlock becomes an exit code as well
                 code = 9
                 try:
                     same = right(held, dataset, 0)
@@ -217,7 +217,7 @@ def forks_beside_threads(in_child):
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_threads_iterate_while_another_forks():
-    assert forks_beside_threads(lambda dataset: True) == [5] * 6
+    assert forks_among_threads(lambda dataset: True) == [5] * 6
 
 
 @pytest.mark.ours  # a promise that torch does not make: locks of its threads may be held in the child
@@ -228,4 +228,4 @@ def test_a_child_forked_beside_busy_threads_can_load():
             range(24)
         )
 
-    assert forks_beside_threads(load) == [5] * 6
+    assert forks_among_threads(load) == [5] * 6

@@ -2,7 +2,7 @@
 
 The package is copied without its extension, like the wheel for these systems, and once torch has been imported the
 interpreter claims to run there. Modules and calls that are missing there are removed, and workers are spawned, except
-on "Windows", whose way to start processes is not available here. All else remains this system's.
+on "Windows", whose way to start processes is not available here. Everything else is this system's.
 """
 
 import csv
@@ -22,7 +22,7 @@ from support import finish as finished
 
 pytestmark = pytest.mark.ours
 
-# Every interpreter imports a module of this name when it starts, spawned workers among them.
+# The module `sitecustomize`, which every interpreter imports when it starts, spawned workers included.
 CUSTOMIZE = """
 import multiprocessing.spawn, multiprocessing.popen_spawn_posix, multiprocessing.resource_tracker
 import os, runpy, signal, subprocess, sys
@@ -50,7 +50,7 @@ def bare(tmp_path):
 
 @pytest.fixture(params=["darwin", "win32"])
 def other_system(request, bare):
-    """Runs a script, or the interpreter with arguments, there: (exit status, stdout, stderr)."""
+    """A function that runs a script, or the interpreter with arguments, there: (exit status, stdout, stderr)."""
     (bare / "sitecustomize.py").write_text(CUSTOMIZE.format(platform=request.param))
 
     def run(source="", *arguments, **variables):
@@ -111,7 +111,7 @@ def test_install_does_nothing_and_says_so_once(other_system):
     assert (status, out, err) == (0, "3\n", f"DataLoaders run on torch's own iterator: {other_system.line}\n")
 
 
-def test_the_environment_variable_does_as_much(other_system):
+def test_the_environment_variable_does_nothing_either(other_system):
     source = """
         import rustloader
         if __name__ == "__main__":
@@ -154,7 +154,7 @@ def test_statistics_say_that_there_are_none_and_why(other_system):
     assert every == "every must be a positive number of seconds, got 0"
 
 
-# Runs commands one after the other in one interpreter, and prints what each gives.
+# Runs commands one after the other in one interpreter, and prints the status and the output of each.
 COMMANDS = """
 import contextlib, io, json, runpy, sys
 
@@ -183,9 +183,9 @@ def test_the_command_line(other_system, bare):
     assert (status, err) == (1, "") and "-> the engine needs Linux\n" in out
     assert out.endswith("The engine does not work here: loaders run on torch's iterator.\n```\n")
     assert top == [2, "", f"rustloader top: {other_system.line}\n"]
-    for command, found in zip(("check", "bench"), others, strict=True):
+    for command, result in zip(("check", "bench"), others, strict=True):
         text = f"rustloader {command}: the engine runs on Linux only: there is nothing to compare\n"
-        assert found == [2, "", text]
+        assert result == [2, "", text]
     status, out, err = other_system("", "-m", "rustloader", "run", "train.py")
     assert (status, out, err) == (0, "3\n", f"DataLoaders run on torch's own iterator: {other_system.line}\n")
 
@@ -205,7 +205,7 @@ def test_on_linux_a_missing_extension_is_a_broken_installation(bare, source):
 
 @pytest.fixture
 def pure_wheel(tmp_path):
-    """What scripts/pure_wheel.py makes of a wheel for Linux, whose extension is a dummy that is never loaded."""
+    """The result of scripts/pure_wheel.py for a Linux wheel, whose extension is a dummy that is never loaded."""
     linux = tmp_path / "rustloader-0.1.0-cp311-abi3-manylinux_2_28_x86_64.whl"
     info = "rustloader-0.1.0.dist-info"
     package = pathlib.Path(rustloader.__file__).parent
@@ -250,5 +250,5 @@ def test_pip_takes_the_pure_wheel_on_macos_and_windows_and_not_on_linux(pure_whe
     for platform in ("macosx_11_0_arm64", "macosx_14_0_arm64", "macosx_10_15_x86_64", "win_amd64", "win_arm64"):
         assert install(platform) == (0, "", True)
     for platform in ((), ("manylinux_2_28_x86_64",), ("musllinux_1_2_x86_64",)):
-        status, err, there = install(*platform)
-        assert status == 1 and not there and "is not a supported wheel on this platform" in err
+        status, err, is_installed = install(*platform)
+        assert status == 1 and not is_installed and "is not a supported wheel on this platform" in err

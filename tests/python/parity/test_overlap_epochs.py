@@ -1,4 +1,4 @@
-"""`overlap_epochs`: workers go on with the next epoch before the current one has ended, and nothing else changes."""
+"""`overlap_epochs`: workers begin the next epoch before the current one has ended, and nothing else changes."""
 
 import copy
 import itertools
@@ -43,7 +43,7 @@ METHODS = ["fork", "spawn", "forkserver"]
 
 
 class Drawn(Numbers):
-    """Sample i is i, its worker, and what the worker's generators give; some fail after that."""
+    """Sample i is i, its worker, and a draw of each of the worker's generators; some samples fail after the draws."""
 
     def __init__(self, n, fails=()):
         super().__init__(n)
@@ -57,7 +57,7 @@ class Drawn(Numbers):
 
 
 class Logged(Numbers):
-    """Notes in a file that a sample has begun."""
+    """Each sample appends a byte to a file when it begins."""
 
     def __init__(self, n, file, payload=1):
         super().__init__(n)
@@ -73,7 +73,7 @@ class Logged(Numbers):
         return torch.full((self.payload,), i)
 
 
-class Told(Drawn):
+class EpochAware(Drawn):
     """A dataset with `set_epoch`, whose samples name the epoch."""
 
     epoch = -1
@@ -102,7 +102,7 @@ class WithState(Drawn):
 
 
 class Odd(Sampler):
-    """A sampler of no class of torch's."""
+    """A sampler whose class is not one of torch's."""
 
     def __init__(self, n):
         self.n = n
@@ -114,8 +114,8 @@ class Odd(Sampler):
         return self.n
 
 
-def taken_up(loader):
-    """Whether the last epoch of a loader was predicted correctly; None if it was not predicted."""
+def was_predicted(loader):
+    """True if the last epoch of a loader was predicted correctly; None if it was not predicted."""
     predictor = loader._iterator._mode._predictor
     compared = predictor._compared
     return None if compared is None else predictor._wrong == 0
@@ -125,10 +125,10 @@ def taken_up(loader):
 
 
 def sampler_of(kind, size, r):
-    """A sampler, and the arguments that give it to a loader."""
+    """A sampler, and the arguments that pass it to a loader."""
     own = torch.Generator().manual_seed(5)
-    ring = DistributedSampler(range(size), num_replicas=2, rank=r.randrange(2), shuffle=r.random() < 0.8)
-    found = {
+    shard = DistributedSampler(range(size), num_replicas=2, rank=r.randrange(2), shuffle=r.random() < 0.8)
+    samplers = {
         "sequential": SequentialSampler(range(size)),
         "random": RandomSampler(range(size or 1)),
         "own": RandomSampler(range(size or 1), generator=own),
@@ -136,10 +136,10 @@ def sampler_of(kind, size, r):
         "replacement": RandomSampler(range(size or 1), replacement=True, generator=own),
         "subset": SubsetRandomSampler(list(range(0, size, 2))),
         "weighted": WeightedRandomSampler([1.0] * (size or 1), size or 1),
-        "distributed": ring,
+        "distributed": shard,
         "odd": Odd(size),
     }
-    sampler = found[kind]
+    sampler = samplers[kind]
     batch = r.choice([1, 2, 3])
     drop_last = r.random() < 0.3
     how = r.choice(["sampler", "batch_sampler", "none"])
@@ -154,7 +154,7 @@ KINDS = ["sequential", "random", "own", "remainder", "replacement", "subset", "w
 
 
 def play(seed, cls, **options):
-    """What a random program sees, with the states of the generators after each step."""
+    """The events that a random program sees, with the states of the generators after each of them."""
     r = random.Random(seed)
     torch.manual_seed(seed)
     random.seed(seed), np.random.seed(seed)
@@ -209,7 +209,7 @@ def play(seed, cls, **options):
             sampler.generator.manual_seed(number)
         it = iter(loader)
         note("iter")
-        # In a window it is timing how many batches of an epoch that is left are made.
+        # With a window, the number of batches made for an epoch that is left early depends on timing.
         ends = r.random() * (0.85 if has_own else 1)
         if ends < 0.7:
             while step(it):
@@ -233,7 +233,7 @@ def play(seed, cls, **options):
 
 
 def without_workers(seen):
-    """It is timing which worker of a shared queue makes a batch."""
+    """The events without the worker of each batch, which depends on timing with a shared queue."""
 
     def anonymous(event):
         if event[0] != "batch":
@@ -262,20 +262,20 @@ def test_programs_see_what_they_see_with_torchs_loader():
 
 
 def play_with_states(seed, options):
-    """As `play`, with states that are taken at ends and in epochs, and loaded into this or a new loader."""
+    """Like `play`, with states that are saved in and after epochs, and loaded into the same or a new loader."""
     r = random.Random(seed)
     torch.manual_seed(seed)
     size = r.choice([8, 13])
     kind = r.choice(["random", "own", "sequential", "distributed", "subset"])
     sampler, given = sampler_of(kind, size, r)
-    dataset = r.choice([Drawn, Drawn, Told, WithState])(size)
+    dataset = r.choice([Drawn, Drawn, EpochAware, WithState])(size)
     settings = dict(num_workers=2, persistent_workers=True, collate_fn=as_list, seed_by=r.choice([None, "sample"]))
     if r.random() < 0.2:
         settings["worker_init_fn"] = as_list_of_worker
     make = lambda: rustloader.StatefulDataLoader(dataset, **given, **settings, **options)  # noqa: E731
     loader, seen, states = make(), [], []
     for number in range(5):
-        if isinstance(dataset, Told) and r.random() < 0.7:
+        if isinstance(dataset, EpochAware) and r.random() < 0.7:
             dataset.set_epoch(number)
         if kind == "distributed":
             sampler.set_epoch(number)
@@ -309,11 +309,11 @@ def test_states_are_those_without_it(part):
         assert same(on, off), seed
 
 
-# --- that they overlap
+# --- the overlap
 
 
 def before_the_end(loader, dataset, of_next):
-    """The batches of an epoch, the last of which is delivered once samples of the next one have begun."""
+    """The batches of an epoch, the last of which is delivered once samples of the next epoch have begun."""
     it, before = iter(loader), dataset.begun()
     batches = [next(it) for _ in range(len(loader) - 1)]
     assert wait_until(lambda: dataset.begun() - before > dataset.n + of_next), "the next epoch did not begin early"
@@ -329,12 +329,12 @@ def test_workers_begin_the_next_epoch_before_the_last_batch(tmp_path, method, in
     loader = DataLoader(dataset, shuffle=True, dispatch=dispatch, overlap_epochs=True, **settings)
     orders = []
     for number in range(3):
-        # Those of this epoch have begun in the last one.
+        # The samples of this epoch that began during the previous one.
         early = 0 if number == 0 else 4
         orders.append([int(b) for b in before_the_end(loader, dataset, -early)])
         assert sorted(orders[-1]) == list(range(8))
-        assert taken_up(loader) is (True if number else None)
-        # A worker of a shared queue need not have started for all that.
+        assert was_predicted(loader) is (True if number else None)
+        # With a shared queue, a worker may not even have started by then.
         assert workers_say(loader._iterator, state="idle")
     assert orders[0] != orders[1] or orders[1] != orders[2]
 
@@ -349,7 +349,7 @@ def test_no_more_than_the_window_is_under_way(tmp_path, workers, prefetch_factor
         for _ in loader:
             delivered += 1
             assert dataset.begun() <= delivered + most
-        # The workers have done what they were asked for.
+        # The workers complete all tasks that they were sent.
         expected = delivered + min(size, most)
         assert wait_until(lambda expected=expected: dataset.begun() >= expected)
         assert workers_say(loader._iterator, state="idle")
@@ -363,34 +363,34 @@ def test_a_sampler_that_is_told_its_epoch_is_foreseen(tmp_path):
     for number in range(3):
         sampler.set_epoch(number)
         assert values(epoch(loader)) == [[i] for i in sampler]
-        assert taken_up(loader) is (True if number else None)
-    # It is not told any more: the first guess is wrong, and the next ones are right.
+        assert was_predicted(loader) is (True if number else None)
+    # No further calls of set_epoch: the first prediction is wrong, and the next ones are right.
     for expected in (False, True, True):
         assert values(epoch(loader)) == [[i] for i in sampler]
-        assert taken_up(loader) is expected
+        assert was_predicted(loader) is expected
 
 
 @pytest.mark.parametrize("draws", [0, 1, 5])
 def test_a_validation_loop_that_draws_seeds_is_learned(draws):
     loader = DataLoader(Numbers(9), shuffle=True, num_workers=2, persistent_workers=True, overlap_epochs=True)
-    found = []
+    predictions = []
     for _ in range(4):
         epoch(loader)
-        found.append(taken_up(loader))
+        predictions.append(was_predicted(loader))
         for _ in range(draws):
             list(TorchDataLoader(Numbers(2)))
-    assert found == [None, draws == 0, True, True]
+    assert predictions == [None, draws == 0, True, True]
 
 
 def test_a_program_that_draws_in_between_makes_it_give_up(caplog):
     caplog.set_level(logging.INFO, "rustloader")
     loader = DataLoader(Numbers(9), shuffle=True, num_workers=2, persistent_workers=True, overlap_epochs=True)
-    found = []
+    predictions = []
     for _ in range(6):
         epoch(loader)
-        found.append(taken_up(loader))
+        predictions.append(was_predicted(loader))
         torch.rand(3)
-    assert found == [None, False, False, False, None, None]
+    assert predictions == [None, False, False, False, None, None]
     assert sum("did not begin as predicted" in record.getMessage() for record in caplog.records) == 1
 
 
@@ -402,20 +402,20 @@ def test_an_error_of_the_next_epoch_comes_in_its_turn():
         Drawn(6, fails=[0, 5]), num_workers=2, persistent_workers=True, collate_fn=as_list, overlap_epochs=True
     )
     for _ in range(3):
-        it, found = iter(loader), []
+        it, seen = iter(loader), []
         while True:
             try:
-                found.append(next(it)[0][0])
+                seen.append(next(it)[0][0])
             except KeyError:
-                found.append("error")
+                seen.append("error")
             except StopIteration:
                 break
-        assert found == ["error", 1, 2, 3, 4, "error"]
-        assert taken_up(loader) is not False
+        assert seen == ["error", 1, 2, 3, 4, "error"]
+        assert was_predicted(loader) is not False
 
 
 class DiesTheSecondTime(Numbers):
-    """Sample 1 ends its worker when it is asked for again."""
+    """Sample 1 kills its worker when it is requested for the second time."""
 
     asked = 0
 
@@ -430,16 +430,16 @@ class DiesTheSecondTime(Numbers):
 def test_a_death_in_the_next_epoch_does_not_touch_the_present_one():
     loader = DataLoader(DiesTheSecondTime(8), num_workers=2, persistent_workers=True, overlap_epochs=True)
     it = iter(loader)
-    found = [int(next(it)) for _ in range(7)]
+    samples = [int(next(it)) for _ in range(7)]
     victim = worker_pids(it)[1]
     assert wait_until(lambda: gone(victim))
-    found += [int(b) for b in it]
-    assert found == list(range(8))
+    samples += [int(b) for b in it]
+    assert samples == list(range(8))
     it = iter(loader)
     assert int(next(it)) == 0
     with pytest.raises(RuntimeError, match=rf"DataLoader worker \(pid {victim}\)"):
         next(it)
-    # All workers are new ones.
+    # All workers are new.
     assert values(epoch(loader)) == [[i] for i in range(8)]
 
 
@@ -455,7 +455,7 @@ def test_a_worker_that_is_killed_between_epochs_is_noticed(dispatch):
 
 
 @pytest.mark.warns
-def test_workers_are_started_again_without_it(lines):
+def test_it_has_no_effect_with_max_restarts(lines):
     loader = DataLoader(
         DiesTheSecondTime(8), num_workers=2, persistent_workers=True, overlap_epochs=True, max_restarts=3
     )
@@ -484,15 +484,15 @@ def test_an_interrupt_at_the_end_of_an_epoch_loses_nothing(tmp_path):
         loader = DataLoader(Gate(8), num_workers=2, persistent_workers=True, overlap_epochs=True)
         for number in range(3):
             (tmp_path / "open").unlink(missing_ok=True)
-            it, found, interrupts = iter(loader), [], 0
+            it, samples, interrupts = iter(loader), [], 0
             thread = None
             while True:
-                if len(found) == 7 and thread is None and number == 0:
+                if len(samples) == 7 and thread is None and number == 0:
                     thread = while_next_waits(signal.raise_signal, signal.SIGUSR1)
                 elif number:
                     (tmp_path / "open").touch()
                 try:
-                    found.append(int(next(it)))
+                    samples.append(int(next(it)))
                 except Interrupt:
                     interrupts += 1
                 except StopIteration:
@@ -500,7 +500,7 @@ def test_an_interrupt_at_the_end_of_an_epoch_loses_nothing(tmp_path):
             if thread is not None:
                 thread.join()
                 assert interrupts == 1
-            assert found == list(range(8))
+            assert samples == list(range(8))
     finally:
         signal.signal(signal.SIGUSR1, before)
 
@@ -546,7 +546,7 @@ def test_a_loader_that_goes_leaves_nothing(tmp_path, where, pin_memory, host):
 
 
 def test_a_loop_that_is_left_gives_its_blocks_back(tmp_path):
-    """Batches of epochs that were taken back do not add up."""
+    """The blocks of canceled early epochs do not accumulate."""
     dataset = Logged(6, tmp_path / "log", payload=100_000)
     loader = DataLoader(dataset, num_workers=2, persistent_workers=True, overlap_epochs=True)
     held = []
@@ -561,7 +561,7 @@ def test_a_loop_that_is_left_gives_its_blocks_back(tmp_path):
     assert max(held[4:]) <= 2 * max(held[:4])
 
 
-# --- who has it
+# --- where it applies
 
 
 def test_it_needs_workers_that_stay():
@@ -599,7 +599,7 @@ def test_install_sets_it_where_it_has_an_effect(lines):
         kept = TorchDataLoader(range(3), num_workers=1, persistent_workers=True)
         for _ in range(2):
             assert list(kept) == [0, 1, 2]
-        assert taken_up(kept)
+        assert was_predicted(kept)
         stream = TorchDataLoader(Stream(), num_workers=1, persistent_workers=True)
         assert list(stream) == [0, 1, 2, 3]
         assert lines("overlap_epochs has no effect: an iterable dataset")
@@ -614,4 +614,4 @@ def test_other_samplers_are_asked_when_torch_asks(tmp_path):
     for number in range(1, 3):
         assert len(list(itertools.islice(loader, 7))) == 6
         assert dataset.begun() == 6 * number
-        assert taken_up(loader) is None
+        assert was_predicted(loader) is None

@@ -1,5 +1,5 @@
-"""What a program sees of order, epochs, samplers, errors, workers, random numbers and changes is what it sees with
-torch's loader."""
+"""Order, epochs, samplers, errors, workers, random numbers and changes look to a program as they do with torch's
+loader."""
 
 import collections
 import itertools
@@ -376,7 +376,7 @@ def test_t25_streams_go_on_behind_stale_tasks(DataLoader, taken, dataset, worker
 
 
 class Listed(Numbers):
-    """Samples (index, number of workers, a value of the dataset)."""
+    """Sample i is (item i, number of workers, the dataset's `value`)."""
 
     value = 0
 
@@ -417,7 +417,7 @@ def to(name, make):
 
 
 def around(name, make):
-    """A change around the guard."""
+    """A change that bypasses the guard."""
     return lambda loader: object.__setattr__(loader, name, make())
 
 
@@ -474,7 +474,7 @@ def test_t1_t3_p5_changes_between_epochs_are_seen_when_torch_sees_them(DataLoade
 
 @rows()
 def test_t3_a_change_in_the_middle_of_an_epoch(DataLoader):
-    """What was sent is sent; the sampler's attributes count from the next index on."""
+    """Tasks that were sent stay as they are; the sampler's attributes apply from the next index on."""
     loader = DataLoader(Numbers(40), batch_size=2, num_workers=2, prefetch_factor=1)
     for n, batch in enumerate(drain(loader)):
         yield batch
@@ -523,20 +523,20 @@ def test_t1_what_a_worker_changes_stays_in_the_worker(DataLoader):
     yield dataset
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of torch's half-made iterator
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # from torch's half-built iterator
 @rows()
 def test_p5_late_workers_without_a_prefetch_factor_fail_as_in_torch(DataLoader):
-    """A loader without workers has prefetch_factor None, and torch does not say what it would be."""
+    """A loader without workers has prefetch_factor None, and torch sets no default later."""
     loader = DataLoader(Numbers(3))
     loader.num_workers = 2
     kind, text = attempt(iter, loader).told[:2]
     torch.manual_seed(3)  # torch fails after it has drawn a seed, rustloader before
-    yield kind, text.split(" not ")[1]  # Versions of torch differ in what they ask: `<= 0` or `> 0`.
+    yield kind, text.split(" not ")[1]  # Versions of torch differ in the comparison: `<= 0` or `> 0`.
     loader.prefetch_factor = 2
     yield from drain(loader)
 
 
-# --- the iterator's inner life, which programs reach for ------------------------------------------
+# --- internals of the iterator that programs use --------------------------------------------------
 
 
 @rows()

@@ -31,8 +31,8 @@ pytestmark = [pytest.mark.ours, pytest.mark.handover]
 TorchIter = torch_dataloader._MultiProcessingDataLoaderIter
 
 
-def handed_over(caplog, loader, iterator_class=None):
-    """The epoch of a loader that torch's iterator must serve, with one log line."""
+def fallback_batches(caplog, loader, iterator_class=None):
+    """The batches of a loader that must fall back to torch's iterator, with one log line."""
     caplog.clear()
     before = engine_batches()
     with caplog.at_level(logging.WARNING, logger="rustloader"):
@@ -41,12 +41,12 @@ def handed_over(caplog, loader, iterator_class=None):
         assert type(iterator).__name__ == (
             "_MultiProcessingDataLoaderIter" if iterator_class is None else iterator_class.__name__
         )
-        got = values(iterator)
+        batches = values(iterator)
     lines = [r for r in caplog.records if r.name.split(".")[0] == "rustloader"]
     assert len(lines) == 1 and lines[0].levelno == logging.WARNING, caplog.text
-    assert engine_batches() == before, "the engine served it"
+    assert engine_batches() == before, "the engine served a batch"
     assert iterator.engine_batches == 0
-    return got
+    return batches
 
 
 def test_engine_mode_says_nothing(caplog):
@@ -102,7 +102,7 @@ def test_t16_a_worker_loop_of_the_users(caplog, monkeypatch):
 
     loader = DataLoader(Seen(3), num_workers=1, batch_size=None, persistent_workers=True)
     monkeypatch.setattr(torch.utils.data._utils.worker, "_worker_loop", loop)
-    assert handed_over(caplog, loader) == [True] * 3
+    assert fallback_batches(caplog, loader) == [True] * 3
     assert epoch_without_check(loader) == [True] * 3
     monkeypatch.undo()
     assert values(epoch(DataLoader(Seen(3), num_workers=1, batch_size=None))) == [False] * 3
@@ -126,14 +126,14 @@ def subclass(hook, calls):
 def test_t15_hooks_that_cannot_be_kept_run_on_torchs_loop(caplog, hook):
     calls = []
     cls = subclass(hook, calls)
-    assert handed_over(caplog, DataLoader(Numbers(5), num_workers=2, batch_size=None), cls) == list(range(5))
+    assert fallback_batches(caplog, DataLoader(Numbers(5), num_workers=2, batch_size=None), cls) == list(range(5))
     assert len(calls) >= 5
 
 
-def test_t15_a_hook_of_a_class_between_is_seen(caplog):
+def test_t15_a_hook_of_an_intermediate_class_is_seen(caplog):
     calls = []
     cls = type("Youngest", (subclass("_try_put_index", calls),), {})
-    assert handed_over(caplog, DataLoader(Numbers(5), num_workers=2, batch_size=None), cls) == list(range(5))
+    assert fallback_batches(caplog, DataLoader(Numbers(5), num_workers=2, batch_size=None), cls) == list(range(5))
     assert len(calls) >= 5
 
 
@@ -213,7 +213,7 @@ def refused(*args, **kw):
     raise OSError(errno.EPERM, "memfd_create failed")
 
 
-HANDOVERS = {
+FALLBACKS = {
     "worker loop": lambda patch: patch.setattr(
         _utils.worker, "_worker_loop", functools.partial(_utils.worker._worker_loop)
     ),
@@ -227,7 +227,7 @@ HANDOVERS = {
 
 
 @pytest.mark.parametrize(("sampler", "persistent"), [(LazySampler, False), (EagerSampler, True)])
-@pytest.mark.parametrize("reason", HANDOVERS)
+@pytest.mark.parametrize("reason", FALLBACKS)
 @pytest.mark.forks
 def test_every_handover_draws_and_asks_the_sampler_as_torch_does(reason, sampler, persistent, monkeypatch, caplog):
     class Mine(LoaderIter):
@@ -251,10 +251,10 @@ def test_every_handover_draws_and_asks_the_sampler_as_torch_does(reason, sampler
             loader._iterator._shutdown_workers()
         return log
 
-    theirs = trace(TorchDataLoader)
-    HANDOVERS[reason](monkeypatch)
+    expected = trace(TorchDataLoader)
+    FALLBACKS[reason](monkeypatch)
     with from_engine(0):
-        assert trace(DataLoader, Mine if reason == "subclass" else None) == theirs
+        assert trace(DataLoader, Mine if reason == "subclass" else None) == expected
     assert len(caplog.records) == 1
 
 
@@ -262,23 +262,23 @@ def test_every_handover_draws_and_asks_the_sampler_as_torch_does(reason, sampler
 def test_t28_warnings_of_a_handed_over_loader_point_to_torchs_file():
     def caught(cls):
         loader = cls(Numbers(2), num_workers=1, multiprocessing_context="spawn", collate_fn=lambda x: x)
-        with warnings.catch_warnings(record=True) as found, pytest.raises(Exception, match="lambda"):
+        with warnings.catch_warnings(record=True) as records, pytest.raises(Exception, match="lambda"):
             warnings.simplefilter("always")
             iterator_class = TorchIter if cls is TorchDataLoader else Mine
             loader._get_iterator = functools.partial(iterator_class, loader)
             iter(loader)
         del loader
         gc.collect()
-        return [(w.category, str(w.message), w.filename) for w in found if w.category is UserWarning]
+        return [(w.category, str(w.message), w.filename) for w in records if w.category is UserWarning]
 
     class Mine(LoaderIter):
         def _process_data(self, *args):
             return super()._process_data(*args)
 
-    found = caught(DataLoader)
-    # Older versions of torch say nothing.
-    assert len(found) == int("Got pickle error" in inspect.getsource(TorchIter.__init__))
-    assert {file for _, _, file in found} <= {torch_dataloader.__file__}
+    records = caught(DataLoader)
+    # Older versions of torch do not warn.
+    assert len(records) == int("Got pickle error" in inspect.getsource(TorchIter.__init__))
+    assert {file for _, _, file in records} <= {torch_dataloader.__file__}
 
 
 def test_torchs_own_loader_is_untouched():
@@ -288,7 +288,7 @@ def test_torchs_own_loader_is_untouched():
 
 
 class Bare:
-    """A fetcher of a program, with nothing of torch's."""
+    """A program's own fetcher, which has none of the attributes of torch's."""
 
     __slots__ = ("dataset_of_its_own",)
 
@@ -309,7 +309,7 @@ def test_a_fetcher_of_the_program_is_left_alone(workers, stateful, monkeypatch):
     assert list(loader) == [[0, 1, 2, 3], [4, 5]]
 
 
-def test_also_one_that_worker_init_fn_puts_in():
+def test_a_fetcher_that_worker_init_fn_sets_is_left_alone():
     def init(worker):
         make = staticmethod(lambda _, dataset, *rest: Bare(dataset))
         torch_dataloader._DatasetKind.create_fetcher = make

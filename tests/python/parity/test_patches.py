@@ -13,8 +13,8 @@ from torch.utils.data import dataloader as torch_dataloader
 TorchIter = torch_dataloader._MultiProcessingDataLoaderIter
 
 
-def kept(function, calls):
-    """The same function, with a note of each call."""
+def recorded(function, calls):
+    """A wrapper of a function that records each call."""
 
     def wrapper(*args, **kw):
         calls.append(function.__name__)
@@ -24,7 +24,7 @@ def kept(function, calls):
 
 
 def served(loader):
-    """An epoch of a loader that has to be torch's iterator's work."""
+    """The batches of a loader, which torch's iterator must serve."""
     with from_engine(0):
         return values(list(loader))
 
@@ -37,7 +37,7 @@ HOOKS = "_next_data _try_put_index _process_data _get_data _try_get_data _reset 
 @pytest.mark.parametrize("name", HOOKS)
 def test_t15_a_method_replaced_in_torchs_iterator_takes_effect(name, monkeypatch, caplog):
     calls = []
-    monkeypatch.setattr(TorchIter, name, kept(getattr(TorchIter, name), calls))
+    monkeypatch.setattr(TorchIter, name, recorded(getattr(TorchIter, name), calls))
     assert served(DataLoader(Numbers(5), num_workers=2, batch_size=None)) == list(range(5))
     assert name in calls
     assert f"{name} of torch's own iterator was replaced" in caplog.text
@@ -50,7 +50,7 @@ def test_t15_a_method_replaced_in_torchs_iterator_takes_effect(name, monkeypatch
 def test_t12_next_replaced_in_torchs_base_class_takes_effect(monkeypatch):
     calls = []
     base = torch_dataloader._BaseDataLoaderIter
-    monkeypatch.setattr(base, "__next__", kept(base.__next__, calls))
+    monkeypatch.setattr(base, "__next__", recorded(base.__next__, calls))
     assert served(DataLoader(Numbers(4), num_workers=1, batch_size=None)) == list(range(4))
     assert len(calls) == 5
 
@@ -118,7 +118,7 @@ def test_t16_what_was_replaced_before_rustloader_was_imported_takes_effect():
     assert (status, out) == (0, "[100, 101, 102] 0\n" * 3), err
 
 
-# Fetchers: the engine stays, and torch's pieces are asked through their modules at the worker's start.
+# Fetchers: the loader stays on the engine, which looks torch's parts up in their modules when a worker starts.
 
 FETCHERS = {Numbers: "_MapDatasetFetcher", Shards: "_IterableDatasetFetcher"}
 
@@ -140,12 +140,12 @@ def fetcher_class_with_another_collate_fn(patch, name):
 
 
 def fetch(patch, name):
-    torchs = getattr(_utils.fetch, name)
+    cls = getattr(_utils.fetch, name)
 
-    def fetch(self, index, real=torchs.fetch):
+    def fetch(self, index, real=cls.fetch):
         return type(index), self.collate_fn is as_list, real(self, index)
 
-    patch.setattr(torchs, "fetch", fetch)
+    patch.setattr(cls, "fetch", fetch)
 
 
 def create_fetcher(patch, name):
@@ -175,12 +175,12 @@ def test_t16_a_replaced_fetcher_takes_effect(DataLoader, replace, dataset, patch
 def base_class(patch, calls):
     for name in ("__init__", "_reset", "_next_index"):
         base = torch_dataloader._BaseDataLoaderIter
-        patch.setattr(base, name, kept(getattr(base, name), calls))
+        patch.setattr(base, name, recorded(getattr(base, name), calls))
 
 
 def loader_class(patch, calls):
     for name in ("__iter__", "__len__", "check_worker_number_rationality"):
-        patch.setattr(TorchDataLoader, name, kept(getattr(TorchDataLoader, name), calls))
+        patch.setattr(TorchDataLoader, name, recorded(getattr(TorchDataLoader, name), calls))
 
 
 def default_collate(patch, calls):

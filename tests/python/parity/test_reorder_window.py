@@ -55,7 +55,7 @@ class Naps(Numbers):
 
 
 class Sized(Held):
-    """Sample i has `sizes[i % len(sizes)]` bytes; sample `at` waits for FILE."""
+    """Sample i has `sizes[i % len(sizes)]` bytes; sample `at` waits for `file`."""
 
     def __init__(self, n, sizes, at=-1, file=""):
         super().__init__(n, at, file)
@@ -67,7 +67,7 @@ class Sized(Held):
 
 
 class Recorder(Sampler):
-    """Counts what is drawn, and the calls that find it ended. `check` sees each index before it is given."""
+    """Counts the indices drawn, and the calls after the last one. `check` gets each index before it is yielded."""
 
     def __init__(self, n, check=lambda i: None):
         self.n, self.check = n, check
@@ -98,7 +98,7 @@ class Recorder(Sampler):
 
 
 def draws_stop_at(sampler, count):
-    """Whether the sampler is asked for `count` indices, and then for no more while nothing is taken."""
+    """True if `count` indices are drawn from the sampler, and then no more while no batch is taken."""
     if not wait_until(lambda: sampler.drawn >= count):
         return False
     time.sleep(0.3)
@@ -137,9 +137,9 @@ def test_an_iterable_dataset_whose_shards_end_early(window, in_order):
         persistent_workers=in_order,
     )
     for _ in range(2):
-        got = values(epoch(loader))
+        samples = values(epoch(loader))
         for worker, length in enumerate(lengths):
-            assert [i for w, i in got if w == worker] == list(range(length))
+            assert [i for w, i in samples if w == worker] == list(range(length))
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -193,7 +193,7 @@ def test_a_window_is_a_number_or_a_size():
 
 
 def is_within(window, taken, i):
-    # `next` draws for the room of the batch that it is about to return, too.
+    # `next` draws for the place of the batch that it is about to return, too.
     assert i < len(taken) + 1 + window
 
 
@@ -203,7 +203,6 @@ def test_no_index_is_drawn_beyond_the_window(window, in_order):
     for seed in range(4):
         chance = random.Random(f"{window} {seed}")
         taken = []
-        # `next` draws for the room of the batch that it is about to return.
         sampler = Recorder(50, functools.partial(is_within, window, taken))
         workers, prefetch = chance.randint(1, 3), chance.randint(1, 4)
         loader = DataLoader(
@@ -228,7 +227,7 @@ def test_no_index_is_drawn_beyond_the_window(window, in_order):
     "window, drawn", [(1, 1), (7, 7), (19, 19), (20, 20), (30, 30), ("1GiB", 39), (None, 20), (64, 39)]
 )
 def test_the_window_is_filled_while_an_older_batch_is_awaited(window, drawn, tmp_path):
-    """At 39 the worker that is stuck has every second task: the 20 that may be outstanding."""
+    """At 39 draws, the stuck worker has every second task: the 20 that may be outstanding."""
     go, sampler = tmp_path / "go", Recorder(100)
     loader = DataLoader(
         Held(100, 0, go), sampler=sampler, batch_size=None, num_workers=2, prefetch_factor=10, reorder_window=window
@@ -262,9 +261,9 @@ def test_a_sampler_that_has_ended_is_not_asked_again(window):
 
 def test_without_a_window_it_is_asked_for_each_batch_as_by_torch():
     asked = []
-    for kind in (TorchDataLoader, DataLoader):
+    for cls in (TorchDataLoader, DataLoader):
         sampler = Recorder(20)
-        assert values(kind(Numbers(20), sampler=sampler, batch_size=None, num_workers=2)) == list(range(20))
+        assert values(cls(Numbers(20), sampler=sampler, batch_size=None, num_workers=2)) == list(range(20))
         asked.append(sampler.ends)
     assert asked[0] == asked[1] > 1
 
@@ -291,7 +290,7 @@ def test_the_bytes_of_finished_batches_stay_below_the_limit(megabytes, batches, 
     go.unlink()
     iterator = iter(loader)
     limit = float(megabytes[:-2]) * 1e6
-    # A stuck worker keeps its share of the tasks, so at least one batch fewer than admitted is finished.
+    # The stuck worker has every second task, so only the other half of the batches is finished.
     held = []
 
     def watch():
@@ -317,7 +316,7 @@ def test_batches_of_many_sizes_stay_below_the_limit(in_order):
 
     def check(i):
         under_way[i] = sizes[i]
-        # The batch that `next` is about to return is the program's.
+        # The batch that `next` is about to return already belongs to the program.
         held = sorted((size for j, size in under_way.items() if j not in taken), reverse=True)
         assert first or len(held) <= 2 or sum(held[1:]) <= limit
 
@@ -347,7 +346,7 @@ def test_batches_of_many_sizes_stay_below_the_limit(in_order):
 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_an_error_of_the_sampler_costs_no_batch(window):
-    """It is raised by iter(), or by a call of next() in its own place."""
+    """It is raised by iter(), or by a call of next() at its place."""
     for at in range(9):
         loader = DataLoader(
             Numbers(9), sampler=FailingSampler(9, at), num_workers=2, batch_size=None, reorder_window=window
@@ -357,10 +356,10 @@ def test_an_error_of_the_sampler_costs_no_batch(window):
             with pytest.raises(KeyError, match="sampler"):
                 iter(loader)
             continue
-        got = outcomes_of(loader, 11)
-        assert [it[1] for it in got if it[0] == "value"] == [i for i in range(9) if i != at]
-        assert [it for it in got if it[0] == "error"] == [("error", KeyError, "sampler")]
-        assert got[-2:].count(("end",)) == 2 - (got[-2][0] == "error")
+        results = outcomes_of(loader, 11)
+        assert [it[1] for it in results if it[0] == "value"] == [i for i in range(9) if i != at]
+        assert [it for it in results if it[0] == "error"] == [("error", KeyError, "sampler")]
+        assert results[-2:].count(("end",)) == 2 - (results[-2][0] == "error")
 
 
 @pytest.mark.parametrize("window", [1, 3, 64])
@@ -376,10 +375,10 @@ def test_a_sampler_that_only_fails_ends_neither_the_calls_nor_the_batches(window
     loader = DataLoader(
         Numbers(9), sampler=Recorder(9, check), num_workers=1, prefetch_factor=1, batch_size=None, reorder_window=window
     )
-    got = outcomes_of(loader, 16)
-    assert [it[1] for it in got if it[0] == "value"] == list(range(6))
-    assert got[-4:] == [("error", KeyError, "no more")] * 4
-    assert asked <= 12, "it is not asked again before its error is raised"
+    results = outcomes_of(loader, 16)
+    assert [it[1] for it in results if it[0] == "value"] == list(range(6))
+    assert results[-4:] == [("error", KeyError, "no more")] * 4
+    assert asked <= 12, "the sampler was asked again before its error was raised"
 
 
 def test_a_generator_that_fails_has_ended():
@@ -392,9 +391,9 @@ def test_a_generator_that_fails_has_ended():
             return batches()
 
     loader = DataLoader(Numbers(9), batch_sampler=Once(), num_workers=1, prefetch_factor=2, reorder_window=8)
-    got = outcomes_of(loader, 6)
-    assert [it for it in got if it[0] == "value"] == [("value", [i]) for i in range(3)]
-    assert got.count(("error", KeyError, "sampler")) == 1 and got[-2:] == [("end",)] * 2
+    results = outcomes_of(loader, 6)
+    assert [it for it in results if it[0] == "value"] == [("value", [i]) for i in range(3)]
+    assert results.count(("error", KeyError, "sampler")) == 1 and results[-2:] == [("end",)] * 2
 
 
 @pytest.mark.parametrize("window", [1, 3, 64])
@@ -414,15 +413,15 @@ def test_an_interrupt_in_the_sampler_is_raised_at_once_and_costs_no_batch(window
         batch_size=None,
         reorder_window=window,
     )
-    iterator, got, interrupts = iter(loader), [], 0
+    iterator, samples, interrupts = iter(loader), [], 0
     while True:
         try:
-            got.append(next(iterator).item())
+            samples.append(next(iterator).item())
         except KeyboardInterrupt:
             interrupts += 1
         except StopIteration:
             break
-    assert (got, interrupts) == (list(range(12)), 4)
+    assert (samples, interrupts) == (list(range(12)), 4)
 
 
 # Timeouts, deaths, ends
@@ -439,9 +438,9 @@ def test_a_timeout_loses_nothing(tmp_path):
 
 def test_what_precedes_a_death_is_delivered():
     loader = DataLoader(Dying(40, 11, 3), num_workers=2, batch_size=None, reorder_window=20)
-    got = outcomes_of(loader, 13)
-    assert [it[1] for it in got[:11]] == list(range(11))
-    assert [it[:2] for it in got[11:]] == [("error", RuntimeError)] * 2
+    results = outcomes_of(loader, 13)
+    assert [it[1] for it in results[:11]] == list(range(11))
+    assert [it[:2] for it in results[11:]] == [("error", RuntimeError)] * 2
 
 
 @pytest.mark.parametrize("window", [1, 5, 64, "300kB"])
@@ -450,13 +449,13 @@ def test_an_epoch_that_is_left_early_costs_the_next_one_nothing(window):
         Sized(40, [30_000]), num_workers=2, batch_size=None, reorder_window=window, persistent_workers=True
     )
     for taken in (1, 3, 0, 17, 2):
-        got = [batch[0].item() for batch in itertools.islice(loader, taken)]
-        assert got == list(range(taken))
-        del got
+        samples = [batch[0].item() for batch in itertools.islice(loader, taken)]
+        assert samples == list(range(taken))
+        del samples
     iterator = iter(loader)
     with from_engine(40):
         assert [batch[0].item() for batch in iterator] == list(range(40))
-    assert iterator._core.memory()[1] < 1 << 20, "what waits in a window is given back"
+    assert iterator._core.memory()[1] < 1 << 20, "the window's batches were not freed"
     iterator._shutdown_workers()
 
 
@@ -476,7 +475,7 @@ def test_memory_of_a_window_is_freed_with_its_iterator(tmp_path):
     watcher.start()
     assert next(iterator)[0] == 0
     watcher.join()
-    assert core.memory()[1] > 1_000_000, "finished batches wait in the window"
+    assert core.memory()[1] > 1_000_000, "no finished batches wait in the window"
     iterator._shutdown_workers()
     del iterator, core, watcher
     trim_pool()

@@ -1,4 +1,4 @@
-"""Random trees arrive as from torch's own loader (P24, P25, T5): through workers, and packed in one process.
+"""Random trees arrive as they do from torch's own loader (P24, P25, T5): through workers, and packed in one process.
 
 A fixed set; `make stress KIND=batches` continues from here, for as long as you like.
 """
@@ -77,7 +77,7 @@ def test_trees_of_a_plain_generator(loaders):
     checker.finish()
     assert checker.outcomes["workers", "value"] > 200
     assert checker.outcomes["workers", "value"] <= engine_batches() - before <= checker.trees
-    assert len(checker.steps) > 0.8 * len(OPERATIONS), "the generator makes less than it could"
+    assert len(checker.steps) > 0.8 * len(OPERATIONS), "the generator uses too few of the operations"
 
 
 def test_batches_of_default_collate(collating):
@@ -95,8 +95,8 @@ def test_batches_of_default_collate(collating):
     assert checker.outcomes["workers", "value"] > 40 and checker.outcomes["workers", "the same error"] > 0
 
 
-# Each was found by `make stress KIND=batches`, and then mended.
-FOUND = {
+# Bugs that `make stress KIND=batches` found, and that are fixed.
+FIXED = {
     "a conjugate that requires grad": (
         ("tensor", (), "complex64", (3,), 1),
         ("conj", (0,)),
@@ -117,8 +117,8 @@ FOUND = {
 }
 
 
-def test_found(loaders):
-    for name, tree in FOUND.items():
+def test_fixed_bugs_stay_fixed(loaders):
+    for name, tree in FIXED.items():
         assert not any(isinstance(value, NotMade) for value in Record(build(tree)).objects.values()), name
         checker = Checker()
         checker.through_workers(loaders, [tree])
@@ -128,13 +128,13 @@ def test_found(loaders):
 
 def test_each_intended_difference_is_there(loaders):
     outcomes = loaders.send([intended.example for intended in INTENDED])
-    for intended, (ours, theirs) in zip(INTENDED, outcomes, strict=True):
-        assert not isinstance(ours, Error) and not isinstance(theirs, Error)
-        names, left = judge(Case(Record(ours), Record(theirs), lambda intended=intended: build(intended.example)))
+    for intended, (actual, expected) in zip(INTENDED, outcomes, strict=True):
+        assert not isinstance(actual, Error) and not isinstance(expected, Error)
+        names, left = judge(Case(Record(actual), Record(expected), lambda intended=intended: build(intended.example)))
         assert intended.name in names and not left, (intended.name, names, left)
 
 
-# The property itself can fail
+# The checks themselves can fail
 
 
 def value_of_all_sorts():

@@ -77,7 +77,7 @@ def epochs(loader, count=3):
 
 
 def base_seed(base=BASE, generator=None):
-    """torch's draw at the first iter()."""
+    """The base seed that torch draws at the first iter()."""
     if generator is None:
         generator = torch.Generator().manual_seed(base)
     return torch.empty((), dtype=torch.int64).random_(generator=generator).item()
@@ -85,19 +85,19 @@ def base_seed(base=BASE, generator=None):
 
 def philox(base, place, ordinal, worker, epoch):
     counter = place + (ordinal << 64) + (worker << 128) + (epoch << 192)
-    # NumPy counts up before its first block.
+    # NumPy increments the counter before its first block.
     return [int(word) for word in np.random.Philox(counter=(counter - 1) % 2**256, key=base).random_raw(4)]
 
 
 def draws_of(base, place, ordinal, worker=0, epoch=0):
-    """What `drawn()` must give at a place."""
+    """The result that `drawn()` must have at a place."""
     first, second, third, _ = philox(base, place, ordinal, worker, epoch)
     seed = first % 2**63
     rand = torch.rand((), generator=torch.Generator().manual_seed(seed)).item()
     return rand, random.Random(second).random(), np.random.RandomState(third % 2**32).rand(), seed
 
 
-# The function
+# The seeds as a function of the place
 
 
 def test_the_words_are_numpys_philox():
@@ -125,16 +125,16 @@ def test_a_batch_has_one_seed_and_its_streams_go_on_through_its_samples(workers)
         for number, (samples, collated) in enumerate(batches):
             first, second, third, _ = philox(base, 0, number, 0, epoch)
             generator = torch.Generator().manual_seed(first % 2**63)
-            dice, numpys = random.Random(second), np.random.RandomState(third % 2**32)
-            for found in (*(sample for _, sample in samples), collated):
-                wanted = torch.rand((), generator=generator).item(), dice.random(), numpys.rand()
-                assert found == (*wanted, first % 2**63)
+            python_random, numpy_random = random.Random(second), np.random.RandomState(third % 2**32)
+            for actual in (*(sample for _, sample in samples), collated):
+                expected = torch.rand((), generator=generator).item(), python_random.random(), numpy_random.rand()
+                assert actual == (*expected, first % 2**63)
 
 
 def test_these_numbers_must_never_change():
-    """Programs repeat a run with a later version."""
-    found = {by: list(make(0, by, Draws(3), batch_size=2, base=0))[1] for by in UNITS}
-    assert found == PINNED
+    """A program must be able to repeat a run with a later version."""
+    batches = {by: list(make(0, by, Draws(3), batch_size=2, base=0))[1] for by in UNITS}
+    assert batches == PINNED
     assert list(make(2, "sample", Draws(3), batch_size=2, base=0))[1] == PINNED["sample"]
     assert next(iter(make(0, "sample", Stream(1), base=0))) == PINNED_STREAM
 
@@ -156,7 +156,7 @@ PINNED_STREAM = (
 )
 
 
-# The same batches in each way
+# The same batches in each setup
 
 WAYS = {
     "1": dict(workers=1),
@@ -171,7 +171,7 @@ WAYS = {
 }
 
 
-# A start of an interpreter takes seconds.
+# Starting an interpreter takes seconds.
 @pytest.mark.parametrize(
     ("way", "seed_by"),
     [it for it in itertools.product(WAYS, UNITS) if it[0] != "spawn, persistent" or it[1] == "sample"],
@@ -252,7 +252,7 @@ def test_the_base_seed_comes_from_the_loaders_generator():
     for workers in (0, 2):
         loader = make(workers, "sample", generator=generator.clone_state())
         assert [collated for _, collated in loader] == [draws_of(base, 0, number) for number in range(4)]
-        # Later draws do not count.
+        # Later draws have no effect.
         assert next(iter(loader))[1] == draws_of(base, 0, 0, epoch=1)
 
 
@@ -283,7 +283,7 @@ def test_a_loader_of_another_class_counts_its_epochs():
     assert not hasattr(loader._loader, "_rustloader_epochs")
 
 
-# One sample, no batches; a fetcher that makes batches
+# Samples without batches; datasets and fetchers that make whole batches
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
@@ -310,7 +310,7 @@ def test_a_dataset_that_makes_whole_batches_gets_the_batchs_seed(workers, persis
     assert epochs(loader) == epochs(make(0, "batch"))
     (note,) = notes(caplog)
     assert 'seed_by="sample" seeds each batch' in note and "__getitems__ of BatchDraws" in note
-    # Another loader says it again; without a batch there is no such call.
+    # Another loader logs it again; with batch_size=None there is no such call.
     next(iter(make(workers, "sample", BatchDraws(10))))
     next(iter(make(workers, "sample", BatchDraws(10), batch_size=None)))
     assert len(notes(caplog)) == 2
@@ -318,7 +318,7 @@ def test_a_dataset_that_makes_whole_batches_gets_the_batchs_seed(workers, persis
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_samples_of_a_subset_have_their_own_seeds(workers, caplog):
-    """torch's Subset has __getitems__, which only asks for one sample after the other."""
+    """torch's Subset has a `__getitems__` that only reads one sample after the other."""
     caplog.set_level(logging.INFO, "rustloader")
     wanted = epochs(make(0, "sample", Draws(6)))
     subset = Subset(Draws(10), [0, 1, 2, 3, 4, 5])
@@ -367,10 +367,10 @@ def test_samples_of_a_stream_are_counted_in_their_worker(workers, persistent):
     base = base_seed()
     loader = make(workers, "sample", Stream(5), batch_size=2, persistent_workers=persistent and workers > 0)
     for epoch, batches in enumerate(epochs(loader)):
-        found = collections.defaultdict(list)
+        by_worker = collections.defaultdict(list)
         for number, batch in enumerate(batches):
-            found[number % max(workers, 1)].append(batch)
-        for worker, of_worker in found.items():
+            by_worker[number % max(workers, 1)].append(batch)
+        for worker, of_worker in by_worker.items():
             samples = [sample for batch, _ in of_worker for _, sample in batch]
             assert samples == [draws_of(base, 1, i, worker + 1, epoch) for i in range(5)]
             assert [it for _, it in of_worker] == [draws_of(base, 0, i, worker + 1, epoch) for i in range(3)]
@@ -417,10 +417,10 @@ def test_mains_own_streams_are_as_without_the_option(workers, seed_by, kind):
             del iterator
         return steps
 
-    # Without workers, what torch's loader draws in samples moves main's streams.
+    # Without workers, draws in samples of torch's loader advance main's streams.
     datasets = dict(zip(BOTH, (Quiet(4), Stream(4)) if kind == "stream" else (Numbers(9), Draws(9)), strict=True))
-    ours = trace(DataLoader, seed_by=seed_by, collate_fn=with_draws)
-    assert ours == trace(TorchDataLoader) and len(ours) > 4
+    seen = trace(DataLoader, seed_by=seed_by, collate_fn=with_draws)
+    assert seen == trace(TorchDataLoader) and len(seen) > 4
 
 
 class FailsAt(Draws):
@@ -459,13 +459,13 @@ def test_the_default_is_torchs_seeding_and_leaves_nothing_at_the_loader():
         loader = cls(Plain(6), num_workers=2, collate_fn=as_list, **kw)
         return epochs(loader), "_rustloader_epochs" in vars(loader)
 
-    torchs, ours = map(run, BOTH)
-    assert ours == torchs == run(DataLoader, seed_by="worker")
-    assert not ours[1] and run(DataLoader, seed_by="batch")[1]
+    expected, actual = map(run, BOTH)
+    assert actual == expected == run(DataLoader, seed_by="worker")
+    assert not actual[1] and run(DataLoader, seed_by="batch")[1]
 
 
 def worker_draws(worker_id):
-    """A worker_init_fn that keeps what it draws, and whether there is a seed."""
+    """A worker_init_fn that keeps what it draws, and fails if there is a seed."""
     info = get_worker_info()
     with contextlib.suppress(RuntimeError):
         rustloader.sample_seed()
@@ -474,7 +474,7 @@ def worker_draws(worker_id):
 
 
 class Begins(Stream):
-    """The numbers that worker_init_fn and iter() drew."""
+    """Each sample is what worker_init_fn and iter() drew."""
 
     begun = None
 
@@ -491,7 +491,7 @@ def test_worker_init_fn_and_iter_draw_from_torchs_streams():
         return [list(loader) for _ in range(2)]
 
     assert run(DataLoader, seed_by="sample") == run(TorchDataLoader)
-    # Persistent workers call iter() again, after samples.
+    # Persistent workers call iter() again after they have made samples.
     assert len(run(DataLoader, seed_by="sample", persistent_workers=True)[1]) == 4
 
 
@@ -502,7 +502,7 @@ def test_torchs_loader_under_install(persistent):
         torch.manual_seed(BASE)
         kw = dict(batch_size=3, collate_fn=with_draws, num_workers=2, persistent_workers=persistent)
         assert epochs(TorchDataLoader(Draws(10), **kw)) == wanted
-        # The loader's own setting counts.
+        # The loader's own setting takes precedence.
         assert epochs(make(2, "batch")) == epochs(make(0, "batch"))
         torch.manual_seed(BASE)
         assert epochs(DataLoader(Draws(10), batch_size=3, collate_fn=with_draws)) == wanted
@@ -518,7 +518,7 @@ def test_the_ordinals_of_a_resumed_epoch():
         ahead = dice.sample(range(40), dice.randrange(12))
         wanted = [ordinal for ordinal in range(first, 60) if ordinal not in ahead]
         assert [ordinal_of(k, first, ahead) for k in range(len(wanted))][:20] == wanted[:20]
-        # Before the first one nothing is left out.
+        # Before the first ordinal, nothing is left out.
         assert [ordinal_of(-k, first, ahead) for k in (1, 2, 3)] == [first - 1, first - 2, first - 3]
     assert ordinal_of(3, 0, ()) == 3
 
@@ -529,9 +529,9 @@ def streams_kept():
         yield
 
 
-def begun(it, task):
+def seed_of_batch(seeds, task):
     """The seed that a batch gets."""
-    assert it.begin_batch(task, "index", SampleAccess.TOGETHER) == "index"
+    assert seeds.begin_batch(task, "index", SampleAccess.TOGETHER) == "index"
     return rustloader.sample_seed()
 
 
@@ -541,23 +541,23 @@ def seed_of(ordinal, worker=0, epoch=0):
 
 @pytest.mark.parametrize("ahead", [(), (8, 6)])
 def test_a_resumed_epoch_has_the_seeds_of_its_ordinals(ahead, streams_kept):
-    it = Seeds(Seeding(False, BASE, 2, 5, ahead), 0)
+    seeds = Seeds(Seeding(False, BASE, 2, 5, ahead), 0)
     left = [ordinal for ordinal in range(5, 15) if ordinal not in ahead]
-    assert [begun(it, task) for task in range(len(left))] == [seed_of(ordinal, epoch=2) for ordinal in left]
-    assert begun(it, -2) == seed_of(3, epoch=2), "a batch that is fetched again"
-    it.begin_epoch(3, 20)
-    assert [begun(it, task) for task in (20, 27)] == [seed_of(0, epoch=3), seed_of(7, epoch=3)]
+    assert [seed_of_batch(seeds, task) for task in range(len(left))] == [seed_of(ordinal, epoch=2) for ordinal in left]
+    assert seed_of_batch(seeds, -2) == seed_of(3, epoch=2), "a batch that is fetched again"
+    seeds.begin_epoch(3, 20)
+    assert [seed_of_batch(seeds, task) for task in (20, 27)] == [seed_of(0, epoch=3), seed_of(7, epoch=3)]
 
 
 def test_the_counters_of_a_stream_can_be_set(streams_kept):
-    it = Seeds(Seeding(True, BASE, 0, 5, (6,)), 3)
-    it.batches, it.samples = 4, 11
-    assert begun(it, 0) == seed_of(4, worker=3)
-    assert list(it.begin_batch(1, [None] * 2, SampleAccess.EACH)) == [None] * 2
+    seeds = Seeds(Seeding(True, BASE, 0, 5, (6,)), 3)
+    seeds.batches, seeds.samples = 4, 11
+    assert seed_of_batch(seeds, 0) == seed_of(4, worker=3)
+    assert list(seeds.begin_batch(1, [None] * 2, SampleAccess.EACH)) == [None] * 2
     assert rustloader.sample_seed() == philox(BASE, 1, 12, 3, 0)[0] % 2**63
-    assert (it.batches, it.samples) == (6, 13)
-    it.begin_epoch(0, 9)
-    assert (it.batches, it.samples) == (0, 0)
+    assert (seeds.batches, seeds.samples) == (6, 13)
+    seeds.begin_epoch(0, 9)
+    assert (seeds.batches, seeds.samples) == (0, 0)
 
 
 def fetcher_of(dataset, seeding):
@@ -570,22 +570,22 @@ def fetcher_of(dataset, seeding):
 def test_without_workers_an_epoch_goes_on(seed_by):
     base = base_seed()
     wanted = list(make(0, seed_by, Draws(18)))
-    it = fetcher_of(Draws(18), Seeding(seed_by == "sample", base, 0, 2, (3,)))
+    fetcher = fetcher_of(Draws(18), Seeding(seed_by == "sample", base, 0, 2, (3,)))
     batches = [list(range(k, k + 3)) for k in range(0, 18, 3)]
-    assert [it.fetch(batches[k]) for k in (2, 4, 5)] == [wanted[2], wanted[4], wanted[5]]
-    it.go_back(5)
-    assert [it.fetch(batches[k]) for k in (0, 1, 2, 4)] == [wanted[0], wanted[1], wanted[2], wanted[4]]
+    assert [fetcher.fetch(batches[k]) for k in (2, 4, 5)] == [wanted[2], wanted[4], wanted[5]]
+    fetcher.go_back(5)
+    assert [fetcher.fetch(batches[k]) for k in (0, 1, 2, 4)] == [wanted[0], wanted[1], wanted[2], wanted[4]]
 
 
 @pytest.mark.parametrize("seed_by", UNITS)
 def test_without_workers_a_stream_goes_on(seed_by):
     base = base_seed()
     wanted = list(make(0, seed_by, Stream(9)))
-    it = fetcher_of(Stream(9), Seeding(seed_by == "sample", base, 0))
-    it.seeds.batches, it.seeds.samples = 1, 3
-    later = it.fetch([None] * 3)
+    fetcher = fetcher_of(Stream(9), Seeding(seed_by == "sample", base, 0))
+    fetcher.seeds.batches, fetcher.seeds.samples = 1, 3
+    later = fetcher.fetch([None] * 3)
     assert [draws for _, draws in later[0]] == [draws for _, draws in wanted[1][0]] and later[1] == wanted[1][1]
-    assert (it.seeds.batches, it.seeds.samples) == (2, 6 if seed_by == "sample" else 3)
+    assert (fetcher.seeds.batches, fetcher.seeds.samples) == (2, 6 if seed_by == "sample" else 3)
 
 
 # sample_seed()
@@ -602,21 +602,21 @@ def test_elsewhere_there_is_no_seed():
 
 
 class InThread(Numbers):
-    """What sample_seed() gives in a thread of the dataset."""
+    """Each sample is the result of sample_seed() in a thread that the dataset has started."""
 
     def __getitem__(self, i):
-        found = []
+        answers = []
 
         def ask():
             try:
-                found.append(rustloader.sample_seed())
+                answers.append(rustloader.sample_seed())
             except RuntimeError as error:
-                found.append(str(error))
+                answers.append(str(error))
 
         thread = threading.Thread(target=ask)
         thread.start()
         thread.join()
-        return found
+        return answers
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -640,9 +640,9 @@ def test_a_loader_within_a_sample_leaves_its_streams_alone(workers):
         for k, (before, count, after) in enumerate(samples):
             assert before == draws_of(base_seed(), k + 1, number) and count == 2
             first, second, third, _ = philox(base_seed(), k + 1, number, 0, 0)
-            dice, numpys = random.Random(second), np.random.RandomState(third % 2**32)
-            dice.random(), numpys.rand()
-            assert after[1:] == (dice.random(), numpys.rand(), first % 2**63)
+            python_random, numpy_random = random.Random(second), np.random.RandomState(third % 2**32)
+            python_random.random(), numpy_random.rand()
+            assert after[1:] == (python_random.random(), numpy_random.rand(), first % 2**63)
 
 
 def test_seeds_fit_into_tensors():
@@ -657,7 +657,7 @@ def test_seeds_fit_into_tensors():
 
 
 def test_an_epoch_whose_worker_init_fn_fails_gives_its_number_to_the_next(tmp_path):
-    """A loader that resumes has the error in `iter`."""
+    """A loader that can resume has the error in `iter`."""
 
     def init(worker_id):
         with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Spawned workers: what test_start_methods.py has not (P14, P15, P17, P22, P25)."""
+"""Spawned workers: cases that test_start_methods.py does not have (P14, P15, P17, P22, P25)."""
 
 import os
 from functools import partial
@@ -26,7 +26,7 @@ SPAWN = dict(multiprocessing_context="spawn")
 
 
 class Everything(Numbers):
-    """One sample of each kind that has a way of its own through the arena."""
+    """Each sample has a value of each kind that takes a path of its own through the arena."""
 
     def __getitem__(self, i):
         if i == 3:
@@ -71,14 +71,14 @@ def test_map_style_persistent_with_all_kinds_and_an_error():
     iterator = iter(loader)
     assert all(w.is_alive() for w in iterator._workers)
     for _ in range(2):
-        iterator, got = iter(loader), []
+        iterator, batches = iter(loader), []
         for i in range(7):
             if i == 3:
                 assert outcomes(iterator, 1) == [("error", KeyError, "Caught KeyError in DataLoader worker process 1.")]
             else:
-                got.append((i, next(iterator)))
+                batches.append((i, next(iterator)))
         assert outcomes(iterator, 2) == [("end",)] * 2
-        for i, batch in got:
+        for i, batch in batches:
             assert batch["id"] == i % 2 and batch["pid"] == worker_pids(iterator)[i % 2] and batch["threads"] == 1
             assert torch.equal(batch["large"], torch.arange(50_000) + i) and batch["same"] is batch["large"]
             assert batch["small"].item() == i and batch["empty"].shape == (0, 2) and batch["none"] is None
@@ -100,7 +100,7 @@ def test_p14_seeds_are_torchs_under_spawn(DataLoader):
 def test_default_collate_and_kept_batches():
     dataset = Images(12, (3, 50, 50))
     expected = list(DataLoader(dataset, batch_size=5, shuffle=True, generator=torch.Generator().manual_seed(1)))
-    got = epoch(
+    batches = epoch(
         DataLoader(
             dataset,
             batch_size=5,
@@ -110,7 +110,7 @@ def test_default_collate_and_kept_batches():
             **SPAWN,
         )
     )
-    assert same(got, expected)
+    assert same(batches, expected)
 
 
 def test_errors_of_a_loader_that_cannot_be_sent():
@@ -122,6 +122,6 @@ def test_errors_of_a_loader_that_cannot_be_sent():
 
 def test_out_of_order_and_collate_fn():
     loader = DataLoader(Failing(9, {4: key_error}), num_workers=2, in_order=False, collate_fn=as_list, **SPAWN)
-    got = outcomes(iter(loader), 10)
-    assert sorted(o[1][0] for o in got if o[0] == "value") == [0, 1, 2, 3, 5, 6, 7, 8]
-    assert [o[0] for o in got].count("error") == 1 and got[-1] == ("end",)
+    results = outcomes(iter(loader), 10)
+    assert sorted(o[1][0] for o in results if o[0] == "value") == [0, 1, 2, 3, 5, 6, 7, 8]
+    assert [o[0] for o in results].count("error") == 1 and results[-1] == ("end",)

@@ -1,4 +1,4 @@
-"""The same behaviour whatever starts the workers: fork, forkserver, spawn (P14, P15, P17 to P20, P22, T25)."""
+"""The same behavior whatever starts the workers: fork, forkserver, spawn (P14, P15, P17 to P20, P22, T25)."""
 
 import itertools
 import multiprocessing
@@ -18,7 +18,7 @@ PROCESSES = {"fork": "ForkProcess", "forkserver": "ForkServerProcess", "spawn": 
 
 @pytest.fixture(scope="module", params=METHODS)
 def served(request):
-    """A persistent loader of two workers, and the list of the batches that its next epoch will ask for."""
+    """A persistent loader with two workers, and the list of the index batches of its next epoch."""
     orders = [[("number", 0)]]
     loader = DataLoader(
         Does(),
@@ -42,7 +42,7 @@ def context(request):
 
 
 def asked(served, *orders):
-    """The outcomes of an epoch that asks for these batches, each of one sample."""
+    """The outcomes of an epoch with these orders, one in each batch."""
     loader, batches = served
     batches[:] = [[order] for order in orders]
     return outcomes(iter(loader), len(orders) + 1)
@@ -71,8 +71,8 @@ def test_the_workers_are_started_by_the_method_named(served):
 
 
 def test_errors_come_at_their_place_and_next_goes_on(served):
-    got = asked(served, ("number", 0), ("fail", "one"), ("number", 2), ("nonsense",), ("number", 4))
-    assert got == [
+    results = asked(served, ("number", 0), ("fail", "one"), ("number", 2), ("nonsense",), ("number", 4))
+    assert results == [
         ("value", [0]),
         ("error", KeyError, "Caught KeyError in DataLoader worker process 1."),
         ("value", [2]),
@@ -145,15 +145,15 @@ def test_t25_an_index_that_cannot_be_pickled_is_an_error_of_next(served):
     loader, orders = served
     orders[:] = [[("number", i)] for i in range(6)]
     orders[4] = [("number", (i for i in ()))]
-    got = outcomes(iter(loader), 7)
-    assert [o for o in got if o[0] == "error"] == [("error", TypeError, "cannot pickle 'generator' object")]
-    assert [o for o in got if o[0] != "error"] == [*[("value", [i]) for i in (0, 1, 2, 3, 5)], ("end",)]
+    results = outcomes(iter(loader), 7)
+    assert [o for o in results if o[0] == "error"] == [("error", TypeError, "cannot pickle 'generator' object")]
+    assert [o for o in results if o[0] != "error"] == [*[("value", [i]) for i in (0, 1, 2, 3, 5)], ("end",)]
 
 
 def test_a_loader_inside_of_a_worker(served):
     text = "Caught AssertionError in DataLoader worker process 0."
-    got = asked(served, ("inner_loader", 1), ("inner_loader", 0), ("inner_loader", 2), ("inner_loader", 0))
-    assert got == [("error", AssertionError, text), ("value", [[0, 1, 2]])] * 2 + [("end",)]
+    results = asked(served, ("inner_loader", 1), ("inner_loader", 0), ("inner_loader", 2), ("inner_loader", 0))
+    assert results == [("error", AssertionError, text), ("value", [[0, 1, 2]])] * 2 + [("end",)]
     loader, orders = served
     orders[:] = [[("inner_loader", 1)]]
     with pytest.raises(AssertionError, match="daemonic processes are not allowed to have children"):
@@ -161,17 +161,17 @@ def test_a_loader_inside_of_a_worker(served):
 
 
 def test_processes_inside_of_a_worker(served):
-    got = asked(served, ("subprocess",), ("process",), ("fork", "os._exit"), ("fork", "sys.exit"), ("number", 4))
+    results = asked(served, ("subprocess",), ("process",), ("fork", "os._exit"), ("fork", "sys.exit"), ("number", 4))
     error = ("error", AssertionError, "Caught AssertionError in DataLoader worker process 1.")
-    assert got == [("value", ["42\n"]), error, ("value", [7]), ("value", [7]), ("value", [4]), ("end",)]
+    assert results == [("value", ["42\n"]), error, ("value", [7]), ("value", [7]), ("value", [4]), ("end",)]
 
 
-@pytest.mark.ours  # torch's main process takes the child's batch for the worker's, or stumbles over both
+@pytest.mark.ours  # torch's main process takes the child's batch for the worker's, or fails on both
 @pytest.mark.parametrize("how", ["raise", "return", "return a large tensor"])
 def test_a_child_that_comes_back_out_of_the_dataset_does_not_speak_for_its_worker(served, how):
     for _ in range(2):
-        got = asked(served, ("number", 0), ("fork", how), ("number", 2), ("fork", how), ("number", 4))
-        assert got == [("value", [0]), ("value", [1]), ("value", [2]), ("value", [1]), ("value", [4]), ("end",)]
+        results = asked(served, ("number", 0), ("fork", how), ("number", 2), ("fork", how), ("number", 4))
+        assert results == [("value", [0]), ("value", [1]), ("value", [2]), ("value", [1]), ("value", [4]), ("end",)]
     loader, orders = served
     orders[:] = [[("large", i)] for i in range(4)]
     assert [batch[0, 0].item() for batch in epoch(loader)] == [0, 1, 2, 3]
@@ -210,7 +210,7 @@ def test_p20_where_the_kernel_keeps_no_status_the_fork_server_has_it(how, text, 
     from rustloader._core import DEAD
 
     class Older:
-        """An engine on a kernel that knows nothing of processes that others have reaped."""
+        """An engine on a kernel that keeps no status of a process that another one has reaped."""
 
         def __init__(self, engine):
             self.engine = engine
@@ -241,7 +241,7 @@ def test_iterable_datasets_of_uneven_workers_and_several_epochs(method):
         assert [tuple(s) for s in epoch(loader)] == [(w, e, i) for i in range(3) for w in range(2)]
     assert {type(w).__name__ for w in loader._iterator._workers} == {PROCESSES[method]}
     loader._iterator._shutdown_workers()
-    if method != "spawn":  # it costs seconds, and nothing in it depends on the method any more
+    if method != "spawn":  # it takes seconds, and nothing in it depends on the method
         loader = DataLoader(Shards([1, 3]), batch_size=2, **options)
         assert values(epoch(loader)) == [[[0, 0]], [[1, 0], [1, 1]], [[1, 2]]]
 
@@ -267,7 +267,7 @@ def test_the_starts_of_workers_overlap(method, workers, tmp_path):
     (tmp_path / "unpickling").mkdir()
     (tmp_path / "init").mkdir()
     init_fn = Meeting(tmp_path / "init", workers)
-    # Behind the dataset, and more than a pipe holds.
+    # It is sent after the dataset, and does not fit into a pipe.
     init_fn.ballast = bytes(1 << 20)
     loader = DataLoader(
         MeetsWhenUnpickled(workers, Meeting(tmp_path / "unpickling", workers)),

@@ -83,12 +83,12 @@ def test_a_script_without_a_guard_is_the_error_of_multiprocessing_and_nothing_is
     assert DEATH.search(err.replace("\n", " ")), err
     assert TORCH_MODE or "The worker ended before it could load its arguments; its own error is on stderr." in err
     assert wait_until(lambda: not in_session(process.pid))
-    # Under fork there is nothing to be guarded.
+    # Under fork there is nothing to guard.
     assert run_script(source % "fork", file=tmp_path / "other.py") == (0, f"{BATCHES}\n", "")
 
 
 @pytest.mark.timeout(400)
-def test_what_python_c_defines_is_there_under_fork_and_in_torch_not_under_spawn():
+def test_definitions_of_python_c_reach_all_workers_but_torchs_spawned_ones():
     process = start_script(
         MINE
         + """
@@ -172,18 +172,18 @@ def failed_start(loader):
     raise AssertionError("the workers were started")
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's, on its way out
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # from torch's half-built iterator
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 @pytest.mark.parametrize("thing", ["an open file", "a lock", "a generator"])
 def test_what_cannot_be_pickled_is_the_original_error_and_a_warning(method, thing):
     with open(os.devnull) as file:
         held = {"an open file": file, "a lock": threading.Lock(), "a generator": (i for i in ())}[thing]
         dataset = Holds(3, held)
-        theirs, ours = (failed_start(cls(dataset, num_workers=2, multiprocessing_context=method)) for cls in BOTH)
-    ((category, text),) = ours[2]
+        expected, actual = (failed_start(cls(dataset, num_workers=2, multiprocessing_context=method)) for cls in BOTH)
+    ((category, text),) = actual[2]
     if OLD_TORCH:  # it does not warn; rustloader does with every version
-        theirs = (*theirs[:2], ours[2])
-    assert ours == theirs
+        expected = (*expected[:2], actual[2])
+    assert actual == expected
     assert category is UserWarning and text.startswith("Got pickle error when attempting to start a worker Process. ")
 
 
@@ -195,7 +195,7 @@ def test_files_and_lambdas_are_inherited_under_fork(tmp_path):
     assert epoch(DataLoader(Calls(3, lambda i: -i), num_workers=2, batch_size=None)) == [0, -1, -2]
 
 
-@pytest.mark.ours  # torch leaves queues behind, and with a second worker the first one
+@pytest.mark.ours  # torch leaves queues behind and, if the second worker does not start, the first one
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_start_that_failed_leaves_nothing(method):
     loader = DataLoader(Holds(3, [lambda: 0, threading.Lock()]), num_workers=2, multiprocessing_context=method)
@@ -226,20 +226,20 @@ def test_many_workers(workers, monkeypatch):
     for _ in range(2):
         assert epoch(loader) == expected
     if not TORCH_MODE:
-        # Of each worker its pidfd, and the two pipes of its Process.
+        # For each worker, its pidfd and the two pipes of its Process.
         assert len(open_files()) - before <= 3 * workers + 4
     iterator = iter(loader)
     assert next(iterator) == [0, 0]
     pids = worker_pids(iterator)
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 240)
-    with within(120):  # far below what workers are waited for that do not leave by themselves
+    with within(120):  # far less than the wait for workers that do not exit by themselves
         iterator._shutdown_workers()
     assert len(set(pids)) == workers and all(map(gone, pids))
 
 
 @pytest.mark.timeout(400)
 def test_the_fork_server_starts_the_users_processes_with_ctrl_c_open(tmp_path):
-    """SIGINT is blocked while workers start, and every process of a server started at that time would inherit this."""
+    """SIGINT is blocked while workers start; all processes of a server started at that time would inherit the mask."""
     source = """
     import multiprocessing, signal
     from multiprocessing import resource_tracker

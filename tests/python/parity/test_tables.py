@@ -1,4 +1,4 @@
-"""Tables: the batches of a TensorDataset are gathered, and equal what torch's fetcher and default_collate make."""
+"""Tables: the batches of a TensorDataset are gathered, and equal those of torch's fetcher and default_collate."""
 
 import random
 import subprocess
@@ -35,7 +35,7 @@ DTYPES = [
 
 @pytest.fixture
 def gathered(monkeypatch):
-    """The number of batches that this process gathers, as a list of them."""
+    """The list of the batches that this process gathers."""
     batches = []
 
     def counted(tensors, index):
@@ -79,10 +79,10 @@ def random_tensor(rng, length):
 
 
 def form(tensor):
-    """All that can be told of a delivered tensor."""
+    """All properties of a delivered tensor that a program can see."""
     assert type(tensor) is torch.Tensor
-    element = tensor.contiguous().reshape(-1)
-    content = element.view(torch.uint8) if element.numel() else element.new_empty(0, dtype=torch.uint8)
+    elements = tensor.contiguous().reshape(-1)
+    content = elements.view(torch.uint8) if elements.numel() else elements.new_empty(0, dtype=torch.uint8)
     return (
         tensor.dtype,
         tuple(tensor.shape),
@@ -131,13 +131,13 @@ def test_random_tables_without_workers(part, gathered):
         if len(table) > 0:
             kw["shuffle"] = rng.random() < 0.5
         torch.manual_seed(9)
-        torchs = list(TorchDataLoader(table, **kw))
+        expected = list(TorchDataLoader(table, **kw))
         torch.manual_seed(9)
-        ours = list(DataLoader(table, **kw))
-        assert forms(ours) == forms(torchs)
-        assert storages(ours) == storages(torchs)
-        assert [[t.is_shared() for t in batch] for batch in ours] == [[t.is_shared() for t in b] for b in torchs]
-        assert all(tensor.untyped_storage().resizable() for batch in ours for tensor in batch)
+        actual = list(DataLoader(table, **kw))
+        assert forms(actual) == forms(expected)
+        assert storages(actual) == storages(expected)
+        assert [[t.is_shared() for t in batch] for batch in actual] == [[t.is_shared() for t in b] for b in expected]
+        assert all(tensor.untyped_storage().resizable() for batch in actual for tensor in batch)
     assert len(gathered) > 60
 
 
@@ -157,9 +157,9 @@ def test_random_tables_with_workers(way, part):
         table = random_table(rng)
         kw = dict(batch_size=rng.choice([2, 4]), **WAYS[way])
         with within(120):
-            torchs, loader = list(TorchDataLoader(table, **kw)), DataLoader(table, **kw)
+            expected, loader = list(TorchDataLoader(table, **kw)), DataLoader(table, **kw)
             for _ in range(2):
-                assert forms(epoch(loader)) == forms(torchs)
+                assert forms(epoch(loader)) == forms(expected)
 
 
 def test_large_batches_lie_in_the_arena():
@@ -175,7 +175,7 @@ def test_large_batches_lie_in_the_arena():
 
 
 class Recording(torch.utils.data.Sampler):
-    """Gives the indices that it is made of."""
+    """Yields the index batches that it was given."""
 
     def __init__(self, *batches):
         self.batches = batches
@@ -188,14 +188,14 @@ class Recording(torch.utils.data.Sampler):
 
 
 def outcome(cls, table, batch, **kw):
-    """The batch of an index batch, or the error and the place that it names."""
+    """The properties of the one batch, or of the error."""
     loader = cls(table, batch_sampler=Recording(batch), **kw)
     try:
-        (made,) = loader
+        (delivered,) = loader
     except Exception as error:
         text = str(error)
         return type(error), first_line(error), text.count("Traceback"), text.strip().splitlines()[-1:]
-    return forms([made])
+    return forms([delivered])
 
 
 INDICES = [
@@ -229,10 +229,10 @@ def test_index_batches_of_any_kind(number, workers, subset):
         table = Subset(table, [7, 3, 3, -1, 0, 1, 2, 5, 6, 9])
     batch = INDICES[number]
     if workers and any(isinstance(part, torch.Tensor) for part in [batch, *batch]):
-        workers = 0  # torch's loader leaves a shared file of each tensor that it sends to a worker
+        workers = 0  # torch's loader leaves behind a shared file for each tensor that it sends to a worker
     with within(60):
-        ours = outcome(DataLoader, table, batch, num_workers=workers)
-        assert ours == outcome(TorchDataLoader, table, batch, num_workers=workers)
+        actual = outcome(DataLoader, table, batch, num_workers=workers)
+        assert actual == outcome(TorchDataLoader, table, batch, num_workers=workers)
 
 
 def test_tensors_that_change_after_construction(gathered):
@@ -261,8 +261,8 @@ def test_tensors_that_change_after_construction(gathered):
 
     for change in (shorter, as_list, empty, of_two, same, scalar):
         for batch in ([0, 3], [3, 4], [9]):
-            ours = outcome(DataLoader, changed(change), batch)
-            assert ours == outcome(TorchDataLoader, changed(change), batch), (change, batch)
+            actual = outcome(DataLoader, changed(change), batch)
+            assert actual == outcome(TorchDataLoader, changed(change), batch), (change, batch)
     assert len(gathered) == 4  # `shorter` once, `same` three times
 
 
@@ -278,7 +278,7 @@ def test_an_empty_table_and_rows_without_elements(gathered):
 
 
 def test_a_change_in_the_middle_of_an_epoch(gathered):
-    """Torch reads tensors, indices and the fetcher's attributes anew for each batch."""
+    """torch reads the tensors, the indices and the fetcher's attributes again for each batch."""
 
     def play(cls):
         data = torch.arange(12)
@@ -303,16 +303,16 @@ def test_a_change_in_the_middle_of_an_epoch(gathered):
     assert len(gathered) == 5
 
 
-# What takes the ordinary way
+# Loaders whose batches are not gathered
 
 
 def ordinary(gathered, table, **kw):
-    """A batch, which must not be gathered and must be torch's."""
+    """A batch, which must be torch's and not gathered."""
     before = len(gathered)
-    made = outcome(DataLoader, table, [1, 2], **kw)
-    assert made == outcome(TorchDataLoader, table, [1, 2], **kw)
+    batch = outcome(DataLoader, table, [1, 2], **kw)
+    assert batch == outcome(TorchDataLoader, table, [1, 2], **kw)
     assert len(gathered) == before
-    return made
+    return batch
 
 
 def gathers(gathered, table, **kw):
@@ -323,9 +323,9 @@ def gathers(gathered, table, **kw):
 
 @pytest.fixture
 def table(gathered):
-    made = TensorDataset(torch.arange(10.0).reshape(5, 2), torch.arange(5))
-    assert gathers(gathered, made)
-    return made
+    dataset = TensorDataset(torch.arange(10.0).reshape(5, 2), torch.arange(5))
+    assert gathers(gathered, dataset)
+    return dataset
 
 
 class OwnTable(TensorDataset):
@@ -377,20 +377,24 @@ def test_other_tensors(table, gathered):
     for kind, tensor in others.items():
         dataset = TensorDataset(tensor)
         before = len(gathered)
-        (ours,), (torchs,) = (next(iter(cls(dataset, batch_size=3))) for cls in (DataLoader, TorchDataLoader))
+        (actual,), (expected,) = (next(iter(cls(dataset, batch_size=3))) for cls in (DataLoader, TorchDataLoader))
         assert len(gathered) == before, kind
-        assert type(ours) is type(torchs) and torch.equal(ours, torchs) and ours.requires_grad == torchs.requires_grad
-        assert ours.stride() == torchs.stride() and ours.is_conj() == torchs.is_conj()
+        assert (
+            type(actual) is type(expected)
+            and torch.equal(actual, expected)
+            and actual.requires_grad == expected.requires_grad
+        )
+        assert actual.stride() == expected.stride() and actual.is_conj() == expected.is_conj()
     for other in (plain.to_sparse(), torch.quantize_per_tensor(plain, 0.1, 0, torch.quint8), plain.to("meta")):
         dataset = TensorDataset(other)
         before = len(gathered)
-        kinds = []
+        results = []
         for cls in (DataLoader, TorchDataLoader):
             try:
-                kinds.append(type(next(iter(cls(dataset, batch_size=3)))[0]))
+                results.append(type(next(iter(cls(dataset, batch_size=3)))[0]))
             except Exception as error:
-                kinds.append((type(error), first_line(error)))
-        assert kinds[0] == kinds[1] and len(gathered) == before
+                results.append((type(error), first_line(error)))
+        assert results[0] == results[1] and len(gathered) == before
 
 
 def test_replaced_functions_of_the_dataset(table, gathered, monkeypatch):
@@ -416,7 +420,7 @@ def test_replaced_functions_of_the_dataset(table, gathered, monkeypatch):
         monkeypatch.setattr(instance, "__getitems__", types.MethodType(batched, instance), raising=False)
         ordinary(gathered, instance)
         monkeypatch.undo()
-    # Python does not look at the instance for these.
+    # Python does not look `__getitem__` up on the instance.
     table.__getitem__ = doubled
     ordinary_batch = outcome(DataLoader, table, [1])
     assert ordinary_batch == outcome(TorchDataLoader, table, [1])
@@ -424,7 +428,7 @@ def test_replaced_functions_of_the_dataset(table, gathered, monkeypatch):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_replaced_functions_of_torch(late, table, gathered, monkeypatch):
-    """Replaced before the iterator begins, and after."""
+    """They are replaced before the iterator is created, or after."""
 
     def twice(batch, *, collate_fn_map=None):
         return torch.stack(list(batch) * 2)
@@ -466,8 +470,8 @@ def test_replaced_functions_of_torch(late, table, gathered, monkeypatch):
 def test_other_settings(table, gathered):
     ordinary(gathered, table, collate_fn=lambda samples: [samples[0][0]])
     before = len(gathered)
-    alone = [list(cls(table, batch_size=None)) for cls in (DataLoader, TorchDataLoader)]
-    assert forms([list(sample) for sample in alone[0]]) == forms([list(sample) for sample in alone[1]])
+    unbatched = [list(cls(table, batch_size=None)) for cls in (DataLoader, TorchDataLoader)]
+    assert forms([list(sample) for sample in unbatched[0]]) == forms([list(sample) for sample in unbatched[1]])
     assert len(gathered) == before
 
 
@@ -497,7 +501,7 @@ def test_modes_of_torch(table, gathered):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_replaced_getitem_of_torch(late):
-    """In a process of its own: Python keeps a tensor a sequence once its class has had a ``__getitem__``."""
+    """In a process of its own: a class that has had a ``__getitem__`` stays a sequence for Python."""
     script = f"""
 import torch
 import rustloader
@@ -515,8 +519,8 @@ for cls in (rustloader.DataLoader, torch.utils.data.DataLoader):
     print(" ".join(str(next(iterator)).split()))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
-    ours, torchs = done.stdout.splitlines()
-    assert ours == torchs and "0., 0." in ours
+    actual, expected = done.stdout.splitlines()
+    assert actual == expected and "0., 0." in actual
 
 
 @pytest.mark.parametrize("owner, name", [("torch", "stack"), ("torch.Tensor", "__getitem__")])
@@ -597,11 +601,11 @@ def test_pinning(workers):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_no_sample_is_read_one_by_one(workers):
-    """The worker gathers, too: an item of a table is never asked for."""
+    """A worker gathers, too: no item of a table is ever read by itself."""
 
     def play():
         with pytest.MonkeyPatch.context() as patch:
-            # A function with the same names, which counts as torch's own.
+            # The same function, so that it is taken for torch's own.
             patch.setattr(tables, "_getitem", refuse)
             patch.setattr(TensorDataset, "__getitem__", refuse)
             return forms(DataLoader(table, batch_size=4, num_workers=workers))

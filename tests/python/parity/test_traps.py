@@ -32,15 +32,15 @@ def test_t18_no_index_is_dropped_out_of_order(workers, persistent):
     lengths = [3, 0, 7, 1][:workers]
     numbered, sharded = DataLoader(Failing(30, errors), **more), DataLoader(Shards(lengths), **more)
     for _ in range(2):
-        got = collections.Counter(o[1] for o in outcomes(iter(numbered), 31) if o[0] != "end")
-        assert got.pop(KeyError) == len(errors)
-        assert got == collections.Counter(i for i in range(30) if i not in errors)
+        counts = collections.Counter(o[1] for o in outcomes(iter(numbered), 31) if o[0] != "end")
+        assert counts.pop(KeyError) == len(errors)
+        assert counts == collections.Counter(i for i in range(30) if i not in errors)
         expected = sorted([w, i] for w in range(workers) for i in range(lengths[w]))
         assert sorted(values(epoch(sharded))) == expected
 
 
 def test_t19_a_short_batch_behind_a_long_one_shows_nothing_of_it():
-    """Memory that is used again holds older bytes behind the view: no storage is larger than its tensor."""
+    """Reused memory has older bytes after the batch, so no storage may be larger than its tensor."""
     sizes = [100_000, 20_000, 60_000, 5, 99_999, 4096]
     samples = [torch.full((n,), float(n)) for n in sizes * 8]
     for batch, n in zip(DataLoader(Given(samples), num_workers=1, batch_size=None), sizes * 8, strict=True):
@@ -68,7 +68,7 @@ def test_t20_default_collate_writes_straight_into_the_arena(sample):
 
 
 class Inherited(Numbers):
-    """A dataset with what only a child may be given, once for each of them."""
+    """A dataset with objects that only a process that is being started can be given."""
 
     def __init__(self, n):
         super().__init__(n)
@@ -103,23 +103,23 @@ class Descriptors(IterableDataset):
     def __iter__(self):
         kept = []
         for i in range(4):
-            ours, theirs = multiprocessing.Pipe()
-            ours.send(i)
-            kept.append(ours)
+            near, far = multiprocessing.Pipe()
+            near.send(i)
+            kept.append(near)
             left, right = socket.socketpair()
             left.send(b"%d" % i)
             kept.append(left)
-            yield theirs, right
+            yield far, right
 
 
 @rows()
 def test_t27_descriptors_arrive_while_their_worker_lives(DataLoader):
-    """Also those of the last batches, whose worker has nothing more to do."""
-    got = []
+    """Also those of the last batches, whose worker has no more tasks."""
+    received = []
     for pipe, end in drain(iter(DataLoader(Descriptors(), num_workers=2, batch_size=None, collate_fn=untouched)), 8):
         with pipe, end:
-            got.append((pipe.recv(), end.recv(10)))
-    yield sorted(got)
+            received.append((pipe.recv(), end.recv(10)))
+    yield sorted(received)
 
 
 @pytest.mark.ours
@@ -138,7 +138,7 @@ def test_p20_open_files_do_not_run_out():
 
 @pytest.mark.ours
 def test_p25_delivered_memory_is_not_torchs_shared_memory():
-    """Better on purpose: no file in /dev/shm. What is asked to be shared is, and a child sees what was."""
+    """An intended difference: no file in /dev/shm. `share_memory_` works, and a forked child sees the batch."""
     (batch,) = epoch(DataLoader(Given([torch.zeros(50_000)] * 2), num_workers=1, batch_size=2))
     assert not batch.is_shared() and not batch.untyped_storage().resizable()
     context = torch.multiprocessing.get_context("fork")
@@ -164,7 +164,7 @@ def test_p25_writes_of_a_forked_child_reach_the_parent_from_16_kib_on(count, see
 
 
 class InheritsMain(Numbers):
-    """Its samples are what the test has written into the class, which a spawned worker imports again."""
+    """Its samples are the value that a test sets on the class, which a spawned worker imports again."""
 
     written = False
 
@@ -190,20 +190,20 @@ def test_p19_odd_timeouts_are_none_or_long(timeout):
     for cls in BOTH:
         loader = cls(Numbers(4), num_workers=1, batch_size=None)
         loader.timeout = timeout
-        iterator, got = iter(loader), []
-        while len(got) < 4:
-            found = outcome(next, iterator)
+        iterator, results = iter(loader), []
+        while len(results) < 4:
+            result = outcome(next, iterator)
             # True is one second, which a busy machine may take.
-            if found != ("error", RuntimeError, "DataLoader timed out after True seconds"):
-                got.append(found)
-        assert got == [("value", i) for i in range(4)]
+            if result != ("error", RuntimeError, "DataLoader timed out after True seconds"):
+                results.append(result)
+        assert results == [("value", i) for i in range(4)]
         assert outcome(next, iterator) == ("end",)
 
 
 @pytest.mark.ours
 @pytest.mark.parametrize("timeout", [float("inf"), 1e300])
 def test_p19_a_timeout_without_an_end_is_none(timeout):
-    """torch's queue says that it cannot convert it."""
+    """torch's queue cannot convert it."""
     loader = TorchDataLoader(Numbers(2), num_workers=1, timeout=timeout)
     iterator = iter(loader)
     assert outcome(next, iterator)[1] is OverflowError
@@ -213,7 +213,7 @@ def test_p19_a_timeout_without_an_end_is_none(timeout):
 
 @pytest.mark.ours
 def test_a_persistent_loader_that_was_shut_down_starts_new_workers():
-    """torch: ValueError, its queue is closed."""
+    """With torch, it raises ValueError, as its queue is closed."""
     loader = DataLoader(Numbers(5), num_workers=2, batch_size=None, persistent_workers=True)
     for _ in range(3):
         assert values(epoch(loader)) == list(range(5))

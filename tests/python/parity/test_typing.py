@@ -1,4 +1,4 @@
-"""Type checkers see in our class what they see in torch's."""
+"""Type checkers report the same for our class as for torch's."""
 
 import re
 import subprocess
@@ -12,7 +12,7 @@ pytest.importorskip("mypy", reason="mypy is not installed")
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(600)]
 
 
-# Lines marked `error` have to be errors, the others not.
+# Lines marked `error` must be errors, and the others must not.
 SNIPPET = """
 import torch
 from {module} import DataLoader, Dataset, IterableDataset, default_collate, random_split
@@ -72,7 +72,7 @@ def test_mypy_reveals_the_same_types_and_the_same_errors(tmp_path):
     for module, file in files.items():
         # mypy does not repeat what it reported for a cached file.
         file.write_text(f"{SNIPPET.format(module=module)}# {uuid.uuid4()}\n")
-    # The cache of `make lint` is used where there is one: torch takes a while to read.
+    # This uses the cache of `make lint`, if there is one: mypy takes a while to read torch.
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", "--no-pretty", "--no-error-summary"]
         + [str(file) for file in files.values()],
@@ -81,16 +81,16 @@ def test_mypy_reveals_the_same_types_and_the_same_errors(tmp_path):
         text=True,
     )
     assert done.stderr == ""
-    said = {}
+    reports = {}
     for module, file in files.items():
         lines = [line.split(":", 1)[1] for line in done.stdout.splitlines() if line.startswith(str(file))]
         names = {file.stem: "snippet", "rustloader.dataloader": "torch.utils.data.dataloader"}
-        said[module] = [re.sub("|".join(names), lambda name: names[name[0]], line) for line in lines]  # noqa: B023
-    assert said["rustloader"] == said["torch.utils.data"], done.stdout
-    found = said["rustloader"]
-    assert len([line for line in found if "Revealed type" in line]) == SNIPPET.count("reveal_type(")
+        reports[module] = [re.sub("|".join(names), lambda name: names[name[0]], line) for line in lines]  # noqa: B023
+    assert reports["rustloader"] == reports["torch.utils.data"], done.stdout
+    report = reports["rustloader"]
+    assert len([line for line in report if "Revealed type" in line]) == SNIPPET.count("reveal_type(")
     wrong = {n for n, line in enumerate(SNIPPET.splitlines(), 1) if line.endswith("# error")}
-    assert {int(re.match(r"\d+", line)[0]) for line in found if " error:" in line} == wrong, done.stdout
+    assert {int(re.match(r"\d+", line)[0]) for line in report if " error:" in line} == wrong, done.stdout
     assert 'Revealed type is "torch.utils.data.dataloader.DataLoader[tuple[torch._tensor.Tensor, int]]"' in done.stdout
 
 
@@ -108,7 +108,7 @@ rustloader.Options(in_order=2.5)  # error
 
 
 def test_mypy_knows_the_options(tmp_path):
-    """They are written down in one place, from which mypy has to find its way to the functions that take them."""
+    """The options are declared in one place, and mypy must find them in the functions that take them."""
     file = tmp_path / "options.py"
     file.write_text(f"{OPTIONS}# {uuid.uuid4()}\n")
     command = [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", "--no-pretty", str(file)]

@@ -24,7 +24,7 @@ NO_ACCELERATOR = pytest.mark.skipif(torch.accelerator.is_available(), reason="th
 
 
 def records_of(fn, cls):
-    """(category, text, file, line, source) of all warnings that fn(cls) gives."""
+    """(category, text, file, line, source) of all warnings that fn(cls) emits."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fn(cls)
@@ -32,20 +32,20 @@ def records_of(fn, cls):
 
 
 def warnings_of(fn, cls):
-    """(category, text, file) of all warnings that fn(cls) gives."""
+    """(category, text, file) of all warnings that fn(cls) emits."""
     return [record[:3] for record in records_of(fn, cls)]
 
 
 def check(fn, count=None):
     """Both loaders emit the same warnings; `count` of them, if given."""
-    theirs, ours, stateful = (records_of(fn, cls) for cls in (*BOTH, StatefulDataLoader))
+    expected, actual, stateful = (records_of(fn, cls) for cls in (*BOTH, StatefulDataLoader))
     with rustloader.installed():
         installed = records_of(fn, torch.utils.data.DataLoader)
-    assert count is None or len(ours) == count
-    assert ours == theirs
-    assert installed == theirs
-    assert stateful == theirs
-    return [record[:3] for record in ours]
+    assert count is None or len(actual) == count
+    assert actual == expected
+    assert installed == expected
+    assert stateful == expected
+    return [record[:3] for record in actual]
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def one_core(monkeypatch):
 
 
 def cores(monkeypatch, count):
-    """Newer versions of torch ask torch._utils, older ones os."""
+    """Sets the number of cores: newer versions of torch ask torch._utils, older ones os."""
     monkeypatch.setattr(torch._utils, "cpu_count", lambda: count, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(count)))
 
@@ -65,9 +65,9 @@ def test_p9_worker_count_is_warned_of_at_init_and_at_each_iterator(one_core):
         list(loader)
         list(loader)
 
-    found = check(fn, 3)
-    assert all(text.startswith("This DataLoader will create 2 worker processes in total.") for _, text, _ in found)
-    assert {file for _, _, file in found} == {torch.utils.data.dataloader.__file__}
+    emitted = check(fn, 3)
+    assert all(text.startswith("This DataLoader will create 2 worker processes in total.") for _, text, _ in emitted)
+    assert {file for _, _, file in emitted} == {torch.utils.data.dataloader.__file__}
 
 
 def test_p9_a_persistent_iterator_is_warned_of_once(one_core):
@@ -107,11 +107,11 @@ def test_p9_a_length_that_was_too_short(workers):
         assert len(loader) == 2
         list(loader)
 
-    found = check(fn, 1 if workers == 0 else 4)
-    assert "was reported to be 2(when accessing len(dataloader)), but 3 samples have been fetched. " in found[0][1]
+    emitted = check(fn, 1 if workers == 0 else 4)
+    assert "was reported to be 2(when accessing len(dataloader)), but 3 samples have been fetched. " in emitted[0][1]
     (base,) = TorchIter.__mro__[1:2]
     to_caller = "stacklevel=2" in inspect.getsource(base.__next__)
-    assert {file for _, _, file in found} == {__file__ if to_caller else torch.utils.data.dataloader.__file__}
+    assert {file for _, _, file in emitted} == {__file__ if to_caller else torch.utils.data.dataloader.__file__}
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
@@ -134,8 +134,8 @@ def test_p9_lengths_are_checked_in_batches_and_per_epoch(workers, batch_size, mo
             loader._iterator._shutdown_workers()
 
     batches = (5 if batch_size is None else 3) * max(workers, 1)
-    found = check(fn, 2 * max(batches - 4, 0))
-    for k, (_, text, _) in enumerate(found):
+    emitted = check(fn, 2 * max(batches - 4, 0))
+    for k, (_, text, _) in enumerate(emitted):
         assert f"but {5 + k % (batches - 4)} samples have been fetched. " in text
         assert ("For multiprocessing data-loading" in text) == (workers > 0)
 
@@ -154,17 +154,17 @@ def test_p9_a_worker_that_cannot_be_pickled():
         del loader
         gc.collect()
 
-    theirs, ours = (records_of(fn, cls) for cls in BOTH)
+    expected, actual = (records_of(fn, cls) for cls in BOTH)
     # rustloader warns with every version of torch.
-    assert len(ours) == 1 and theirs in ([], ours)
-    assert ours[0][1].startswith("Got pickle error when attempting to start a worker Process.")
-    assert ours[0][2] == torch.utils.data.dataloader.__file__
+    assert len(actual) == 1 and expected in ([], actual)
+    assert actual[0][1].startswith("Got pickle error when attempting to start a worker Process.")
+    assert actual[0][2] == torch.utils.data.dataloader.__file__
 
 
 def test_t28_users_filter_by_torchs_module(one_core):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", ".*multi-threaded.*", DeprecationWarning)  # Python's own of a fork
+        warnings.filterwarnings("ignore", ".*multi-threaded.*", DeprecationWarning)  # Python's own about forks
         warnings.filterwarnings("ignore", module=r"torch\.utils\.data")
         assert len(list(DataLoader(Numbers(2), num_workers=2))) == 2
     with warnings.catch_warnings():
@@ -175,7 +175,7 @@ def test_t28_users_filter_by_torchs_module(one_core):
 
 
 def shown(action, fn, cls):
-    """(line, number of times) of the warnings that a filter lets through."""
+    """The lines of the warnings that a filter lets through, and those in the registry of torch's module."""
     module = torch.utils.data.dataloader
     vars(module).pop("__warningregistry__", None)
     with warnings.catch_warnings(record=True) as caught:
@@ -191,8 +191,8 @@ def test_t28_each_line_counts_in_the_registry_of_torchs_module(action, one_core)
         for _ in range(2):
             list(cls(Numbers(2), num_workers=2))
 
-    theirs, ours = (shown(action, fn, cls) for cls in BOTH)
-    assert ours == theirs and ours[0]
+    expected, actual = (shown(action, fn, cls) for cls in BOTH)
+    assert actual == expected and actual[0]
 
 
 def test_t28_users_filter_by_torchs_line(one_core):

@@ -16,7 +16,7 @@ LOG = []
 
 
 def note(worker_id):
-    """A worker_init_fn that records what was done before it."""
+    """A worker_init_fn that logs its call, the worker's settings, and the name of its thread."""
     info = get_worker_info()
     LOG.append(("init", worker_id, info.id, info.seed == torch.initial_seed(), torch.get_num_threads()))
     with open(f"/proc/self/task/{threading.get_native_id()}/comm") as f:
@@ -35,7 +35,7 @@ class Noted(Shards):
 def test_p22_order_of_a_workers_start(DataLoader, persistent):
     LOG.clear()
     settings = dict(num_workers=1, batch_size=None, worker_init_fn=note, collate_fn=as_list)
-    torch.set_num_threads(2)  # another value than the one that workers must have
+    torch.set_num_threads(2)  # not the value that workers must have
     try:
         seen = [*epochs(DataLoader(Noted([2]), persistent_workers=persistent, **settings))]
     finally:
@@ -104,8 +104,8 @@ def test_t24_the_error_of_worker_init_fn_is_repeated_at_each_of_the_workers_batc
     loader = DataLoader(Numbers(6), num_workers=2, batch_size=None, worker_init_fn=fail, persistent_workers=persistent)
     error = ("error", KeyError, "Caught KeyError in DataLoader worker process 1.")
     for _ in range(2):
-        got = outcomes(iter(loader), 7)
-        assert got == [("value", 0), error, ("value", 2), error, ("value", 4), error, ("end",)]
+        results = outcomes(iter(loader), 7)
+        assert results == [("value", 0), error, ("value", 2), error, ("value", 4), error, ("end",)]
 
 
 @pytest.mark.ours
@@ -176,12 +176,12 @@ def test_p24_what_a_dataset_has_and_does(DataLoader, dataset):
 
 
 class Port:
-    """Stands in for a worker's port: collates nothing itself, and counts."""
+    """A stand-in for a worker's port that collates nothing, and counts the calls."""
 
-    asked = 0
+    calls = 0
 
     def stack(self, batch):
-        self.asked += 1
+        self.calls += 1
 
     numbers = stack
 
@@ -208,14 +208,14 @@ def test_what_a_worker_changes_in_its_process_can_be_put_back():
     try:
         context.install(port, info)
         assert get_worker_info() is info and state()[0] != before[0]
-        assert default_collate([torch.tensor(1), torch.tensor(2)]).tolist() == [1, 2] and port.asked == 1
-        assert default_collate([1, 2]).tolist() == [1, 2] and port.asked == 2
+        assert default_collate([torch.tensor(1), torch.tensor(2)]).tolist() == [1, 2] and port.calls == 1
+        assert default_collate([1, 2]).tolist() == [1, 2] and port.calls == 2
         table[float] = floats
         context.restore()
-        # What the program has put in since then stays.
+        # An entry that the program has set since then stays.
         assert table[float] is floats
     finally:
         table[float] = before[1][float]
         context.restore()
     assert state() == before
-    assert default_collate([1, 2]).tolist() == [1, 2] and port.asked == 2
+    assert default_collate([1, 2]).tolist() == [1, 2] and port.calls == 2

@@ -33,7 +33,7 @@ from rustloader.fetch.threads import Pool, ThreadedDataset
 pytestmark = [
     pytest.mark.ours,
     pytest.mark.filterwarnings("ignore:.*multi-thread:DeprecationWarning"),
-    # pytest tells of the SystemExit of `Quit`.
+    # pytest warns about the SystemExit of `Quit`.
     pytest.mark.filterwarnings(
         "ignore:Exception in thread rustloader-sample:pytest.PytestUnhandledThreadExceptionWarning"
     ),
@@ -45,7 +45,7 @@ def notes(caplog):
 
 
 class Meeting(Numbers):
-    """Each sample waits until `size` threads make one. Sample i is (i, its thread's name, whether that is a daemon)."""
+    """Each sample waits until `size` threads make one. Sample i is (i, its thread's name, is that a daemon?)."""
 
     def __init__(self, n, size):
         super().__init__(n)
@@ -69,8 +69,8 @@ def test_threads_make_samples_at_the_same_time_and_stay_for_later_batches(method
     loader = DataLoader(Meeting(12, 3), **settings, multiprocessing_context=method, persistent_workers=True)
     batches = [batch for _ in range(2) for batch in loader]
     assert [[i for i, _, _ in batch] for batch in batches] == [list(range(6)), list(range(6, 12))] * 2
-    made = {(name, daemon) for batch in batches for _, name, daemon in batch}
-    assert made == {(f"rustloader-sample-{number}", True) for number in range(3)}
+    threads = {(name, daemon) for batch in batches for _, name, daemon in batch}
+    assert threads == {(f"rustloader-sample-{number}", True) for number in range(3)}
 
 
 class Backwards(Numbers):
@@ -85,12 +85,12 @@ class Backwards(Numbers):
 @pytest.mark.parametrize("threads", [2, 5, 50])
 def test_the_order_of_samples_is_kept(threads, kw):
     settings = dict(batch_size=8, num_workers=1) | kw
-    ours = values(DataLoader(Backwards(45), worker_threads=threads, **settings))
-    assert sorted(ours) == values(TorchDataLoader(Numbers(45), **settings | dict(in_order=True)))
+    samples = values(DataLoader(Backwards(45), worker_threads=threads, **settings))
+    assert sorted(samples) == values(TorchDataLoader(Numbers(45), **settings | dict(in_order=True)))
 
 
 class Who(Numbers):
-    """(is this the main thread?, worker, threads of torch)."""
+    """Each sample is (is this the main thread?, worker, number of torch's threads)."""
 
     def __getitem__(self, i):
         return threading.current_thread() is threading.main_thread(), worker_id(), torch.get_num_threads()
@@ -102,7 +102,7 @@ def test_workers_are_as_torchs_in_the_threads():
 
 
 class Names(Numbers):
-    """The names of the process's threads."""
+    """Each sample is the names of the process's threads."""
 
     def __getitem__(self, i):
         return sorted(it.name for it in threading.enumerate())
@@ -120,7 +120,7 @@ def test_without_the_option_or_without_workers_there_is_no_thread(kw):
 
 
 class Count(Numbers):
-    """The number of threads."""
+    """Each sample is the number of threads."""
 
     def __getitem__(self, i):
         return threading.active_count()
@@ -128,7 +128,7 @@ class Count(Numbers):
 
 def test_there_are_no_more_threads_than_samples_in_a_batch():
     batches = list(DataLoader(Count(10), batch_size=3, num_workers=1, worker_threads=10**9, collate_fn=as_list))
-    assert max(max(batch) for batch in batches) <= 3 + 2  # the main thread and the watchdog's are there, too
+    assert max(max(batch) for batch in batches) <= 3 + 2  # plus the main thread and the watchdog's
 
 
 @pytest.mark.parametrize("dataset", [Subset(Who(9), range(6)), Subset(Subset(Who(9), range(8)), range(6))])
@@ -197,7 +197,7 @@ def test_torchs_loader_under_install():
 
 
 class Quit:
-    """What ends a thread of a pool, in place of a batch. In a worker they end with the process."""
+    """Ends a thread of a pool, when it is queued instead of a batch. In a worker, threads end with the process."""
 
     def work(self):
         raise SystemExit
@@ -205,7 +205,7 @@ class Quit:
 
 @pytest.fixture
 def pool():
-    """Makes pools in this process."""
+    """A function that creates pools in this process."""
     pools = []
 
     def make(size, check=lambda: None):
@@ -233,12 +233,12 @@ def test_errors_are_torchs_at_their_place(name):
         failing = Failing(12, {5: getattr(data, name), 4: other})
         return outcomes(iter(cls(failing, batch_size=3, num_workers=2, **kw)), 6)
 
-    ours = trace(DataLoader, worker_threads=3)
-    assert ours == trace(TorchDataLoader) and ours[1] != ours[2] and ours[3][0] == "value"
+    actual = trace(DataLoader, worker_threads=3)
+    assert actual == trace(TorchDataLoader) and actual[1] != actual[2] and actual[3][0] == "value"
 
 
 class Marked(Numbers):
-    """Samples report in files that they have begun and that they have ended. 1 and 4 fail, 4 first."""
+    """Samples create files when they begin and when they end. Samples 1 and 4 fail, 4 first."""
 
     def __init__(self, n, folder):
         super().__init__(n)
@@ -262,7 +262,7 @@ class Marked(Numbers):
             (self.folder / f"failed {i}").touch()
             raise KeyError("the second error")
         self.wait_for("failed", 1)
-        # Time for threads to begin samples that they must not.
+        # Time for threads to begin samples that they must not begin.
         time.sleep(0.3)
         if i == 1:
             raise ValueError("the first error")
@@ -285,7 +285,7 @@ def test_the_first_error_by_order_wins_and_the_samples_that_were_begun_are_await
 
 
 class BadIndices(list):
-    """An index batch whose iteration fails behind its first two indices."""
+    """An index batch whose iteration fails after its first two indices."""
 
     def __iter__(self):
         yield from list.__iter__(self[:2])
@@ -324,10 +324,10 @@ class LiveSamples(Numbers):
     """Sample 5 fails."""
 
     def __getitem__(self, i):
-        made = Live()
+        sample = Live()
         if i == 5:
             raise ValueError("sample 5 is bad")
-        return made
+        return sample
 
 
 def count_live(samples):
@@ -355,7 +355,7 @@ def test_threads_keep_no_sample_and_no_error():
 
 
 class OwnSeed(Numbers):
-    """The sample's seed, a little later."""
+    """Each sample is its seed, read after a short while."""
 
     def __getitem__(self, i):
         time.sleep(0.001 * (i % 3))
@@ -384,7 +384,7 @@ def test_each_sample_has_its_seed_in_its_thread(seed_by, persistent):
 
 
 class StuckSamples(Numbers):
-    """Samples begin, as files say, and do not end before there is the file `go`."""
+    """Samples create files when they begin, and do not end before there is a file `go`."""
 
     def __init__(self, n, folder):
         super().__init__(n)
@@ -407,7 +407,7 @@ class StuckSamples(Numbers):
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_a_shutdown_does_not_wait_for_stuck_samples(method, tmp_path, monkeypatch):
-    # No signal comes to help.
+    # The worker must end without a signal.
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 200.0)
     settings = dict(batch_size=10, num_workers=1, worker_threads=3, multiprocessing_context=method)
     iterator = iter(DataLoader(StuckSamples(10, tmp_path), **settings))
@@ -418,7 +418,7 @@ def test_a_shutdown_does_not_wait_for_stuck_samples(method, tmp_path, monkeypatc
         iterator._shutdown_workers()
     assert gone(pid)
     if method == "fork":
-        assert worker.exitcode == 0, "a signal ended it"
+        assert worker.exitcode == 0, "a signal ended the worker"
     assert iterator._dataset.begun() == 3
 
 
@@ -470,10 +470,10 @@ def test_an_interrupt_of_the_worker_does_not_wait_for_stuck_samples(tmp_path):
 @pytest.mark.warns
 def test_a_stall_warning_has_the_stacks_of_the_threads(tmp_path, monkeypatch):
     monkeypatch.setenv("RUSTLOADER_STALL_ITEM_SECONDS", "0.5")
-    told = []
+    warnings = []
 
     def warning(text, *args):
-        told.append(text % args)
+        warnings.append(text % args)
         (tmp_path / "go").touch()
 
     monkeypatch.setattr(rustloader.supervision.stalls.logger, "warning", warning)
@@ -481,7 +481,7 @@ def test_a_stall_warning_has_the_stacks_of_the_threads(tmp_path, monkeypatch):
     iterator = iter(loader)
     assert wait_until(lambda: iterator._dataset.begun() == 2)
     assert values(iterator) == [[0, 1, 2, 3]]
-    assert told[0].count("in wait_in_sample") == 2 and "in _serve" in told[0]
+    assert warnings[0].count("in wait_in_sample") == 2 and "in _serve" in warnings[0]
 
 
 # The pool
