@@ -53,8 +53,8 @@ impl FrameWriter {
         }
     }
 
-    /// Returns true if another task may be taken from a shared queue. None is taken until the worker is ready, because
-    /// an idle worker could take it sooner.
+    /// Returns true if another task may be taken from a shared queue. A worker that is not ready takes no tasks, because
+    /// another worker, already idle, could start them sooner.
     pub(super) fn has_credit(&self) -> bool {
         self.ready && self.outstanding() < LINK_CREDIT
     }
@@ -148,7 +148,7 @@ impl FrameWriter {
             _ => (WorkerState::Idle, None),
         };
         let page = &self.arena.control(self.worker).status;
-        // The page already has the task if a sample of it arrived before the answer to the previous task.
+        // The page already has the task if a `Sample` frame for it arrived before the answer to the previous task.
         let is_stored = task == Some(page.task.load(Ordering::Relaxed));
         if !is_stored || page.state() != state as u32 {
             counters::enter(page, state, task, sys::clock::monotonic_ns());
@@ -159,8 +159,8 @@ impl FrameWriter {
     /// plus 1. The frame may arrive before the answers to earlier tasks.
     pub(super) fn on_sample(&self, mut words: impl Iterator<Item = u64>) {
         let (Some(task), Some(place)) = (words.next(), words.next()) else { return };
-        let is_named = |(unanswered, kind): &(u64, TaskKind)| *unanswered == task && *kind != TaskKind::Resume;
-        if !self.ready || self.exhausted || !self.unanswered.iter().any(is_named) {
+        let is_this_task = |(unanswered, kind): &(u64, TaskKind)| *unanswered == task && *kind != TaskKind::Resume;
+        if !self.ready || self.exhausted || !self.unanswered.iter().any(is_this_task) {
             return;
         }
         let page = &self.arena.control(self.worker).status;

@@ -43,7 +43,8 @@ pub struct Link {
     intake: Mutex<Intake>,
     /// True if the socket had no room for all bytes. The thread then sends the remainder.
     blocked: AtomicBool,
-    /// Number of results that the consumer itself has received since it last slept.
+    /// Number of results that the consumer itself has received since it last slept, or since the thread was last off
+    /// duty.
     streak: AtomicU32,
     /// True while the thread is off duty.
     off_duty: AtomicBool,
@@ -70,13 +71,14 @@ struct Intake {
     failed: Option<Error>,
     /// True if the connection has ended or failed.
     has_ended: bool,
-    /// True if the thread must receive the next frame, because it has to wait for memory.
+    /// True if the thread must receive the next frame, because the frame must wait for memory.
     needs_memory: bool,
 }
 
 impl Link {
     /// Starts a thread that serves worker `worker` of this process's arena over a connected socket, and returns the
-    /// link. `doorbell` wakes the engine. The worker's slot must be empty, as for a new process.
+    /// link. `doorbell` wakes the engine. The worker's rings and region must be empty, as for a
+    /// new process.
     pub fn start(arena: &Arc<Arena>, worker: u32, socket: OwnedFd, doorbell: Arc<EventFd>) -> Result<Arc<Self>> {
         let link = Arc::new(Self {
             socket: Socket::new(socket),
@@ -109,7 +111,7 @@ impl Link {
         spawned.map_err(|error| Error::Os {
             call: "pthread_create",
             errno: error.raw_os_error().unwrap_or(0),
-            hint: "each worker on another machine needs a thread: raise `ulimit -u`".into(),
+            hint: "each worker on another machine needs a thread of this process: raise `ulimit -u`".into(),
         })?;
         Ok(link)
     }
@@ -263,7 +265,7 @@ impl Link {
             lock(&self.reason).get_or_insert(reason);
         }
         self.socket.shut_down(std::net::Shutdown::Both);
-        // Both locks are held, so that no other thread sends, receives or uses the rings from now on.
+        // The flags are set under both locks, so that from now on no other thread sends, receives or uses the rings.
         let (mut intake, writer) = (lock(&self.intake), lock(&self.writer));
         intake.has_ended = true;
         // SYNC: link-ended (pairs with the Acquire in `has_ended`).
@@ -368,7 +370,7 @@ impl Link {
             _ if intake.has_left => return Err(Error::connection("received a frame after the worker's last one")),
             Kind::Ready => {
                 lock(&self.writer).on_ready();
-                // From now on the worker takes tasks from a shared queue.
+                // From now on the link may claim tasks from the shared queue, if there is one.
                 self.pump();
             }
             Kind::Result => self.take_result(head, intake, waits)?,

@@ -5,15 +5,15 @@
 //!
 //! ```text
 //! main process                                      the worker's machine
-//! engine -> task ring -> Link  == socket ==>  Remote -> task ring -> Port, the worker's loop
-//! engine <- result ring <- Link  <== socket ==  Remote <- result ring <- Port
+//! engine -> task ring -> Link  == socket ==>  Remote -> task ring -> Port -> the worker's loop
+//! engine <- result ring <- Link  <== socket ==  Remote <- result ring <- Port <- the worker's loop
 //! ```
 //! So neither the engine nor the worker's loop knows about the connection, and local workers pay nothing for it. One
 //! test suite (`tests/transport.rs`) checks that both kinds of workers follow the same rules. A [`Link`] owns the
 //! worker's region of the main process's arena, as a local worker does, and receives batches directly into blocks of
 //! that region. The link does not need the GIL.
 //!
-//! A frame begins with [`frame::Head`]. Lengths are checked against the sizes of the arena before their bytes are
+//! A frame begins with [`frame::Head`]. Each length is checked against the sizes of the arena before the data is
 //! received. An invalid frame ends the connection, and the end of a connection counts as the end of its worker. The
 //! engine waits on an eventfd of the link instead of a pidfd, so deaths, restarts and shutdown work as for local
 //! workers. The exit status of such a worker is unknown. The kernel probes an idle connection

@@ -14,8 +14,9 @@ class CacheUsage:
         bytes_left: Bytes that the cache may still use.
         bytes_unused: Bytes that the cache has lost to processes that were killed while writing, and to samples that
             two processes made at the same time.
-        refused: Number of samples that the cache cannot keep, because they cannot be pickled.
-        damaged: Number of samples that were damaged in the file, and are made again.
+        refused: Number of samples that the cache cannot keep: they cannot be pickled or unpickled, or are too large
+            for a record.
+        damaged: Number of samples that were found damaged in the cache's file and had to be made again.
         limit: Maximum size of the cache in bytes, including its index.
 
     Examples:

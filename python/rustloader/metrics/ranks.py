@@ -40,7 +40,7 @@ class RankStats:
     seconds: float = 0.0
     next_seconds: float = 0.0
     kind: VerdictKind = "unknown"
-    sentence: str = "This rank has no loader with batches from the engine."
+    sentence: str = "No loader of this rank has received a batch from the engine."
 
     @property
     def next_seconds_per_batch(self) -> float:
@@ -112,6 +112,7 @@ def _sentence(ranks: Sequence[RankStats], slowest: RankStats | None) -> str:
         return f"The loop spends {took}. {slowest.sentence}"
     usual = statistics.median(others)
     if slowest.next_seconds_per_batch < _SLOWER_FACTOR * usual:
-        return f"All ranks wait for their loaders, rank {slowest.rank} the longest: {took}. {slowest.sentence}"
+        waits = f"Most ranks wait about equally for their loaders, rank {slowest.rank} the longest"
+        return f"{waits}: {took}. {slowest.sentence}"
     who = f"Rank {slowest.rank} on {slowest.host} is the slowest"
     return f"{who}: its loop spends {took}, the others {duration(usual)}. {slowest.sentence}"

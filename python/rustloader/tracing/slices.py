@@ -14,7 +14,7 @@ from typing import Any
 
 from rustloader._core import TRACE_KINDS, TRACE_MAIN, TRACE_PINNER
 
-# Name of the event that describes a file's clock, and name of the last event, which has the number of lost events.
+# Names of the event that describes a file's clock, and of the last event, which gives the number of lost events.
 CLOCK, END = "rustloader_trace", "rustloader_trace_end"
 
 # The ID of the first row, which the file gives as a thread ID. No thread has an ID this high.
@@ -30,7 +30,7 @@ _BATCH_KINDS = {_FETCH, _COLLATE, _PACK, _PUBLISH, _SAMPLE}
 _INSTANT_KINDS = {_EPOCH, _STARTED, _DIED, _STALLED, _SAVED}
 _NO_INDEX = (1 << 64) - 1
 
-# The kind, begin, length, and two numbers. In `lines`, the entire first word takes the place of the kind.
+# The kind, begin, length, and two numbers. In `lines`, the first field is the packed word: source, origin and kind.
 _Record = tuple[int, int, int, int, int]
 
 
@@ -171,8 +171,8 @@ class _Source:
     def _batch(self, row: int, is_whole: bool = False) -> Iterator[str]:
         """Yields the events of a row's current batch and its parts.
 
-        ``is_whole`` is True if the batch is complete. Otherwise the worker did not finish the batch, or the records
-        belong to no batch.
+        ``is_whole`` is True if the records are known to belong to a batch: it was sent, or its worker died while making
+        it.
         """
         records = self._pending.get(row)
         if not records:

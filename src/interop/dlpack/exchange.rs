@@ -22,7 +22,8 @@ pub struct Exchange {
 }
 
 impl Exchange {
-    /// Returns the functions of a tensor type. Returns `None` if they are missing or of another major version.
+    /// Returns the functions of a tensor type. Returns `None` if they are missing, or if no table has
+    /// the supported major version.
     pub fn of(tensor_type: &Bound<'_, PyAny>) -> Option<Self> {
         let capsule = tensor_type.getattr("__dlpack_c_exchange_api__").ok()?;
         // SAFETY: the call accepts any object and checks the name; an error is cleared below.
@@ -36,8 +37,8 @@ impl Exchange {
         Some(Self { read, make })
     }
 
-    /// Describes a tensor. Returns `None` if torch cannot describe it. The pointers to sizes and strides point into the
-    /// tensor, so copy their contents at once.
+    /// Describes a tensor. Returns `None` if torch cannot describe it. The shape and stride pointers point into
+    /// the tensor, so copy the arrays at once.
     #[inline]
     pub fn read(&self, tensor: &Bound<'_, PyAny>) -> Option<DLTensor> {
         let mut out = std::mem::MaybeUninit::<DLTensor>::uninit();

@@ -160,7 +160,7 @@ class Loader:
 
     @cached_property
     def verdict(self) -> tuple[Verdict, float | None]:
-        """The verdict, and the seconds that it covers; None if it covers the time since the iterator was created."""
+        """The verdict, and the seconds that it covers: None if that is the time since the iterator was created."""
         seconds = 0.0 if self._earlier is None else self.figures.now - self._earlier.figures.now
         if seconds >= _SETTLED_SECONDS:
             verdict = stats_for_verdict(
