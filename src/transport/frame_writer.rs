@@ -53,7 +53,7 @@ impl FrameWriter {
         }
     }
 
-    /// Returns true if another task may be taken from a shared queue. A worker that is not ready takes no tasks, because
+    /// Returns true if another task may be taken from a shared queue. A worker that is not ready takes no tasks:
     /// another worker, already idle, could start them sooner.
     pub(super) fn has_credit(&self) -> bool {
         self.ready && self.outstanding() < LINK_CREDIT
