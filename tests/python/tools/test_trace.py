@@ -1,4 +1,4 @@
-"""`rustloader.trace` and its command: the file is valid, counts what happened, and has the times of a stopwatch."""
+"""`rustloader.trace` and its command: the file is valid, has every event, and agrees with a stopwatch."""
 
 import collections
 import errno
@@ -56,7 +56,7 @@ class Fails(Dataset):
 
 
 class Dies(Dataset):
-    """Ends its process at an index, the first time."""
+    """Kills its process at sample 20, once."""
 
     def __init__(self, marker, seconds=0.1):
         self.marker, self.seconds = marker, seconds
@@ -78,7 +78,7 @@ def load(path):
 
 
 def check(events):
-    """Checks the events by the format's description. Returns the slices by the name of their row."""
+    """Checks the events against the format's description. Returns the slices by the name of their row."""
     rows, threads = collections.defaultdict(list), {}
     for event in events:
         assert {"ph", "pid", "tid", "ts"} | PHASES[event["ph"]] <= set(event), event
@@ -118,8 +118,8 @@ def instants(events, name):
 
 
 def about(events, name="rustloader_trace"):
-    (found,) = (event["args"] for event in events if event["name"] == name)
-    return found
+    (args,) = (event["args"] for event in events if event["name"] == name)
+    return args
 
 
 def batches_of(slices):
@@ -200,7 +200,7 @@ def test_it_may_begin_and_end_within_an_epoch(tmp_path):
 
 
 def check_open(events):
-    """`check` for a trace that begins within an epoch: the begins of some arrows are before it."""
+    """`check` for a trace that begins within an epoch: some arrows begin before it."""
     starts = {event["id"] for event in events if event["ph"] == "s"}
     return check([event for event in events if event["ph"] != "f" or event["id"] in starts])
 
@@ -260,8 +260,8 @@ def test_a_worker_that_is_killed_leaves_whole_events(tmp_path):
     assert died["args"] == {"batch": 5, "epoch": 0}
     assert len(instants(events, "started")) == 2 and len(instants(events, "restarted")) == 1
     # Batch 5 was begun twice, and the cut-off slice lasts until the death.
-    again = [it for it in named(rows, "batch") if it["args"]["batch"] == 5]
-    assert len(again) == 2 and again[0]["dur"] >= 100_000
+    attempts = [it for it in named(rows, "batch") if it["args"]["batch"] == 5]
+    assert len(attempts) == 2 and attempts[0]["dur"] >= 100_000
     assert {it[1] for it in batches_of(named(rows, "batch"))} == set(range(10))
 
 
@@ -329,7 +329,7 @@ def test_a_compressed_file_and_the_size_of_events(tmp_path):
         with rustloader.trace(tmp_path / name):
             list(loader)
         assert len(named(check(load(tmp_path / name)), "batch")) == 1000
-    # 100,000 batches take 30 MB at most.
+    # 100,000 batches take 30 MB at most when compressed.
     assert (tmp_path / "run.json.gz").stat().st_size <= 300 * 1000
     assert (tmp_path / "run.json").stat().st_size <= 1100 * 1000
 
@@ -428,7 +428,7 @@ def test_records_become_slices():
             (0, "fetch", 55, 30, 0, 0),
             (0, "pack", 85, 3, 0, 0),
             (0, "publish", 88, 2, 0, 0),
-            # The second batch is cut off, and the third is not sent.
+            # Worker 0 dies during its second batch, and worker 1 sends none.
             (0, "fetch", 90, 10, 2, 0),
             (0, "died", 100, 0, 2, 0),
             (1, "fetch", 20, 9, 1, 0),
@@ -462,22 +462,22 @@ print(os.getpid())
 
 
 def test_the_clock_is_that_of_torchs_profiler(tmp_path):
-    # In a process of its own: the profiler leaves a thread.
+    # In a process of its own: the profiler leaves a thread behind.
     status, out, err = run_script(PROFILED, cwd=tmp_path)
     assert status == 0, err
-    ours, torchs = load(tmp_path / "ours.json"), load(tmp_path / "torchs.json")
-    assert about(ours)["baseTimeNanoseconds"] == torchs["baseTimeNanoseconds"]
+    trace, profile = load(tmp_path / "ours.json"), load(tmp_path / "torchs.json")
+    assert about(trace)["baseTimeNanoseconds"] == profile["baseTimeNanoseconds"]
     assert files.merge([str(tmp_path / "ours.json"), str(tmp_path / "torchs.json")], str(tmp_path / "all.json"))
     events = load(tmp_path / "all.json")
-    mine = [it for it in events if it["ph"] == "X" and it["name"] == "step"]
-    steps = [it for it in events if it["ph"] == "X" and it["name"] == "the step"]
+    steps = [it for it in events if it["ph"] == "X" and it["name"] == "step"]
+    profiled_steps = [it for it in events if it["ph"] == "X" and it["name"] == "the step"]
     nexts = [it for it in events if it["ph"] == "X" and "DataLoader" in it["name"] and "__next__" in it["name"]]
-    assert len(mine) == len(steps) == 5 and nexts
-    assert {it["pid"] for it in mine} == {it["pid"] for it in steps} == {int(out)}
-    for ours, torchs in zip(mine, steps, strict=True):
-        # Within a step of the loop lies torch's, up to a millisecond.
-        assert ours["ts"] - 1000 <= torchs["ts"]
-        assert torchs["ts"] + torchs["dur"] <= ours["ts"] + ours["dur"] + 1000
+    assert len(steps) == len(profiled_steps) == 5 and nexts
+    assert {it["pid"] for it in steps} == {it["pid"] for it in profiled_steps} == {int(out)}
+    for step, profiled in zip(steps, profiled_steps, strict=True):
+        # The profiler's slice lies within the step, to within a millisecond.
+        assert step["ts"] - 1000 <= profiled["ts"]
+        assert profiled["ts"] + profiled["dur"] <= step["ts"] + step["dur"] + 1000
 
 
 def test_files_of_ranks_merge_into_one(tmp_path):
@@ -487,12 +487,12 @@ def test_files_of_ranks_merge_into_one(tmp_path):
         with rustloader.trace(path):
             list(DataLoader(Numbers(8), batch_size=2, num_workers=1))
         events[rank] = load(path)
-    # The second one's clock counts from another time.
+    # The second file's clock counts from another origin.
     clock = next(it for it in events[1] if it["name"] == slices.CLOCK)["args"]
     clock["baseTimeNanoseconds"] -= 5_000_000_000
     later = [it | {"ts": it["ts"] + 5_000_000 * (it["ph"] != "M")} for it in events[1]]
     (tmp_path / "1.json").write_text(json.dumps(later))
-    # The third has lost its end.
+    # The third file is truncated.
     (tmp_path / "2.json").write_text((tmp_path / "0.json").read_text().rpartition("\n{")[0][:-30])
     given, result = [str(tmp_path / f"{k}.json") for k in range(3)], tmp_path / "all.json.gz"
     assert cli.main(["trace", "merge", *given, "-o", str(result)]) == 0
@@ -500,7 +500,7 @@ def test_files_of_ranks_merge_into_one(tmp_path):
     pids = [os.getpid() + k * 100_000_000 for k in range(3)]
     assert {it["pid"] for it in merged} == {*pids}
     times = {pid: [it["ts"] for it in merged if it["pid"] == pid and it["ph"] != "M"] for pid in pids}
-    # By the first one's clock each event is where it was.
+    # On the first file's clock, each event has its original time.
     for rank in range(2):
         assert times[pids[rank]] == [it["ts"] for it in events[rank] if it["ph"] != "M"]
     assert 0 < len(times[pids[2]]) < len(times[pids[0]])
