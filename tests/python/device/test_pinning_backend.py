@@ -1,4 +1,4 @@
-"""Pinning through torch's own functions, on a stand-in accelerator whose host allocator counts (tests/lib/backend).
+"""Pinning through torch's own functions, on a stand-in accelerator with a counting host allocator (tests/lib/backend).
 
 A process cannot unregister a backend, so each test runs a script.
 """

@@ -72,7 +72,7 @@ class Program:
         expected, read = self.expected, self.read
         expected.append(value)
         place = len(expected) - 1
-        device.read(leaf[2:5] if rng.random() < 0.3 else leaf, lambda found: read.append((place, found[0])), on)
+        device.read(leaf[2:5] if rng.random() < 0.3 else leaf, lambda values: read.append((place, values[0])), on)
         if on is not stream:
             # What was used on another stream is joined before it is dropped.
             device.join(stream, on)

@@ -434,7 +434,7 @@ def test_a_loader_that_the_engine_does_not_serve_is_no_comparison(folder):
             process.ask("run", 0, passes.Limits(None, 5.0), True)
 
 
-# Ends
+# How it ends
 
 
 def await_end(session, seconds=60.0):

@@ -317,7 +317,7 @@ def test_the_table_has_torch_without_workers_and_marks_the_fastest():
 
 @pytest.fixture
 def readme(monkeypatch, tmp_path):
-    """A file in place of README.md."""
+    """A stand-in for README.md."""
     path = tmp_path / "README.md"
     monkeypatch.setattr(part("readme"), "README", path)
     return path

@@ -142,7 +142,7 @@ def test_a_step_that_hides_the_slow_batches_leaves_nothing_to_gain():
     assert predicted(one_in_ten(), step=0.1).gain == pytest.approx(1.0, abs=0.01)
 
 
-def test_the_loop_of_the_goal():
+def test_a_queue_helps_where_few_samples_are_slow():
     """One sample in 40 takes 200 ms, the others 2 ms; 4 samples per batch; 10 ms per step."""
     rng = random.Random(1)
     durations = [sum(0.2 if rng.random() < 1 / 40 else 0.002 for _ in range(4)) for _ in range(400)]
