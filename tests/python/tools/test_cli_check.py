@@ -356,7 +356,7 @@ def test_a_batch_that_cannot_be_pickled_is_named_and_not_the_wait_for_it(check):
 
 
 @pytest.mark.parametrize(
-    "name, expected",
+    "name, told",
     [
         (
             "hanging",
@@ -373,10 +373,10 @@ def test_a_batch_that_cannot_be_pickled_is_named_and_not_the_wait_for_it(check):
         ),
     ],
 )
-def test_a_hang_is_named_and_ended(name, expected, check, patient):
+def test_a_hang_is_named_and_ended(name, told, check, patient):
     status, out, err = check(name, "--timeout", LIMIT)
     assert status == 2 and "same" not in out
-    assert re.match(f"rustloader check: {expected}", err), err
+    assert re.match(f"rustloader check: {told}", err), err
     assert err.endswith("\n  if it is slow rather than stuck, pass a larger --timeout\n")
 
 

@@ -208,9 +208,7 @@ def test_reasons_that_differ_in_numbers_alone_are_one(monkeypatch, caplog):
     assert [r.getMessage() for r in caplog.records] == [
         "a DataLoader runs on torch's own iterator: 1000 bytes are left"
     ]
-    assert [(fallback.reason, fallback.count) for fallback in rustloader.stats(loader).fallbacks] == [
-        ("1000 bytes are left", 3)
-    ]
+    assert [(entry.reason, entry.count) for entry in rustloader.stats(loader).fallbacks] == [("1000 bytes are left", 3)]
 
 
 TRY_PUT_INDEX = torch.utils.data.dataloader._MultiProcessingDataLoaderIter._try_put_index
