@@ -1,6 +1,6 @@
-"""The programs that need a CUDA device (`KIND=gpu` of `make compare` and `make stress`), as far as they run without.
+"""The programs that need a CUDA device (`KIND=gpu` of `make compare` and `make stress`), run without one.
 
-They are for machines with a card, and must not break at their first use there.
+They are for machines with a GPU, and must not break at their first use there.
 """
 
 import json
@@ -25,10 +25,10 @@ def run(*command, folder=HERE):
     arguments = [sys.executable, *map(str, command)]
     path = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     environment = dict(os.environ, PYTHONPATH=path)
-    done = subprocess.run(
+    process = subprocess.run(
         arguments, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=550
     )
-    return done.returncode, done.stdout, done.stderr
+    return process.returncode, process.stdout, process.stderr
 
 
 @pytest.mark.parametrize("program", ["gpu.py", "to_device.py"])
@@ -70,9 +70,9 @@ def test_a_profile_is_drawn(tmp_path):
     assert status == 0, err
     assert out.startswith("A kernel also ran during 50% of the time spent on copies to the device")
     root = xml.etree.ElementTree.parse(picture).getroot()
-    words = [it.text for it in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert "5.1 ms: 50% of the copies to the device overlap with kernels" in words
-    assert "stream 7" in words and "stream 13" in words
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "5.1 ms: 50% of the copies to the device overlap with kernels" in texts
+    assert "stream 7" in texts and "stream 13" in texts
     trace.write_text(json.dumps({"traceEvents": events[3:]}))
     status, _, err = run(BENCHES / "overlap.py", trace, picture)
     assert status == 2 and "has no copies and no kernels" in err
@@ -80,18 +80,20 @@ def test_a_profile_is_drawn(tmp_path):
 
 def test_without_the_sanitizer_make_says_where_it_comes_from(tmp_path):
     if shutil.which("make") is None:
-        pytest.skip("there is no make")
-    # Its prerequisites are left alone: -o takes them as they are.
+        pytest.skip("make is not installed")
+    # `-o build`: do not build the prerequisite.
     command = ["make", "-o", "build", "stress", "KIND=gpu-sanitizer", "SANITIZER=no-such-sanitizer"]
-    done = subprocess.run(command, cwd=BENCHES.parent, capture_output=True, text=True)
-    assert done.returncode != 0 and "no-such-sanitizer was not found. It comes with the CUDA toolkit" in done.stderr
+    process = subprocess.run(command, cwd=BENCHES.parent, capture_output=True, text=True)
+    assert (
+        process.returncode != 0 and "no-such-sanitizer was not found. It comes with the CUDA toolkit" in process.stderr
+    )
 
 
-NEED_A_CARD = [*(BENCHES / name for name in ("gpu.py", "to_device.py", "registered.py")), "faults/device_stress.py"]
+NEED_A_GPU = [*(BENCHES / name for name in ("gpu.py", "to_device.py", "registered.py")), "faults/device_stress.py"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a CUDA device")
-@pytest.mark.parametrize("program", NEED_A_CARD, ids=str)
+@pytest.mark.parametrize("program", NEED_A_GPU, ids=str)
 def test_without_a_card_they_say_that_they_need_one(program):
     status, out, err = run(program)
     assert (status, out) == (2, "") and err.startswith("no CUDA device: this ") and "for a machine that has one" in err

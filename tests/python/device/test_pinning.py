@@ -1,4 +1,4 @@
-"""pin_memory=True: what arrives, where it lies, and by whose hand (T6 to T8)."""
+"""pin_memory=True: what arrives, in which memory, and which thread pins it (T6 to T8)."""
 
 import importlib
 import itertools
@@ -27,19 +27,19 @@ THREAD = "pt_data_pin" if TORCH_MODE else "rl_pin"
 MB = 1 << 20
 
 
-class Where:
-    """Reports, when it is pinned, which thread did it and in what state."""
+class PinReport:
+    """Pinning it returns the name and the state of the thread that pins."""
 
     def pin_memory(self):
         return thread_name(), torch.get_num_threads(), torch.accelerator.current_device_index()
 
 
-def where(samples):
-    return Where()
+def collate_report(samples):
+    return PinReport()
 
 
 class Fields(Numbers):
-    """Two images, and small things beside them."""
+    """Samples with two images and several small values."""
 
     def __getitem__(self, i):
         large = {name: torch.full((64, 64), float(i + k)) for k, name in enumerate("ab")}
@@ -62,8 +62,8 @@ def test_batches_are_pinned_and_right(host, persistent, in_order):
     del got
     if persistent:
         loader._iterator._shutdown_workers()
-    assert not host.live, "pinned memory was kept back"
-    assert host.reused > 0, "no block was ever handed out again"
+    assert not host.live, "pinned memory was not freed"
+    assert host.reused > 0, "no block was reused"
 
 
 def test_without_batching(host):
@@ -101,8 +101,8 @@ def test_t6_t7_the_thread_sets_its_device_and_takes_one_core(host):
     torch.accelerator.set_device_index(3)
     torch.set_num_threads(2)
     try:
-        got = list(DataLoader(Numbers(4), num_workers=2, pin_memory=True, collate_fn=where))
-        assert torch.get_num_threads() == 2, "the calling thread keeps its number"
+        got = list(DataLoader(Numbers(4), num_workers=2, pin_memory=True, collate_fn=collate_report))
+        assert torch.get_num_threads() == 2, "the calling thread's number of threads changed"
     finally:
         torch.set_num_threads(1)
     device = 3 if (THREAD, 3) in host.accelerator.set_by else 0  # torch 2.6 sets it only for devices that it knows
@@ -113,7 +113,7 @@ def test_t6_t7_the_thread_sets_its_device_and_takes_one_core(host):
 
 def test_all_pinned_memory_comes_from_one_thread(host):
     iterator = iter(DataLoader(Images(40), batch_size=4, num_workers=2, pin_memory=True))
-    host.threads.clear()  # the allocator is made ready in the calling thread
+    host.threads.clear()  # iter() initializes the allocator in the calling thread
     assert len(list(iterator)) == 10
     assert host.threads == {THREAD}
 
@@ -157,7 +157,7 @@ def test_no_more_batches_are_pinned_ahead_than_are_outstanding(host):
     for taken in range(3):
         assert wait_until(lambda taken=taken: host.sizes.count(large) >= 6 + taken)
         time.sleep(0.3)
-        assert host.sizes.count(large) == 6 + taken, "the thread does not run ahead of the tasks"
+        assert host.sizes.count(large) == 6 + taken, "the pin thread ran ahead of the tasks"
         next(iterator)
     iterator._shutdown_workers()
 
@@ -171,7 +171,7 @@ def test_the_arena_is_given_back_at_once_whoever_keeps_the_batches(host, plain):
     for batch in loader:
         kept.append(batch)
     assert len(kept) == 60
-    # 60 batches of 0.4 MB are kept. Outstanding were 4, and each worker holds on to what it will need next.
+    # 60 batches of 0.4 MB are kept. 4 were outstanding, and each worker keeps memory for its next ones.
     assert arena_bytes() - before < 8 * MB
 
 
@@ -199,7 +199,7 @@ def test_t8_a_copy_to_the_device_reads_what_was_delivered_however_early_the_batc
 
 @pytest.mark.ours
 def test_a_slow_allocator_does_not_let_a_worker_overwrite_what_is_still_to_be_copied():
-    """The second tensor's memory comes late: the first one's block must not return to the worker before that."""
+    """The memory of the second tensor arrives late. The first one's block must not return to the worker before that."""
     with pinning(delay=0.01) as host:
         loader = DataLoader(Fields(160), batch_size=4, num_workers=1, pin_memory=True, prefetch_factor=4)
         for k, batch in enumerate(loader):
@@ -213,12 +213,12 @@ def test_a_slow_allocator_does_not_let_a_worker_overwrite_what_is_still_to_be_co
 def test_t12_a_function_that_was_replaced_before_rustloader_was_imported_is_called():
     from rustloader.device import pinning as device_pinning
 
-    torchs = _utils.pin_memory.pin_memory
+    original = _utils.pin_memory.pin_memory
     try:
         _utils.pin_memory.pin_memory = lambda data, device=None: "theirs"
         importlib.reload(device_pinning)
         with pinning():
             assert epoch(DataLoader(Numbers(1), num_workers=1, pin_memory=True)) == ["theirs"]
     finally:
-        _utils.pin_memory.pin_memory = torchs
+        _utils.pin_memory.pin_memory = original
         importlib.reload(device_pinning)

@@ -1,6 +1,6 @@
-"""Pinning by torch's own ways, with a stand-in accelerator whose host allocator counts (tests/lib/backend).
+"""Pinning through torch's own functions, on a stand-in accelerator with a counting host allocator (tests/lib/backend).
 
-What registers a backend stays registered, so each test is a script.
+A process cannot unregister a backend, so each test runs a script.
 """
 
 import json
@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import run_script
 
-# The first one compiles the backend, once for each torch.
+# The first test compiles the backend, once per version of torch.
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(1500)]
 
 HEAD = """
@@ -50,7 +50,7 @@ def results_of(source):
 
 
 @pytest.fixture(scope="module")
-def found(built):
+def results(built):
     return results_of(
         """
     host = backend.register()
@@ -108,43 +108,43 @@ def found(built):
     )
 
 
-def test_torch_finds_the_accelerator(found):
-    assert found["accelerator"] == [backend.NAME, True]
+def test_torch_finds_the_accelerator(results):
+    assert results["accelerator"] == [backend.NAME, True]
 
 
-def test_the_thread_is_started_and_allocates_with_the_device_of_its_maker(found):
-    assert found["thread"] == [True, True]
-    assert found["allocator"] == ["rl_pin", 1]
+def test_the_thread_is_started_and_allocates_with_the_device_of_its_maker(results):
+    assert results["thread"] == [True, True]
+    assert results["allocator"] == ["rl_pin", 1]
 
 
-def test_what_arrives_is_pinned_and_right(found):
-    assert found["engine"] == 6 and found["same"]
-    assert found["pinned"] == [True] * 12 and found["own"] == 12
+def test_what_arrives_is_pinned_and_right(results):
+    assert results["engine"] == 6 and results["same"]
+    assert results["pinned"] == [True] * 12 and results["own"] == 12
 
 
-def test_pinned_memory_goes_back_with_the_last_tensor_in_it(found):
-    assert found["kept"] == [1, True]
-    assert found["live"] == 0 and found["live at the end"] == 0
-    assert found["reused"] > 0
+def test_pinned_memory_goes_back_with_the_last_tensor_in_it(results):
+    assert results["kept"] == [1, True]
+    assert results["live"] == 0 and results["live at the end"] == 0
+    assert results["reused"] > 0
 
 
-def test_pickled_batches_are_pinned_by_torchs_function(found):
-    assert found["types"] == [[True, False], [True, False]]
+def test_pickled_batches_are_pinned_by_torchs_function(results):
+    assert results["types"] == [[True, False], [True, False]]
 
 
-def test_expanded_tensors_are_pinned_too(found):
+def test_expanded_tensors_are_pinned_too(results):
     """torch's `pin_memory` refuses them."""
-    assert found["expanded"] == [True, [[0, 1, 2]] * 2, [0, 1]]
+    assert results["expanded"] == [True, [[0, 1, 2]] * 2, [0, 1]]
 
 
-def test_errors_are_torchs(found):
-    assert found["errors"] == found["torchs errors"]
-    assert found["errors"][1][2] == "Caught ValueError in pin memory thread for device 1."
-    assert found["refused"].count("error") == 1
+def test_errors_are_torchs(results):
+    assert results["errors"] == results["torchs errors"]
+    assert results["errors"][1][2] == "Caught ValueError in pin memory thread for device 1."
+    assert results["refused"].count("error") == 1
 
 
-def test_without_workers_torch_pins_in_the_calling_thread(found):
-    pinned, thread = found["no workers"]
+def test_without_workers_torch_pins_in_the_calling_thread(results):
+    pinned, thread = results["no workers"]
     assert pinned == [True, True] and thread != "rl_pin"
 
 
@@ -161,10 +161,10 @@ def test_the_interpreter_exits_with_pinned_batches_and_live_iterators(built):
 
 
 def test_a_backend_in_python_alone_is_an_accelerator_without_pinned_memory():
-    """Detection, device and thread are as with a device; each batch is the error that its allocator gives."""
+    """Detection, device and thread are as with hardware; each batch that has a tensor is the allocator's error."""
     if not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"):
         pytest.skip("this torch has no backends in Python")
-    found = results_of(
+    results = results_of(
         """
     torch.utils.backend_registration._setup_privateuseone_for_python_backend("pyhost")
     results["accelerator"] = str(torch.accelerator.current_accelerator())
@@ -174,7 +174,7 @@ def test_a_backend_in_python_alone_is_an_accelerator_without_pinned_memory():
         iterator._shutdown_workers()
     """
     )
-    assert found["accelerator"] == "pyhost"
-    assert found["ours"] == found["torch"]
-    assert [kind for kind, *_ in found["ours"]] == ["error", "value", "error", "end"]
-    assert found["ours"][0][2].endswith(" in pin memory thread for device 0.")
+    assert results["accelerator"] == "pyhost"
+    assert results["ours"] == results["torch"]
+    assert [kind for kind, *_ in results["ours"]] == ["error", "value", "error", "end"]
+    assert results["ours"][0][2].endswith(" in pin memory thread for device 0.")

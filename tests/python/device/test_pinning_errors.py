@@ -1,4 +1,4 @@
-"""Pinning that fails, is late, or ends: allocator, users' types, workers, thread (P17, P19, P20, S6)."""
+"""Pinning that fails, stalls or ends: allocator, users' types, workers, thread (P17, P19, P20, S6)."""
 
 import gc
 import os
@@ -26,7 +26,7 @@ from support import (
 from torch.utils.data import _utils
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
-GONE = ("error", RuntimeError, "Pin memory thread exited unexpectedly")
+THREAD_EXITED = ("error", RuntimeError, "Pin memory thread exited unexpectedly")
 
 
 class Sized(Numbers):
@@ -41,7 +41,7 @@ class Sized(Numbers):
 
 
 class Act:
-    """A sample that does something when it is pinned. What it does it finds in this process."""
+    """A sample that runs an action when it is pinned: its entry in `acts` of the process that pins it."""
 
     acts = {}  # noqa: RUF012
 
@@ -65,7 +65,7 @@ def acts():
 
 
 def loader_of(dataset, cls=DataLoader, **kw):
-    """With one worker batches come to the thread in their order."""
+    """With one worker, batches reach the pin thread in order."""
     return cls(dataset, **({"batch_size": None, "num_workers": 1, "pin_memory": True} | kw))
 
 
@@ -80,20 +80,20 @@ def test_p17_an_error_of_the_allocator_stands_in_the_place_of_its_batch(host):
     torch.accelerator.set_device_index(2)
     host.fail = {Sized.nbytes(3): RuntimeError("no pinned memory"), Sized.nbytes(4): MemoryError()}
     iterator = iter(loader_of(Sized(7)))
-    found = outcomes(iterator, 8)
-    assert [kind for kind, *_ in found] == ["value"] * 3 + ["error"] * 2 + ["value"] * 2 + ["end"]
-    assert found[3][1:] == (RuntimeError, "Caught RuntimeError in pin memory thread for device 2.")
-    assert found[4][1:] == (MemoryError, "Caught MemoryError in pin memory thread for device 2.")
+    answers = outcomes(iterator, 8)
+    assert [kind for kind, *_ in answers] == ["value"] * 3 + ["error"] * 2 + ["value"] * 2 + ["end"]
+    assert answers[3][1:] == (RuntimeError, "Caught RuntimeError in pin memory thread for device 2.")
+    assert answers[4][1:] == (MemoryError, "Caught MemoryError in pin memory thread for device 2.")
     assert not host.live
 
 
 def test_p17_errors_of_users_types_are_those_of_torch(host, acts):
     errors = [ValueError("two\nlines"), KeyError("key"), two_arguments(), StopIteration(), OSError(2, "x")]
     acts.update({2 * i + 1: raising(error) for i, error in enumerate(errors)})
-    ours, torchs = (outcomes_of(loader_of(Acts(11), cls), 13) for cls in reversed(BOTH))
-    assert ours == torchs
-    assert [k for k, found in enumerate(ours) if found[0] != "value"] == [1, 3, 5, 7, 9, 11, 12]
-    assert "in pin memory thread for device 0." in ours[1][2]
+    answers, expected = (outcomes_of(loader_of(Acts(11), cls), 13) for cls in reversed(BOTH))
+    assert answers == expected
+    assert [k for k, answer in enumerate(answers) if answer[0] != "value"] == [1, 3, 5, 7, 9, 11, 12]
+    assert "in pin memory thread for device 0." in answers[1][2]
 
 
 def test_p17_the_traceback_names_the_users_code(host, acts):
@@ -104,9 +104,9 @@ def test_p17_the_traceback_names_the_users_code(host, acts):
 
 def test_p17_errors_of_workers_pass_through(host):
     dataset = Failing(6, {1: key_error, 4: runtime_error})
-    ours, torchs = (outcomes_of(loader_of(dataset, cls, num_workers=2), 7) for cls in reversed(BOTH))
-    assert ours == torchs
-    assert ours[4] == ("error", RuntimeError, "Caught RuntimeError in DataLoader worker process 0.")
+    answers, expected = (outcomes_of(loader_of(dataset, cls, num_workers=2), 7) for cls in reversed(BOTH))
+    assert answers == expected
+    assert answers[4] == ("error", RuntimeError, "Caught RuntimeError in DataLoader worker process 0.")
 
 
 class Sour:
@@ -123,22 +123,22 @@ def sour(pid):
 
 @pytest.mark.ours
 def test_a_batch_that_cannot_be_unpickled_is_an_error_in_its_place(host):
-    """In torch's loader the pin thread dies of it."""
-    found = outcomes(iter(loader_of(Given([1, Sour(), 3]))), 4)
+    """It kills the pin thread of torch's loader."""
+    answers = outcomes(iter(loader_of(Given([1, Sour(), 3]))), 4)
     text = "Caught ValueError in pin memory thread for device 0."
-    assert found == [("value", 1), ("error", ValueError, text), ("value", 3), ("end",)]
+    assert answers == [("value", 1), ("error", ValueError, text), ("value", 3), ("end",)]
 
 
 @pytest.mark.ours
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
 def test_the_end_of_the_thread_is_an_error_for_good(host, acts, error):
-    """torch leaves the workers waiting to be asked for a next batch."""
+    """torch leaves the workers waiting for their next task."""
     acts[4] = raising(error)
     loader = loader_of(Acts(20), persistent_workers=True)
     iterator = iter(loader)
     pids = worker_pids(iterator)
-    assert outcomes(iterator, 4) == [("value", i) for i in range(4)], "what was ready comes first"
-    assert outcomes(iterator, 3) == [GONE] * 3
+    assert outcomes(iterator, 4) == [("value", i) for i in range(4)], "batches that were ready must come first"
+    assert outcomes(iterator, 3) == [THREAD_EXITED] * 3
     with pytest.raises(RuntimeError) as caught:
         next(iterator)
     assert type(error).__name__ in caught.value.__notes__[0]
@@ -146,7 +146,7 @@ def test_the_end_of_the_thread_is_an_error_for_good(host, acts, error):
     assert not iterator._pin_memory_thread.is_alive()
     assert wait_until(lambda: all(map(gone, pids)))
     acts.clear()
-    assert list(loader) == list(range(20)), "the next epoch has new workers and a new thread"
+    assert list(loader) == list(range(20)), "the next epoch must have new workers and a new thread"
     loader._iterator._shutdown_workers()
 
 
@@ -180,7 +180,7 @@ def test_p20_what_a_dead_worker_had_sent_is_delivered_then_its_death_is_raised(p
 
 @pytest.mark.ours
 def test_p20_a_death_is_seen_although_the_thread_is_busy(host, acts):
-    """The worker dies while the thread pins; what that worker had sent before still comes first."""
+    """The worker dies while the thread pins; the batches that it had sent still come first."""
     all_sent, dead = threading.Event(), []
 
     def act():
@@ -215,14 +215,14 @@ def test_p19_a_late_thread_is_a_timeout_and_nothing_is_lost(host, acts):
     go = threading.Event()
     acts[1] = lambda: go.wait(60)
     iterator = iter(loader_of(Acts(4), timeout=0.5))
-    late = ("error", RuntimeError, "DataLoader timed out after 0.5 seconds")
+    timed_out = ("error", RuntimeError, "DataLoader timed out after 0.5 seconds")
     assert wait_until(lambda: outcome(next, iterator) == ("value", 0), 60)
-    found = [outcome(next, iterator)]
+    answers = [outcome(next, iterator)]
     go.set()
-    while found[-1] != ("end",):
-        found.append(outcome(next, iterator))
-    assert found[0] == late
-    assert [x for x in found if x != late] == [("value", 1), ("value", 2), ("value", 3), ("end",)]
+    while answers[-1] != ("end",):
+        answers.append(outcome(next, iterator))
+    assert answers[0] == timed_out
+    assert [x for x in answers if x != timed_out] == [("value", 1), ("value", 2), ("value", 3), ("end",)]
 
 
 def test_ctrl_c_while_next_waits_for_the_thread_loses_nothing(host, acts):
@@ -268,7 +268,7 @@ def test_a_signal_handler_that_raises_loses_no_batch(host, in_order):
             batch = None
             try:
                 armed[0] = True
-                # Not next(): an interrupt after a call, before the assignment, would be this test's own loss.
+                # Not next(): an interrupt between its return and the assignment would lose a batch here, in the test.
                 for batch in iterator:  # noqa: B007
                     break
                 else:
@@ -284,7 +284,7 @@ def test_a_signal_handler_that_raises_loses_no_batch(host, in_order):
     try:
         loader = loader_of(Numbers(1000), num_workers=2, in_order=in_order, persistent_workers=True)
         thread.start()
-        # On a busy machine the other thread may hardly run during an epoch.
+        # On a busy machine the other thread may barely run during an epoch.
         for _ in range(100):
             iterator = iter(loader)
             got = epoch(iterator)
@@ -301,7 +301,7 @@ def test_a_signal_handler_that_raises_loses_no_batch(host, in_order):
 
 @pytest.mark.ours
 def test_a_stuck_type_does_not_hold_up_the_shutdown(host, acts, monkeypatch):
-    """torch's shutdown joins its thread without limit."""
+    """torch's shutdown joins its thread without a timeout."""
     monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.5)
     stuck, release = threading.Event(), threading.Event()
     acts[0] = lambda: stuck.set() or release.wait()
@@ -320,7 +320,7 @@ def test_a_stuck_type_does_not_hold_up_the_shutdown(host, acts, monkeypatch):
 
 @pytest.mark.ours
 def test_an_iterator_that_is_collected_on_its_own_pin_thread_ends(host, acts):
-    """The collector runs on whichever thread allocates; the thread cannot wait for itself."""
+    """The collector runs on any thread that allocates; the pin thread cannot join itself."""
     dropped, collected = threading.Event(), []
 
     def act():
@@ -350,5 +350,5 @@ def test_an_iterator_that_is_collected_on_its_own_pin_thread_ends(host, acts):
 
 @pytest.mark.ours
 def test_a_worker_that_dies_at_once(host):
-    found = outcomes(iter(loader_of(Dying(4, 0, 3))), 2)
-    assert all("exited unexpectedly with exit code 3" in text for _, _, text in found)
+    answers = outcomes(iter(loader_of(Dying(4, 0, 3))), 2)
+    assert all("exited unexpectedly with exit code 3" in text for _, _, text in answers)

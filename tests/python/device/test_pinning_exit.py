@@ -1,6 +1,6 @@
 """Processes that end, fork or are killed while a pin thread works (S2, S3, S5, T14).
 
-Each end is that of a whole interpreter: one script forks a process for each way, which then ends as a script does.
+Each test ends a whole interpreter: one script forks a process for each way to end, which then exits as a script does.
 """
 
 import json
@@ -8,7 +8,7 @@ import json
 import pytest
 from support import run_script
 
-# Many processes; a busy machine takes its time.
+# Many processes: slow on a busy machine.
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(900)]
 
 HEAD = """
@@ -33,7 +33,7 @@ HEAD = """
     def loader_of(dataset, **kw):
         return DataLoader(dataset, **({"batch_size": None, "num_workers": 2, "pin_memory": True} | kw))
 
-    # An exit walks all that torch has imported, twice: half a second, of which nothing is learnt here.
+    # At exit the collector would walk everything that torch has imported, twice: half a second for nothing.
     gc.freeze()
 """
 
@@ -107,7 +107,7 @@ EXITS = (
             sleep(3)
 
     def stuck_allocator():
-        # It returns while the interpreter tears down its modules.
+        # The allocator returns while the interpreter tears down its modules.
         global lasting
         lasting = Lasting()
         (iterator,) = fresh()
@@ -185,10 +185,10 @@ def exits():
     ],
 )
 def test_s2_s5_the_interpreter_exits_in_silence_with(exits, way):
-    found = exits[way]
-    assert found["ended"], f"the process did not end\n{found['stderr']}"
-    assert (found["status"], found["stderr"]) == (0, "")
-    assert found["workers"] in (1, 2) and not found["left"], "workers were left behind"
+    ending = exits[way]
+    assert ending["ended"], f"the process did not end\n{ending['stderr']}"
+    assert (ending["status"], ending["stderr"]) == (0, "")
+    assert ending["workers"] in (1, 2) and not ending["left"], "workers were left behind"
 
 
 def test_s3_workers_leave_when_main_is_killed_while_it_pins():
@@ -215,9 +215,9 @@ def test_s3_workers_leave_when_main_is_killed_while_it_pins():
 
 
 def test_t14_fork_while_the_thread_works():
-    """50 children of a process whose thread is in the allocator, in a copy, or between; every tenth loads for itself.
-    Some drop the iterator, and with it batches that the parent has pinned: freeing one there would deadlock on the
-    allocator's lock."""
+    """50 forks while the thread is in the allocator, in a copy, or in between; every tenth child runs its own loader.
+    Most children drop the iterator, and with it batches that the parent has pinned: to free one in the child would
+    deadlock on the allocator's lock."""
     status, out, err = run_script(
         HEAD
         + """
@@ -227,13 +227,13 @@ def test_t14_fork_while_the_thread_works():
     iterator = iter(loader)
     for k in range(50):
         if k % 5 == 1:
-            # Everything that may be outstanding is pinned and waits; `next` makes room for the thread to continue.
+            # Everything that may be outstanding is pinned and waits; `next` lets the thread continue.
             time.sleep(0.4)
         batch, label = next(iterator)
         assert batch[0] == batch[-1] and label == k // 2, (k, batch, label)
         del batch, label
         if k % 5 == 1:
-            # Where the machine is too busy to meet it there, the fork shows less.
+            # On a busy machine the fork may miss the allocation, and then tests less.
             end = time.monotonic() + 1
             while not host.busy and time.monotonic() < end:
                 time.sleep(0.0002)

@@ -19,19 +19,19 @@ pytestmark = [
 
 @pytest.fixture(scope="module", autouse=True)
 def cuda():
-    """CUDA's threads and descriptors come with its first use, and stay."""
+    """Initializes CUDA, whose threads and descriptors then stay."""
     for index in range(torch.cuda.device_count()):
         torch.empty(1, pin_memory=True).to(f"cuda:{index}", non_blocking=True)
         torch.cuda.synchronize(index)
 
 
-class Where:
+class PinReport:
     def pin_memory(self):
         return thread_name(), torch.cuda.current_device()
 
 
-def where(samples):
-    return Where()
+def collate_report(samples):
+    return PinReport()
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -55,22 +55,22 @@ def test_t8_what_a_stream_still_reads_is_not_overwritten(plain):
     collate_fn = None if plain else as_dict
     loader = DataLoader(dataset, batch_size=8, num_workers=4, pin_memory=True, collate_fn=collate_fn)
     streams = [torch.cuda.Stream() for _ in range(3)]
-    arrived = []
+    copies = []
     for k, batch in enumerate(loader):
         with torch.cuda.stream(streams[k % 3]):
             torch.cuda._sleep(20_000_000)
             images, labels = batch.values() if isinstance(batch, dict) else batch
-            arrived.append((images.to("cuda", non_blocking=True), labels.to("cuda", non_blocking=True)))
+            copies.append((images.to("cuda", non_blocking=True), labels.to("cuda", non_blocking=True)))
         del batch, images, labels
     torch.cuda.synchronize()
-    assert len(arrived) == 80
-    for k, (images, labels) in enumerate(arrived):
+    assert len(copies) == 80
+    for k, (images, labels) in enumerate(copies):
         assert labels.tolist() == list(range(8 * k, 8 * k + 8))
         assert torch.equal(images.cpu(), torch.stack([dataset.image(i) for i in labels.tolist()])), f"batch {k}"
 
 
 def as_dict(samples):
-    # A subclass of dict: it goes by pickle and is pinned by torch's function.
+    # A subclass of dict: it is pickled, and pinned by torch's function.
     from collections import OrderedDict
 
     images, labels = zip(*samples, strict=True)
@@ -88,7 +88,7 @@ def test_pinned_memory_can_be_kept_after_everything_else_has_ended():
 def test_t6_the_thread_works_on_the_device_of_its_maker():
     last = torch.cuda.device_count() - 1
     with torch.cuda.device(last):
-        loader = DataLoader(Numbers(4), num_workers=2, pin_memory=True, collate_fn=where)
+        loader = DataLoader(Numbers(4), num_workers=2, pin_memory=True, collate_fn=collate_report)
         assert list(loader) == [("rl_pin", last)] * 4
 
 
@@ -116,7 +116,7 @@ def test_persistent_workers_over_many_epochs_and_breaks():
 
 
 class Growing:
-    """Tensors each of which is larger than what the allocator has, and takes a while."""
+    """Each tensor is larger than any block that the allocator has cached, and takes a while."""
 
     def __len__(self):
         return 8
@@ -143,11 +143,11 @@ def test_cuda_tensors_from_spawned_workers():
     options = {"batch_size": None, "num_workers": 1, "multiprocessing_context": "spawn"}
     batches = [x.clone() for x in DataLoader(OnDevice(6), **options)]
     assert all(x.is_cuda for x in batches) and values(batches) == [[i] * 100 for i in range(6)]
-    # torch cannot pin them, and warns for each batch.
-    ours, torchs = (
+    # torch cannot pin them: each batch is an error.
+    answers, expected = (
         outcomes_of(cls(OnDevice(2), pin_memory=True, **options), 3) for cls in (DataLoader, TorchDataLoader)
     )
-    assert ours == torchs and [kind for kind, *_ in ours] == ["error", "error", "end"]
+    assert answers == expected and [kind for kind, *_ in answers] == ["error", "error", "end"]
 
 
 @pytest.mark.parametrize("persistent", [False, True])

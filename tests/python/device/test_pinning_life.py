@@ -40,7 +40,7 @@ THREAD = "pt_data_pin" if TORCH_MODE else "rl_pin"
 def host():
     with pinning() as host:
         yield host
-        assert wait_until(lambda: gc.collect() is not None and not host.live), "pinned memory was kept back"
+        assert wait_until(lambda: gc.collect() is not None and not host.live), "pinned memory was not freed"
 
 
 def none_left(pids):
@@ -58,7 +58,7 @@ def test_s1_an_iterator_dropped_in_mid_epoch_ends_thread_and_workers(host, taken
 
 
 class Recorded:
-    """An engine, and the order in which its methods are called."""
+    """An engine that records the order in which its methods are called."""
 
     def __init__(self, engine, calls):
         self.engine, self.calls = engine, calls
@@ -101,12 +101,12 @@ def test_p11_persistent_epochs_also_after_a_break(host):
 
 
 def test_p15_datasets_that_end_at_different_times(host):
-    def found(cls, in_order):
+    def answers(cls, in_order):
         loader = cls(Shards([5, 0, 9]), batch_size=2, num_workers=3, pin_memory=True, in_order=in_order)
         return outcomes_of(loader, 12)
 
-    assert found(DataLoader, True) == found(TorchDataLoader, True)
-    assert sorted(found(DataLoader, False)) == sorted(found(TorchDataLoader, False))
+    assert answers(DataLoader, True) == answers(TorchDataLoader, True)
+    assert sorted(answers(DataLoader, False)) == sorted(answers(TorchDataLoader, False))
 
 
 def test_persistent_iterable_epochs(host):
@@ -164,7 +164,7 @@ def test_two_threads_in_one_next_and_one_that_shuts_down(host):
         thread.join(60)
         assert not thread.is_alive()
     assert len(set(got)) == len(got)
-    assert sorted(got)[: len(got) - 2] == list(range(len(got) - 2)), "all but what the shutdown took from under them"
+    assert sorted(got)[: len(got) - 2] == list(range(len(got) - 2)), "only batches in delivery may be missing"
     assert none_left(worker_pids(iterator))
 
 
@@ -187,7 +187,7 @@ def test_a_copied_shutdown_routine_ends_thread_and_workers(host, persistent, tak
 def test_join_waits_for_the_thread_as_long_as_it_is_told_to(host):
     host.delay = 3
     iterator = iter(DataLoader(Numbers(30), num_workers=1, pin_memory=True))
-    assert wait_until(lambda: THREAD in host.threads), "it is in the allocator"
+    assert wait_until(lambda: THREAD in host.threads), "the thread never reached the allocator"
     iterator._pin_memory_thread_done_event.set()
     iterator._pin_memory_thread.join(0.01)
     assert iterator._pin_memory_thread.is_alive()
@@ -232,12 +232,12 @@ def test_the_arena_of_an_epoch_is_used_by_the_next_and_nothing_grows(host):
     for k in range(4):
         for taken, _ in zip(range(6), loader, strict=False):
             if k == 2 and taken == 3:
-                break  # pinned and not taken
-        assert wait_until(lambda: threads_named(THREAD) == 0), "the thread holds descriptors to its end"
+                break  # batches are pinned and not delivered
+        assert wait_until(lambda: threads_named(THREAD) == 0), "the thread, which holds descriptors, is still alive"
         files.append(len(open_files()))
         arenas.append(len(mappings()))
         memory.append(arena_bytes())
-    assert arenas == [1] * 4, "one arena, from the pool each time"
+    assert arenas == [1] * 4, "each epoch must reuse the arena from the pool"
     assert files[1:] == files[:-1]
     assert max(memory) < 2 * memory[0] + (1 << 20)
 
@@ -250,7 +250,7 @@ def test_blocks_of_batches_that_nobody_took_are_given_back(host):
         next(iterator)
     assert len(epoch(loader)) == 100
     used, held = iterator._core.memory()
-    assert held < 1 << 20 and used < 8 << 20, "the workers' own reserve, and warm pages for what is under way"
+    assert held < 1 << 20 and used < 8 << 20, "more than reserves and warm pages of outstanding batches"
     iterator._shutdown_workers()
     assert torch.equal(next(iter(loader))[0][0], Images(1, (3, 64, 64)).image(0))
     loader._iterator._shutdown_workers()

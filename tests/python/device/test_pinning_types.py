@@ -1,4 +1,4 @@
-"""What pinning makes of each type: exactly what torch's own function makes of the same value (P24, T12)."""
+"""Pinning a value of any type gives exactly what torch's own function gives (P24, T12)."""
 
 import collections
 import dataclasses
@@ -23,7 +23,7 @@ def host():
 
 
 def sent(values, **kw):
-    """What arrives of each value."""
+    """The values as they arrive from a worker."""
     return epoch(DataLoader(Given(list(values)), batch_size=None, num_workers=1, **kw))
 
 
@@ -52,7 +52,7 @@ class Config(Mapping):
 
 
 class Choosy(Config):
-    """A mapping that cannot be made from a dict."""
+    """A mapping that cannot be built from a dict."""
 
     def __init__(self, *, keys, values):
         super().__init__(zip(keys, values, strict=True))
@@ -89,7 +89,7 @@ class Row(Sequence):
 
 
 class FixedRow(Row):
-    """A sequence that cannot be made from a list."""
+    """A sequence that cannot be built from a list."""
 
     def __init__(self, first, *others):
         super().__init__([first, *others])
@@ -122,7 +122,7 @@ class Custom:
 
 
 class CustomDict(dict):
-    """Both: the method comes first."""
+    """A dict with a `pin_memory` of its own: the method takes precedence."""
 
     def pin_memory(self):
         return "pinned by its own method"
@@ -143,21 +143,21 @@ class Item:
 
 
 def store(kind=Store):
-    made = kind({"a": small(), "b": [big()]})
-    made.name = "extra"
-    return made
+    mapping = kind({"a": small(), "b": [big()]})
+    mapping.name = "extra"
+    return mapping
 
 
 def bag():
-    made = Bag([small(), {"x": big()}])
-    made.name = "extra"
-    return made
+    sequence = Bag([small(), {"x": big()}])
+    sequence.name = "extra"
+    return sequence
 
 
 def default_dict():
-    made = defaultdict(list)
-    made["a"] = [small(), big()]
-    return made
+    mapping = defaultdict(list)
+    mapping["a"] = [small(), big()]
+    return mapping
 
 
 def nested():
@@ -213,9 +213,9 @@ VALUES = {
 }
 
 
-def described(value, host, met):
-    """A value as plain data: its types, its content, what of it is pinned, and what is the same object or memory."""
-    first = met.setdefault(id(value), (len(met), value))[0]
+def described(value, host, seen):
+    """A value as plain data: its types and content, which tensors are pinned, and which objects are the same."""
+    first = seen.setdefault(id(value), (len(seen), value))[0]
     if isinstance(value, torch.Tensor):
         return "tensor", first, type(value).__name__, host.owns(value), value.stride(), value.dtype, value.tolist()
     if isinstance(value, np.ndarray):
@@ -224,18 +224,18 @@ def described(value, host, met):
         return type(value).__name__, value
     items = []
     if isinstance(value, Mapping):
-        items = [(described(k, host, met), described(v, host, met)) for k, v in value.items()]
+        items = [(described(k, host, seen), described(v, host, seen)) for k, v in value.items()]
     elif isinstance(value, (tuple, Sequence, collections.deque)):
-        items = [described(x, host, met) for x in value]
-    extra = {name: described(x, host, met) for name, x in getattr(value, "__dict__", {}).items() if name != "_values"}
+        items = [described(x, host, seen) for x in value]
+    extra = {name: described(x, host, seen) for name, x in getattr(value, "__dict__", {}).items() if name != "_values"}
     return type(value).__name__, first, items, extra
 
 
 @pytest.fixture(scope="module")
 def arrived(host):
-    """Each value, as it arrives pinned, and as it arrives not pinned."""
-    made = [make() for make in VALUES.values()]
-    return dict(zip(VALUES, zip(sent(made, pin_memory=True), sent(made), strict=True), strict=True))
+    """Each value as it arrives with pinning, and without."""
+    samples = [make() for make in VALUES.values()]
+    return dict(zip(VALUES, zip(sent(samples, pin_memory=True), sent(samples), strict=True), strict=True))
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -245,7 +245,7 @@ def test_p24_each_type_becomes_what_torchs_function_makes_of_it(host, arrived, n
     assert described(pinned, host, {}) == described(expected, host, {})
 
 
-def test_p24_tensors_of_one_object_are_copied_apart_as_by_torch(host):
+def test_p24_each_occurrence_of_a_tensor_is_copied_as_by_torch(host):
     (got,) = sent([twice()], pin_memory=True)
     got["target"].zero_()
     got["labels"][0].fill_(7)
@@ -264,10 +264,10 @@ DTYPES = [
 
 @pytest.mark.parametrize("n", [3, 2 * BIG])
 def test_every_dtype(host, n):
-    made = [torch.arange(n).remainder(2).to(dtype) for dtype in DTYPES]
-    (got,) = sent([made], pin_memory=True)
+    tensors = [torch.arange(n).remainder(2).to(dtype) for dtype in DTYPES]
+    (got,) = sent([tensors], pin_memory=True)
     assert len(got) == len(DTYPES)
-    assert all(same_tensor(a, b) and host.owns(a) for a, b in zip(got, made, strict=True))
+    assert all(same_tensor(a, b) and host.owns(a) for a, b in zip(got, tensors, strict=True))
 
 
 LAYOUTS = {
@@ -282,8 +282,8 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("rows", [8, 400])
 def test_layouts_are_those_of_torchs_function(host, rows):
-    made = [change(torch.arange(rows * 32.0).reshape(rows, 32)) for change in LAYOUTS.values()]
-    for name, tensor, (got,) in zip(LAYOUTS, made, sent([[x] for x in made], pin_memory=True), strict=True):
+    tensors = [change(torch.arange(rows * 32.0).reshape(rows, 32)) for change in LAYOUTS.values()]
+    for name, tensor, (got,) in zip(LAYOUTS, tensors, sent([[x] for x in tensors], pin_memory=True), strict=True):
         expected = _utils.pin_memory.pin_memory(tensor, "cuda")
         assert same_tensor(got, expected), name
         assert host.owns(got) == (tensor.numel() > 0), name
@@ -293,8 +293,8 @@ def test_layouts_are_those_of_torchs_function(host, rows):
 @pytest.mark.ours
 def test_an_expanded_tensor_keeps_its_strides(host):
     """torch's `pin_memory` refuses memory that several elements share."""
-    made = [torch.arange(float(rows)).reshape(-1, 1).expand(-1, 64) for rows in (8, 5000)]
-    for tensor, (got,) in zip(made, sent([[x] for x in made], pin_memory=True), strict=True):
+    tensors = [torch.arange(float(rows)).reshape(-1, 1).expand(-1, 64) for rows in (8, 5000)]
+    for tensor, (got,) in zip(tensors, sent([[x] for x in tensors], pin_memory=True), strict=True):
         assert torch.equal(got, tensor) and got.stride() == tensor.stride() and host.owns(got)
 
 

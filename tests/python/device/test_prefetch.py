@@ -20,7 +20,7 @@ if rustloader is not None:
 
 
 class Failing:
-    """Gives what is listed, and raises what is an error. As torch's loaders, it goes on after an error."""
+    """Yields the given items, and raises those that are errors. Like torch's loaders, it goes on after an error."""
 
     def __init__(self, *items):
         self.items = list(items)
@@ -194,7 +194,7 @@ def test_the_module_of_the_device_is_called_as_torch_documents_it():
         module.stream.return_value.__enter__.assert_called_once_with()
     module.device.assert_called_once_with(torch.device("cuda", 1))
     streams.restore(("of the device", "of the thread"))
-    # The last one's device is the thread's current one.
+    # `set_stream` also sets the current device, so the thread's own stream comes last.
     assert module.set_stream.mock_calls == [mock.call("of the device"), mock.call("of the thread")]
     module.current_stream.side_effect = lambda *device: ("stream of", *device)
     assert streams.save() == (("stream of", torch.device("cuda", 1)), ("stream of",))
@@ -222,7 +222,7 @@ def test_a_device_without_streams_gets_each_batch_in_its_turn():
     assert all(one is not other for one, other in zip(got, items, strict=True))
 
 
-# Ends before the end
+# Loops that end early
 
 
 def test_a_loop_that_breaks_off_leaves_nothing(device):
@@ -260,7 +260,7 @@ def test_batches_that_an_earlier_loop_held_when_it_failed_are_freed(device):
         device.read(next(iterator), lambda values: None)
     with pytest.raises(ValueError, match="no"):
         next(iterator)
-    # The iterator is still there, as in the frame of an error that was caught.
+    # The iterator is still alive, as in the frame of a caught error.
     assert device.live == 0
     device.run_all()
     assert device.faults == []
@@ -373,16 +373,16 @@ def in_destructor(frame):
 
 
 def test_what_a_handler_raises_at_any_call_loses_no_batch(device):
-    """A profile function raises at the k-th return of a call, for every k: where Python would run a handler."""
+    """A profile function raises at the k-th call of a function or return from C, where a handler may run."""
     folder = rustloader.__path__[0]
     rounds, where = 0, []
     for at in range(1, 2000):
         counted, interrupts = [0], 0
 
         def profile(frame, event, argument, counted=counted, at=at):
-            # Python runs no handler between the return of `__next__` and the loop.
-            own = frame.f_code.co_filename.startswith(f"{folder}/device/prefetch/")
-            if own and event in ("c_return", "call") and not in_destructor(frame):
+            # Not at "return": Python runs no handler between the return of `__next__` and the loop.
+            is_own = frame.f_code.co_filename.startswith(f"{folder}/device/prefetch/")
+            if is_own and event in ("c_return", "call") and not in_destructor(frame):
                 counted[0] += 1
                 if counted[0] == at:
                     where.append((event, frame.f_code.co_name, frame.f_lineno))
@@ -415,7 +415,7 @@ def test_what_a_handler_raises_at_any_call_loses_no_batch(device):
 
 
 def test_signals_at_random_moments_lose_no_batch():
-    # In a process of its own: pytest-timeout has the alarm of this one.
+    # In a separate process: pytest-timeout uses the alarm of this one.
     status, _, err = run_script("""
         import gc
         from sample_data import Numbers
@@ -428,7 +428,7 @@ def test_signals_at_random_moments_lose_no_batch():
                 raise Interrupted
         signal.signal(signal.SIGALRM, handler)
         class Cloning(NoStreams):
-            # Its copies are done at once, in C: a handler cannot raise within the stand-in's own code.
+            # It copies immediately and in C: a handler cannot raise within the stand-in's own code.
             device = torch.device("cuda", 0)
             def __init__(self):
                 self.copy = torch.Tensor.clone
@@ -462,7 +462,7 @@ def test_signals_at_random_moments_lose_no_batch():
 
 
 def test_a_loop_that_is_left_during_a_capture_records_nothing(device):
-    # Of the host: pinned memory is kept by torch's allocator until its copy is done.
+    # Keeps the host's tensors alive, as torch's allocator keeps pinned memory until its copy is done.
     items = tensors(4, 5)
     iterator, got = iter(prefetch(items, depth=1)), []
     first, batch = next(iterator), next(iterator)
@@ -474,7 +474,7 @@ def test_a_loop_that_is_left_during_a_capture_records_nothing(device):
     queued = copying.queued
     del iterator
     assert copying.queued == queued
-    # torch's allocator waits for what may still read them.
+    # torch's allocator waits for the streams that may still read them.
     assert device.handed_over == 2
     device.capturing = False
     device.run_all()

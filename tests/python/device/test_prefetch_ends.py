@@ -1,4 +1,4 @@
-"""`prefetch_to_device` in whole processes: exit, forks, Ctrl-C, kill, ranks; with a card, too, where there is one."""
+"""`prefetch_to_device` in whole processes: exit, forks, Ctrl-C, kill, ranks; also on a GPU, where there is one."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def run(side, source):
 
 
 def started(side, source):
-    """A script that prints its workers' pids in its first line: (process, pids)."""
+    """Starts a script that prints its workers' pids in its first line. Returns (process, pids)."""
     process = start_script(HEAD.format(side=side) + source)
     return process, [int(pid) for pid in process.stdout.readline().split()]
 
@@ -150,7 +150,7 @@ def test_a_ctrl_c_in_next_ends_the_loop_and_its_workers(side):
         """,
     )
     assert len(pids) == 2
-    # The batch after that is the one that takes a minute, and two are ahead.
+    # Sample 20 takes a minute. The loop waits for it soon, because two batches are fetched ahead.
     while process.stdout.readline() != "5\n":
         assert process.poll() is None
     os.kill(process.pid, signal.SIGINT)
@@ -200,13 +200,13 @@ def test_two_ranks_get_all_samples_on_devices_of_their_own(side):
     say(json.dumps([batches.device.index, epochs]))
     """
     ranks = [start_script(HEAD.format(side=side) + source, environment={"RANK": str(rank)}) for rank in range(2)]
-    found = []
+    reports = []
     for process in ranks:
         status, out, err = finish(process)
         assert (status, err) == (0, ""), err
-        found.append(json.loads(out))
-    assert [index for index, _ in found] == [0, 1]
-    orders = [[k for _, epochs in found for batch in epochs[epoch] for k in batch] for epoch in range(2)]
+        reports.append(json.loads(out))
+    assert [index for index, _ in reports] == [0, 1]
+    orders = [[k for _, epochs in reports for batch in epochs[epoch] for k in batch] for epoch in range(2)]
     assert all(sorted(order) == list(range(40)) for order in orders) and orders[0] != orders[1]
 
 

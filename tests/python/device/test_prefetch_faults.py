@@ -22,23 +22,23 @@ if rustloader is not None:
 
 @pytest.fixture(autouse=True)
 def silent_destructors(monkeypatch):
-    told = []
-    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    reported = []
+    monkeypatch.setattr(sys, "unraisablehook", reported.append)
     yield
     gc.collect()
-    assert told == []
+    assert reported == []
 
 
 class Injected(RuntimeError):
-    """What a driver's call raises."""
+    """Raised by a driver call."""
 
 
 class Failing:
-    """Raises at the k-th call of a method of a device, once, or from then on."""
+    """Raises at the given call of a device's method: once, or from then on."""
 
     def __init__(self, device, name, at, sticky=False):
         self.device, self.name, self.left, self.sticky = device, name, at, sticky
-        # Whether a copy was being queued.
+        # Whether it raised while a copy was being queued.
         self.in_copy = False
         device.before_call = self
 
@@ -58,14 +58,14 @@ class Failing:
         return self.left <= 0
 
 
-def program(device, failing, leaves):
-    """A loop that keeps a batch for long and goes on after an error. Returns what it has read.
+def program(device, failing, leaves_early):
+    """A loop that keeps a batch for a long time and goes on after an error. Returns the values that it has read.
 
-    In its second half all work of the device is held back.
+    In its second half, all work of the device is held back.
     """
     batches = prefetch(tensors(9), depth=2)
     iterator, got, kept, number = iter(batches), [], None, 0
-    while not (leaves and number == 6):
+    while not (leaves_early and number == 6):
         try:
             batch = next(iterator)
         except StopIteration:
@@ -79,7 +79,7 @@ def program(device, failing, leaves):
         if number == 2:
             kept = batch
         batch = None
-    if leaves:
+    if leaves_early:
         with contextlib.suppress(Injected):
             batches.close()
     del iterator, batches, kept
@@ -87,20 +87,20 @@ def program(device, failing, leaves):
     return [values[0] for values in got]
 
 
-@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("leaves_early", [False, True])
 @pytest.mark.parametrize("name", ["record", "wait", "is_done", "synchronize", "record_stream"])
-def test_a_call_that_fails_costs_at_most_the_batch_that_it_copies(name, leaves):
+def test_a_call_that_fails_costs_at_most_the_batch_that_it_copies(name, leaves_early):
     for at in range(1, 200):
         device = StandIn()
         failing = Failing(device, name, at)
         with mock.patch("rustloader.device.prefetch.loader.streams_of", lambda asked, device=device: device):
-            got = program(device, failing, leaves)
+            got = program(device, failing, leaves_early)
         expected = [0, 1, 2, 3, 4, 5, 6, 7, 8]
         if failing.in_copy:
             missing = sorted(set(expected[: got[-1] + 1]) - set(got))
             assert len(missing) <= 1 and got == [k for k in expected if k in got], (at, got)
         else:
-            assert got == expected[: len(got)] and len(got) == (6 if leaves else 9), (at, got)
+            assert got == expected[: len(got)] and len(got) == (6 if leaves_early else 9), (at, got)
         assert device.live == 0 and device.faults == [], at
         if not failing.has_failed:
             break
@@ -138,7 +138,7 @@ def test_an_interrupt_while_the_stream_is_changed_leaves_the_program_on_its_own(
     using, iterator = device.using, iter(prefetch(tensors(3)))
 
     class Interrupted:
-        """As torch's StreamContext, with a Ctrl-C after the change, or before the change back."""
+        """Like torch's StreamContext, with a Ctrl-C after it sets the stream, or before it restores the old one."""
 
         def __init__(self, stream):
             self.stream = stream
@@ -165,7 +165,7 @@ def test_an_interrupt_while_the_stream_is_changed_leaves_the_program_on_its_own(
 
 
 class Held:
-    """Gives numbered batches; in the third it waits for the test."""
+    """Yields numbered batches; waits for the test before the third."""
 
     def __init__(self):
         self.is_reached, self.may_go_on = threading.Event(), threading.Event()
@@ -199,7 +199,7 @@ def test_close_ends_all_loops_while_a_thread_is_in_next_of_one(device):
     assert device.live > 0
     held.may_go_on.set()
     thread.join(60)
-    # Its last call has ended both.
+    # The thread's last call has ended both loops.
     assert device.live == 0
     for iterator in (first, second):
         with pytest.raises(RuntimeError, match="after close"):
@@ -224,7 +224,7 @@ def test_close_within_a_next_that_raises_frees_everything(device):
 
 
 def test_an_iterator_that_is_destroyed_while_another_is_freed(device):
-    """As the collector may do it at any call."""
+    """As the garbage collector may do at any call."""
     batches = prefetch(tensors(10), depth=3)
     first, second = iter(batches), [iter(batches)]
     for _ in range(3):
@@ -363,8 +363,8 @@ def test_what_an_interrupted_object_has_moved_is_watched(device):
     assert seen == 12 and not device.faults
 
 
-class Anew(collections.abc.Mapping):
-    """Makes its items at each access."""
+class BuildsItems(collections.abc.Mapping):
+    """Builds its items at each access."""
 
     def __getitem__(self, key):
         return torch.full((4,), 7)
@@ -377,7 +377,7 @@ class Anew(collections.abc.Mapping):
 
 
 def test_items_that_a_container_makes_anew_live_until_they_are_copied(device):
-    batch = next(iter(prefetch([Anew()])))
+    batch = next(iter(prefetch([BuildsItems()])))
     gc.collect()
     device.run_all()
     assert set(batch) == {"a", "b"} and not device.faults
@@ -398,15 +398,15 @@ def test_loops_on_the_cpu_do_not_wait_for_one_another():
         def __iter__(self):
             return self.loops.pop(0)
 
-    batches, found = prefetch(Source(), device="cpu"), []
+    batches, received = prefetch(Source(), device="cpu"), []
     first = iter(batches)
-    thread = threading.Thread(target=lambda: found.append(next(first)))
+    thread = threading.Thread(target=lambda: received.append(next(first)))
     thread.start()
     assert asked.wait(60)
     assert next(iter(batches)) == 2
     go.set()
     thread.join()
-    assert found == [1]
+    assert received == [1]
 
 
 def test_on_the_cpu_a_forked_child_goes_on_although_a_thread_was_in_next():
@@ -438,5 +438,5 @@ def test_on_the_cpu_a_forked_child_goes_on_although_a_thread_was_in_next():
 
 
 def test_apples_device_has_no_streams_of_its_own():
-    """torch.mps has the names, and takes other arguments."""
+    """torch.mps has functions of these names, with other arguments."""
     assert type(streams_of("mps")) is NoStreams

@@ -1,4 +1,4 @@
-"""`prefetch_to_device` with a CUDA device (`make test-gpu`). Without one all of it is skipped, with the reason."""
+"""`prefetch_to_device` with a CUDA device (`make test-gpu`). Without one, all tests are skipped."""
 
 import gc
 
@@ -21,7 +21,7 @@ SHAPE = (3, 64, 64)
 
 @pytest.fixture(scope="module", autouse=True)
 def cuda():
-    """CUDA's threads and descriptors come with its first use, and stay."""
+    """Initializes CUDA, whose threads and descriptors then stay."""
     for index in range(torch.cuda.device_count()):
         torch.empty(1, pin_memory=True).to(f"cuda:{index}", non_blocking=True)
         torch.cuda.synchronize(index)
@@ -57,14 +57,14 @@ def test_memory_is_not_used_again_while_a_delayed_stream_reads_it():
 
 def test_a_loop_that_keeps_nothing_allocates_no_more_than_promised():
     batches = prefetch(loader_of(400), depth=2)
-    of_one = None
+    batch_bytes = None
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     for images, labels in batches:
-        of_one = images.nbytes + labels.nbytes
+        batch_bytes = images.nbytes + labels.nbytes
         del images, labels
-        # One batch is less than 1 MiB of rounding away from its bytes.
-        assert torch.cuda.memory_allocated() - before <= 5 * (of_one + (1 << 20))
+        # The allocator rounds a batch up by less than 1 MiB.
+        assert torch.cuda.memory_allocated() - before <= 5 * (batch_bytes + (1 << 20))
     gc.collect()
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() == before
@@ -92,9 +92,9 @@ def test_events_measure_the_copies():
     batches = prefetch(loader_of(80))
     for images, labels in batches:
         del images, labels
-    found = rustloader.stats(batches).transfers
-    assert found.batches == 10 and found.seconds > 0 and found.pageable == ""
-    assert 0.0 <= found.overlapped_share <= 1.0
+    transfers = rustloader.stats(batches).transfers
+    assert transfers.batches == 10 and transfers.seconds > 0 and transfers.pageable == ""
+    assert 0.0 <= transfers.overlapped_share <= 1.0
 
 
 def test_a_capture_is_refused_and_loses_nothing():

@@ -1,4 +1,4 @@
-"""`prefetch_to_device` under random programs: no memory is used again too early, and none is kept too long.
+"""`prefetch_to_device` under random programs: no memory is reused too early or kept too long.
 
 The stand-in (`standin.py`) runs the work of its streams in random order, or holds it back, and notes each race.
 """
@@ -20,7 +20,7 @@ class Expected(Exception):
 
 
 class Source:
-    """Gives numbered batches, and at times an error in place of one. It goes on after an error."""
+    """Yields numbered batches, and sometimes raises an error instead of one. It goes on after an error."""
 
     def __init__(self, program, length):
         self.program, self.left = program, length
@@ -59,9 +59,9 @@ class Program:
         self.switches = rng.random() < 0.3
         self.keeps = rng.choice([0, 0, 0.1, 0.5])
         self.drops_at_once = rng.random() < 0.5
-        # Most pieces of queued work that run between two steps: 0 holds everything back.
+        # The most pieces of queued work that run between two steps: 0 holds everything back.
         self.speed = rng.choice([0, 2, 10, 40])
-        self.most = 0
+        self.most_ahead = 0
 
     def use(self, leaf, value, stream):
         """Reads a tensor in a kernel, perhaps through a view, and perhaps on another stream as torch's rules allow."""
@@ -72,7 +72,7 @@ class Program:
         expected, read = self.expected, self.read
         expected.append(value)
         place = len(expected) - 1
-        device.read(leaf[2:5] if rng.random() < 0.3 else leaf, lambda found: read.append((place, found[0])), on)
+        device.read(leaf[2:5] if rng.random() < 0.3 else leaf, lambda values: read.append((place, values[0])), on)
         if on is not stream:
             # What was used on another stream is joined before it is dropped.
             device.join(stream, on)
@@ -94,11 +94,11 @@ class Program:
             self.device.before_copy = fail
 
     def check_bound(self, batch):
-        """One of the 2 * depth + 1 batches is the one that the program works with."""
+        """At most 2 * depth + 1 batches are on the device, one of which is the program's current batch."""
         held = {self.device.block(leaf) for leaf, *_ in self.kept} | {self.device.block(leaf) for leaf in batch}
         others = len(set(self.device.blocks.values()) - held)
         assert others <= 2 * self.depth * self.leaves, (others, self.depth, self.leaves)
-        self.most = max(self.most, others / self.leaves)
+        self.most_ahead = max(self.most_ahead, others / self.leaves)
 
     def epoch(self, batches, source):
         device, rng, got = self.device, self.rng, []
@@ -122,7 +122,7 @@ class Program:
             except torch.OutOfMemoryError:
                 got.append("no memory")
                 continue
-            # Now: what the program drops from here on is seen by the next call.
+            # Checked now: only the next call sees what the program drops from here on.
             self.check_bound(batch)
             number = source.items[len(got)]
             got.append(number)
@@ -161,9 +161,9 @@ class Program:
         assert set(device.blocks.values()) == {device.block(leaf) for leaf, *_ in self.kept}
         self.kept.clear()
         assert device.live == 0
-        # The pool may go to a copy of another prefetcher on the same stream: its copies must not run too early.
+        # Another prefetcher may copy into this memory on the same stream: those copies must not run too early.
         device.run_all()
-        assert sorted(self.read) == list(enumerate(self.expected)), "a kernel has read other values"
+        assert sorted(self.read) == list(enumerate(self.expected)), "a kernel has read wrong values"
         assert device.faults == []
 
 
@@ -191,8 +191,8 @@ def test_random_programs(block):
             except BaseException as error:
                 error.add_note(f"seed {seed}")
                 raise
-        reached = max(reached, program.most - program.depth)
-    # The bound is not only kept because nothing is ever copied ahead.
+        reached = max(reached, program.most_ahead - program.depth)
+    # The bound must not hold merely because nothing is copied ahead.
     assert reached > 0
 
 
@@ -236,7 +236,7 @@ def test_copies_wait_for_no_more_than_they_must():
             batch = next(iterator)
             device.read(batch, lambda values: None)
         device.run(copying)
-        assert copying.queue, "more copies than memory"
+        assert copying.queue, "more batches were copied than the bound allows"
         assert device.allocated <= 2 * depth + 1
         device.run_all()
         del batch

@@ -1,4 +1,4 @@
-"""States through `prefetch_to_device`, and what it tells the program, on a device without hardware (`standin.py`)."""
+"""States through `prefetch_to_device`, and what it logs, on a device without hardware (`standin.py`)."""
 
 import contextlib
 import dataclasses
@@ -33,7 +33,7 @@ def rest_of(device, batches):
     return values(got)
 
 
-# As without a prefetcher: the state was taken before the end of the loop.
+# Raised without a prefetcher, too: a state taken after the last batch, before the end, resumes an empty epoch.
 @pytest.mark.filterwarnings("ignore:an epoch of 0 batches")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("depth", [1, 3, 8])
@@ -52,7 +52,7 @@ def test_a_state_counts_the_batches_that_the_program_got(device, workers, depth,
     resumed = prefetch(stateful(num_workers=workers), depth=depth)
     resumed.load_state_dict(state)
     assert rest_of(device, resumed) == expected[taken:]
-    # The whole next epoch after it, and not what was ahead.
+    # The next epoch is whole: it does not contain what was ahead.
     assert len(rest_of(device, resumed)) == 10
 
 
@@ -69,7 +69,7 @@ def test_a_loader_without_a_state_has_none_here(device):
     loader = TorchDataLoader(Numbers(4))
     batches = prefetch(loader)
     assert not hasattr(batches, "state_dict") and not hasattr(batches, "load_state_dict")
-    # Lightning calls set_epoch of these.
+    # Lightning calls set_epoch on these.
     assert batches.sampler is loader.sampler and batches.batch_sampler is loader.batch_sampler
     assert batches.batch_size == 1 and isinstance(batches.dataset, Numbers)
     with pytest.raises(AttributeError):
@@ -97,7 +97,7 @@ def test_a_state_that_cannot_go_back_says_so(device):
 @pytest.mark.parametrize("module", [typing, typing_extensions])
 @pytest.mark.parametrize("where", ["cpu", None])
 def test_protocols_see_the_state(device, module, where):
-    """They look into the class, without `__getattr__`: in typing from Python 3.12 on."""
+    """They look attributes up without `__getattr__`: in `typing` since Python 3.12."""
 
     @module.runtime_checkable
     class Stateful(module.Protocol):
@@ -119,7 +119,7 @@ def test_a_depth_that_states_cannot_go_back_is_refused_at_once(device):
 
 
 class Stepping(torch.utils.data.IterableDataset):
-    """Raises once, at `at`; has a state."""
+    """Raises once, at item `at`; has a state."""
 
     def __init__(self, at, has_failed=False):
         self.place, self.at, self.has_failed = 0, at, has_failed
@@ -142,7 +142,7 @@ class Stepping(torch.utils.data.IterableDataset):
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_a_state_before_an_error_that_is_ahead_has_its_batch_still_to_come(device, workers, depth):
-    """The loader has raised it, and counts it; the program has not been told."""
+    """The loader has raised the error, and counts its batch; the program has not seen it."""
 
     def make(errors=()):
         data = Failing(24, dict.fromkeys(errors, KeyError))
@@ -151,7 +151,7 @@ def test_a_state_before_an_error_that_is_ahead_has_its_batch_still_to_come(devic
     expected = rest_of(device, make())
     batches = make([9])
     iterator, got = iter(batches), []
-    # Batch 4 fails. It is ahead from batch 4 - depth on.
+    # Batch 4 fails. Its error is ahead from batch 4 - depth on.
     for delivered in range(4):
         state = batches.state_dict()
         resumed = make()
@@ -189,7 +189,7 @@ def test_a_state_before_an_error_that_is_ahead_is_that_of_the_dataset_before_it(
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_state_within_next_counts_the_batch_that_is_about_to_come(device, workers):
-    """As a signal handler takes it: at the largest depth, 9 batches are ahead."""
+    """As a signal handler may take it. At the largest depth, 9 batches are ahead."""
     expected, states = values(stateful(num_workers=workers, batch_size=2)), []
     batches = prefetch(stateful(num_workers=workers, batch_size=2), depth=8)
     iterator = iter(batches)
@@ -220,17 +220,17 @@ def test_on_the_cpu_the_state_counts_the_batches_that_the_program_got():
     assert values(resumed) == expected[4:]
 
 
-# What it tells
+# Log messages
 
 
-def test_pageable_batches_are_told_once_per_loader(device, caplog):
+def test_pageable_batches_are_logged_once_per_loader(device, caplog):
     device.pinned = False
     loader = DataLoader(Images(8), batch_size=2, num_workers=1)
     with caplog.at_level(logging.INFO, "rustloader"):
         for _ in range(2):
             for _ in prefetch(loader):
                 pass
-    lines = [it.getMessage() for it in caplog.records if "prefetch_to_device" in it.getMessage()]
+    lines = [record.getMessage() for record in caplog.records if "prefetch_to_device" in record.getMessage()]
     assert lines == [
         "prefetch_to_device: batches are copied from pageable memory, which delays the program: set pin_memory=True "
         "in the loader"
@@ -248,7 +248,7 @@ def test_a_type_that_torch_does_not_pin_is_named(device, caplog):
     assert "a batch of type Sample is not pinned: it has no pin_memory()" in caplog.text
 
 
-def test_pinned_batches_are_told_nothing(device, caplog):
+def test_pinned_batches_log_nothing(device, caplog):
     with caplog.at_level(logging.INFO, "rustloader"):
         list(prefetch(DataLoader(Images(8), batch_size=2, num_workers=1)))
     assert "prefetch_to_device" not in caplog.text

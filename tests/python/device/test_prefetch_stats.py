@@ -24,14 +24,16 @@ class Sample:
 def test_a_stream_that_has_nothing_else_to_do_waits_for_each_copy(device):
     batches = prefetch(tensors(3), depth=1)
     for batch in batches:
-        # First the program's stream, which comes to the copy and waits; then the copy, which takes 1 s.
+        # First the program's stream runs, until it waits for the copy; then the copy runs, which takes 1 s.
         device.run(device.default)
         device.run_all()
         del batch
-    found = rustloader.stats(batches).transfers
-    assert found == rustloader.TransferStats(batches=3, bytes=3 * 32, seconds=3.0, waited_seconds=found.waited_seconds)
+    counts = rustloader.stats(batches).transfers
+    assert counts == rustloader.TransferStats(
+        batches=3, bytes=3 * 32, seconds=3.0, waited_seconds=counts.waited_seconds
+    )
     # The copy of the third batch was done before it was delivered.
-    assert found.waited_seconds == 2.0 and found.overlapped_share == pytest.approx(1 / 3)
+    assert counts.waited_seconds == 2.0 and counts.overlapped_share == pytest.approx(1 / 3)
 
 
 def test_a_stream_that_is_busy_waits_for_no_copy(device):
@@ -41,8 +43,8 @@ def test_a_stream_that_is_busy_waits_for_no_copy(device):
         device.read(batch, lambda values: setattr(device, "time", device.time + 10))
         del batch
     device.run_all()
-    found = rustloader.stats(batches).transfers
-    assert (found.batches, found.seconds, found.waited_seconds, found.overlapped_share) == (4, 4.0, 0.0, 1.0)
+    counts = rustloader.stats(batches).transfers
+    assert (counts.batches, counts.seconds, counts.waited_seconds, counts.overlapped_share) == (4, 4.0, 0.0, 1.0)
 
 
 def test_only_copies_that_are_done_and_delivered_count(device):
@@ -80,8 +82,8 @@ def test_copies_count_for_what_the_engine_does_not_serve(device, make):
     batches = prefetch(make())
     for batch in batches:
         del batch
-    found = rustloader.stats(batches)
-    assert found.transfers.batches == 3 and found.note and "to the device 3 batches" in str(found)
+    stats = rustloader.stats(batches)
+    assert stats.transfers.batches == 3 and stats.note and "to the device 3 batches" in str(stats)
 
 
 def test_counts_go_with_their_loader(device):
@@ -103,11 +105,11 @@ def test_the_verdict_names_a_type_that_is_not_pinned(device):
     loader.pin_memory = True
     for batch in prefetch(loader):
         del batch
-    found = rustloader.stats(loader)
-    assert "a batch of type Sample is not pinned: it has no pin_memory()" in found.transfers.pageable
-    assert "a batch of type Sample is not pinned: it has no pin_memory()" in str(found.verdict())
+    stats = rustloader.stats(loader)
+    assert "a batch of type Sample is not pinned: it has no pin_memory()" in stats.transfers.pageable
+    assert "a batch of type Sample is not pinned: it has no pin_memory()" in str(stats.verdict())
     # The copies are the bottleneck: nothing else takes a second per batch.
-    assert found.verdict().kind == "device"
+    assert stats.verdict().kind == "device"
 
 
 def test_a_device_that_does_not_measure_gives_no_times():

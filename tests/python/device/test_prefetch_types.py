@@ -51,7 +51,7 @@ class View(collections.abc.Mapping):
 
 
 class Record(collections.UserDict):
-    """Keeps an attribute of its own."""
+    """Has an attribute of its own."""
 
     kind = None
 
@@ -68,14 +68,14 @@ class Steps(collections.abc.Sequence):
 
 
 class Made(Steps):
-    """Makes its items anew at each access."""
+    """Computes its items at each access."""
 
     def __getitem__(self, k):
         return self.items[k] + 0.5
 
 
 class Graph:
-    """Moves as Lightning and PyG expect it; counts."""
+    """Moves as Lightning and PyG expect it, and records each call."""
 
     calls = ()
 
@@ -89,7 +89,7 @@ class Graph:
 
 
 class InPlace:
-    """Changes itself and returns nothing, without `non_blocking`."""
+    """Moves in place: `to` returns nothing and takes no `non_blocking`."""
 
     def __init__(self, x):
         self.x = x
@@ -103,7 +103,7 @@ move_here = None
 
 @pytest.fixture
 def moved(device):
-    """What a prefetcher makes of a batch, with the copy done."""
+    """Sends a batch through a prefetcher and runs its copies."""
     global move_here
     move_here = device.copy
 
@@ -142,7 +142,7 @@ def test_containers_keep_their_types(device, moved):
     got = moved(batch)
     assert [type(value) for value in got.values()] == [type(value) for value in batch.values()]
     assert list(got) == list(batch)
-    for found in (
+    for tensor in (
         got["list"][0],
         got["tuple"][0],
         got["pair"].first,
@@ -157,7 +157,7 @@ def test_containers_keep_their_types(device, moved):
         got["deque"][0],
         got["space"]["x"],
     ):
-        assert is_on(device, found) and found.tolist() == [0, 1, 2]
+        assert is_on(device, tensor) and tensor.tolist() == [0, 1, 2]
     assert got["record"].kind == "a kind" and got["deque"].maxlen == 5 and got["default"].default_factory is list
     assert got["list"][1:] == ["text", 3] and got["frozen"].name == "name" and got["slotted"].rest[1] == 1
     # The loader's own objects are as they were.
@@ -222,7 +222,7 @@ def test_an_object_that_fails_to_move_is_an_error_in_its_place(device):
 
 @pytest.mark.filterwarnings("ignore:Sparse .* tensor support:UserWarning")
 def test_torchs_own_types_move_by_their_own_way():
-    """On the device `meta`: what `Streams` notes of the tensors that such a type makes."""
+    """On the device `meta`: `Move` records the tensors that such a type creates and reads."""
     streams = object.__new__(Streams)
     streams.device = torch.device("meta")
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
@@ -238,18 +238,18 @@ def test_torchs_own_types_move_by_their_own_way():
     storages = {part.untyped_storage()._cdata for x in got[1:] for part in parts(x)}
     assert storages <= set(move.made) and len(storages) == 2 + 3 + 3 + 1 + 1
     assert got[0].data.untyped_storage()._cdata in move.made
-    # What these types read themselves is kept until the copy is done.
+    # The tensors that these types copy themselves are kept until the copy is done.
     assert any(x is packed.data or x.data_ptr() == packed.data.data_ptr() for x in move.read)
 
 
-def test_only_the_accelerators_tensors_are_copied(device):
-    there = device.copy(torch.ones(2))
-    (got,) = prefetch([there])
-    assert got is there and device.copies == 1
+def test_a_tensor_on_the_device_is_not_copied(device):
+    on_device = device.copy(torch.ones(2))
+    (got,) = prefetch([on_device])
+    assert got is on_device and device.copies == 1
 
 
 class Attributes(dict):
-    """Gives its items as attributes, and raises KeyError for others."""
+    """Its items are also attributes; a missing one raises KeyError."""
 
     __getattr__ = dict.__getitem__
 
@@ -261,7 +261,7 @@ def test_a_dict_that_gives_its_items_as_attributes_is_a_dict(device):
 
 
 class Time:
-    """Its method is about time zones."""
+    """Its method `to` is about time zones."""
 
     def to(self, zone):
         raise TypeError(f"no time zone: {zone}")
@@ -282,15 +282,15 @@ def test_a_batch_that_is_copied_within_inference_mode_is_an_ordinary_one(device)
     assert not any(batch.is_inference() for batch in got) and [batch[0].item() for batch in got] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, lambda batches: pickle.loads(pickle.dumps(batches))])
 @pytest.mark.parametrize("where", ["cpu", None])
 def test_a_copy_begins_anew(device, make, where):
     loader = rustloader.StatefulDataLoader(range(6), batch_size=2)
     batches = prefetch(loader, device=where, depth=3)
     next(iter(batches))
-    again = make(batches)
-    assert type(again) is type(batches) and again.device == batches.device and again._depth == 3
-    assert (again.loader is loader) == (make is copy.copy)
-    got = list(again)
+    copied = make(batches)
+    assert type(copied) is type(batches) and copied.device == batches.device and copied._depth == 3
+    assert (copied.loader is loader) == (make is copy.copy)
+    got = list(copied)
     device.run_all()
     assert [batch.tolist() for batch in got] == [[0, 1], [2, 3], [4, 5]]

@@ -1,4 +1,4 @@
-"""The command line: `python -m rustloader` and its commands, in this process where that can be."""
+"""The command line: `python -m rustloader` and its commands, in this process where possible."""
 
 import os
 import pkgutil
@@ -20,17 +20,17 @@ if rustloader is not None:
     from rustloader.tools.cli import parser
     from rustloader.tools.probe.leaves import difference, summary
 
-# Liveness of a script in a process of its own, on a machine that does much else; one that imports torch needs longer.
+# Time limits of a script on a busy machine. A script that imports torch takes longer.
 SHORT, LONG = 120.0, 400.0
 
 
-def ours(*arguments):
+def rustloader_run(*arguments):
     return "-m", "rustloader", "run", *arguments
 
 
 def python(*arguments, cwd, seconds=SHORT, **environment):
-    """A run of Python: (exit status, stdout, stderr)."""
-    done = subprocess.run(
+    """Runs Python. Returns (exit status, stdout, stderr)."""
+    process = subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
         env=os.environ | environment,
@@ -39,12 +39,12 @@ def python(*arguments, cwd, seconds=SHORT, **environment):
         text=True,
         timeout=seconds,
     )
-    return done.returncode, done.stdout, done.stderr
+    return process.returncode, process.stdout, process.stderr
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty folder to be in; modules that are imported out of it are forgotten afterwards."""
+    """An empty working directory; modules that are imported from it are removed afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     before = set(sys.modules)
@@ -59,7 +59,7 @@ def write(path, source):
     path.write_text(textwrap.dedent(source))
 
 
-# run: no script of these imports torch, and so neither do we
+# run: these scripts do not import torch, so `run` must not either
 
 
 FACTS = """
@@ -103,7 +103,7 @@ def test_a_script_sees_what_it_sees_without_us(scripts):
         plain = python(*arguments, cwd=scripts)
         assert plain[0] == 1 and plain[1].count("child __mp_main__") == 2, plain
         assert plain[2].startswith("Traceback") and "KeyError: 'on purpose'" in plain[2]
-        assert python(*ours(*arguments), cwd=scripts) == plain
+        assert python(*rustloader_run(*arguments), cwd=scripts) == plain
 
 
 @pytest.mark.timeout(4 * SHORT)
@@ -112,9 +112,9 @@ def test_a_module_sees_what_it_sees_without_us(scripts):
     path = {"PYTHONPATH": os.pathsep.join([str(scripts / "package"), os.environ.get("PYTHONPATH", "")])}
     plain = python(*arguments, cwd=scripts, **path)
     assert plain[0] == 1 and "KeyError" in plain[2] and plain[1].count("child __mp_main__") == 2, plain
-    status, out, err = python(*ours(*arguments), cwd=scripts, **path)
+    status, out, err = python(*rustloader_run(*arguments), cwd=scripts, **path)
     assert (status, out) == plain[:2]
-    # Without us it begins with frames of Python's own runner.
+    # Without rustloader the traceback begins with frames of Python's own runner.
     assert err.splitlines() == [line for line in plain[2].splitlines() if "<frozen runpy>" not in line]
 
 
@@ -133,7 +133,7 @@ def test_a_module_sees_what_it_sees_without_us(scripts):
 )
 def test_a_script_ends_as_it_ends_without_us(source, tmp_path):
     write(tmp_path / "script.py", source)
-    assert python(*ours("script.py"), cwd=tmp_path) == python("script.py", cwd=tmp_path)
+    assert python(*rustloader_run("script.py"), cwd=tmp_path) == python("script.py", cwd=tmp_path)
 
 
 @pytest.mark.timeout(4 * SHORT)
@@ -172,8 +172,8 @@ TRAINING = """
 @pytest.mark.timeout(LONG + 60)
 def test_a_training_script_gets_the_engine(tmp_path):
     write(tmp_path / "train.py", TRAINING)
-    arguments = ours("--prefetch-factor", "4", "train.py", "--prefetch-factor", "9")
-    # The package has followed the variable when `run` comes with more.
+    arguments = rustloader_run("--prefetch-factor", "4", "train.py", "--prefetch-factor", "9")
+    # The package has already obeyed the variable when `run` adds its options.
     status, out, err = python(*arguments, cwd=tmp_path, seconds=LONG, RUSTLOADER_INSTALL="in_order=1")
     got = "[0, 1, 2, 3, 4, 5] 6 4"
     assert (status, out) == (0, f"fork {got}\nspawn {got}\n['train.py', '--prefetch-factor', '9']\n"), err
@@ -195,7 +195,7 @@ RANK = """
 def test_torchrun_gives_every_rank_the_engine(tmp_path):
     write(tmp_path / "train.py", RANK)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    status, _, err = python(*torchrun, *ours("train.py", "--epochs", "3"), cwd=tmp_path, seconds=LONG)
+    status, _, err = python(*torchrun, *rustloader_run("train.py", "--epochs", "3"), cwd=tmp_path, seconds=LONG)
     assert status == 0, err
     for rank in "01":
         assert (tmp_path / f"rank-{rank}").read_text() == "[0, 1, 2] 3 ['train.py', '--epochs', '3']\n"
@@ -243,7 +243,7 @@ def test_options_of_run_become_the_variable(monkeypatch):
     assert setting() == "1"
 
 
-# help and mistakes
+# Help and usage errors
 
 
 @pytest.mark.parametrize("arguments", [[], ["run"], ["doctor"], ["check"]])
@@ -345,7 +345,7 @@ def test_without_torch_what_is_missing_is_named(tmp_path):
     assert name.returncode == 1 and name.stderr.endswith("ModuleNotFoundError: No module named 'torch'\n")
 
 
-# the leaves of batches
+# The leaves of batches
 
 
 class Held:

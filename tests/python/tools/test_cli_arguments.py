@@ -28,8 +28,8 @@ COUNTS = "must be a comma-separated list of integers, each from 0 to 1,024 (such
     ],
 )
 def test_values(kind, text, value):
-    found = getattr(parser, kind)(text)
-    assert found == value and type(found) is type(value)
+    parsed = getattr(parser, kind)(text)
+    assert parsed == value and type(parsed) is type(value)
 
 
 @pytest.mark.parametrize(

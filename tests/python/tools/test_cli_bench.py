@@ -1,4 +1,4 @@
-"""`python -m rustloader bench`: what it measures, what it prints, and that it leaves nothing."""
+"""`python -m rustloader bench`: what it measures, what it prints, and that it leaves nothing behind."""
 
 import contextlib
 import io
@@ -29,9 +29,9 @@ if rustloader is not None:
     from rustloader.tools.probe import process as probes
     from rustloader.tools.probe.factory import Unusable
 
-# Liveness of processes that import torch, on a machine that does much else.
+# Time limit of tests whose processes import torch, on a busy machine.
 LONG = 400.0
-# `--timeout` of tests that are not about it.
+# `--timeout` in tests of other options.
 PATIENT = "300"
 
 LOADERS = """
@@ -120,7 +120,7 @@ LOADERS = """
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder to be in, with the loaders above in loaders.py; they are imported by other processes only."""
+    """A working directory with the loaders above in loaders.py, which only other processes import."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "loaders.py").write_text(textwrap.dedent(LOADERS))
     return tmp_path
@@ -156,7 +156,7 @@ def test_a_loader_is_measured_on_both_engines(folder, capsys):
 
 @pytest.mark.timeout(LONG)
 def test_short_epochs_are_repeated_until_there_are_enough_batches(folder, capfd):
-    """Four batches per epoch; the warning is one that each process gives."""
+    """An epoch has four batches. Each process issues the warning, but it is shown once."""
     status, out, err = run("loaders.py:tiny", "--budget", "60", "--json", capsys=capfd)
     assert status == 0, err
     alone, point = json.loads(out)["results"]
@@ -167,11 +167,11 @@ def test_short_epochs_are_repeated_until_there_are_enough_batches(folder, capfd)
 
 
 class Terminal(io.StringIO):
-    """What is written to a terminal, or to a pipe."""
+    """What is written to a terminal or a pipe."""
 
-    def __init__(self, is_one):
+    def __init__(self, is_terminal):
         super().__init__()
-        self.isatty = lambda: is_one
+        self.isatty = lambda: is_terminal
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -179,7 +179,7 @@ class Terminal(io.StringIO):
 def test_a_bar_only_on_a_terminal_and_with_tqdm(terminal, tqdm, monkeypatch):
     if tqdm:
         module = pytest.importorskip("tqdm", reason="the bar is optional, and tqdm is not installed")
-        monkeypatch.setattr(module.tqdm, "monitor_interval", 0)  # it would leave a thread
+        monkeypatch.setattr(module.tqdm, "monitor_interval", 0)  # the monitor would leave a thread behind
     else:
         monkeypatch.setitem(sys.modules, "tqdm", None)
     monkeypatch.setattr(sys, "stderr", Terminal(terminal))
@@ -195,7 +195,7 @@ def test_a_bar_only_on_a_terminal_and_with_tqdm(terminal, tqdm, monkeypatch):
 def test_a_command_on_a_terminal(folder):
     pytest.importorskip("tqdm", reason="the bar is optional, and tqdm is not installed")
     main, terminal = os.openpty()
-    termios.tcsetwinsize(terminal, (24, 80))  # tqdm writes nothing without room
+    termios.tcsetwinsize(terminal, (24, 80))  # tqdm writes nothing to a terminal of no size
     command = [sys.executable, "-m", "rustloader", "bench", "loaders.py:torchs", "--epochs", "1"]
     command += ["--timeout", PATIENT]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=terminal) as process:
@@ -216,10 +216,10 @@ def test_a_sweep_as_json(folder, capsys):
     arguments = ("--workers", "2,0,2", "--epochs", "2", "--batches", "20", "--json")
     status, out, err = run("loaders.py:ours", *arguments, capsys=capsys)
     assert status == 0, err
-    said = json.loads(out)
-    assert set(said) == {"factory", "machine", "settings", "results", "recommendation"}
-    assert said["factory"] == "loaders.py:ours"
-    assert said["machine"]["rustloader"] == rustloader.__version__ and said["machine"]["torch"] == torch.__version__
+    parsed = json.loads(out)
+    assert set(parsed) == {"factory", "machine", "settings", "results", "recommendation"}
+    assert parsed["factory"] == "loaders.py:ours"
+    assert parsed["machine"]["rustloader"] == rustloader.__version__ and parsed["machine"]["torch"] == torch.__version__
     loader = {
         "prefetch_factor": 2,
         "batch_size": 4,
@@ -228,8 +228,8 @@ def test_a_sweep_as_json(folder, capsys):
         "start_method": "fork",
     }
     limits = {"epochs": 2, "budget": None, "batches": 20, "seconds": 3.0, "step": 0.0, "timeout": 300.0}
-    assert said["settings"] == limits | {"loader": loader}
-    alone, two = said["results"]
+    assert parsed["settings"] == limits | {"loader": loader}
+    alone, two = parsed["results"]
     assert (alone["workers"], two["workers"]) == (0, 2)
     assert alone["rustloader"] == alone["torch"] and alone["verdict"] is None
     assert alone["comparison"] is None and two["comparison"]["verdict"] == "too few to tell"
@@ -246,11 +246,11 @@ def test_a_sweep_as_json(folder, capsys):
         assert side["megabytes_per_second"] == pytest.approx(side["batches_per_second"] * 256 / 1e6)
         assert side["cpu_seconds_per_batch"] > 0 and side["first_batch_seconds"] > 0 and side["memory_bytes"] >= 0
     rates = [[epoch[f"{kind}batches_per_second"] for epoch in two[name]["epochs"]] for name in ("torch", "rustloader")]
-    ratio = statistics.median(ours / theirs for theirs, ours in zip(*rates, strict=True))
+    ratio = statistics.median(rate / torch_rate for torch_rate, rate in zip(*rates, strict=True))
     assert two["ratio"]["batches_per_second"] == pytest.approx(ratio) == two["comparison"]["ratio"]
-    # Two epochs recommend nothing.
-    assert [said["recommendation"][name] for name in ("torch", "rustloader")] == [None, None]
-    assert "5%" in said["recommendation"]["rule"] and "too few" in said["recommendation"]["reasons"]["torch"]
+    # Two epochs are too few for a recommendation.
+    assert [parsed["recommendation"][name] for name in ("torch", "rustloader")] == [None, None]
+    assert "5%" in parsed["recommendation"]["rule"] and "too few" in parsed["recommendation"]["reasons"]["torch"]
 
 
 @pytest.mark.timeout(LONG)
@@ -259,17 +259,17 @@ def test_a_sweep_of_options(factory, folder, capsys):
     arguments = ("--dispatch", "round_robin,shared_queue", "--reorder-window", "16", "--epochs", "1", "--json")
     status, out, err = run(f"loaders.py:{factory}", *arguments, capsys=capsys)
     assert status == 0, err
-    said = json.loads(out)
+    parsed = json.loads(out)
     swept = [{"dispatch": dispatch, "reorder_window": 16} for dispatch in ("round_robin", "shared_queue")]
-    alone, *points = said["results"]
+    alone, *points = parsed["results"]
     assert alone["workers"] == 0 and [point["options"] for point in points] == swept
     for point, options in zip(points, swept, strict=True):
-        # The engine had them, and delivered each batch.
+        # The engine used these options, and delivered every batch.
         stats = point["verdict"]["stats"]
         assert stats["scheduling"].items() >= options.items()
         assert point["workers"] == 2 and stats["batches"] % 24 == 0 < stats["batches"]
         assert [side["epochs"][0]["batches"] for side in (point["torch"], point["rustloader"])] == [24, 24]
-    assert said["recommendation"]["rustloader"] is None and "torch" not in said["recommendation"]
+    assert parsed["recommendation"]["rustloader"] is None and "torch" not in parsed["recommendation"]
 
 
 @pytest.mark.timeout(LONG)
@@ -296,10 +296,10 @@ def test_a_plot(folder):
     pytest.importorskip("matplotlib", reason="--plot is optional, and matplotlib is not installed")
     # In a process of its own, because matplotlib keeps files open.
     arguments = ("loaders.py:torchs", "--epochs", "1", "--plot", "bench.svg", "--timeout", PATIENT)
-    done = subprocess.run([sys.executable, "-m", "rustloader", "bench", *arguments], capture_output=True, text=True)
-    out = done.stdout
-    assert done.returncode == 0, done.stderr
-    assert "the user's own words" in done.stderr and "the user's own words" not in out
+    process = subprocess.run([sys.executable, "-m", "rustloader", "bench", *arguments], capture_output=True, text=True)
+    out = process.stdout
+    assert process.returncode == 0, process.stderr
+    assert "the user's own words" in process.stderr and "the user's own words" not in out
     assert out.endswith("The plot is in bench.svg.\n") and "Recommended" not in out
     assert "<svg" in (folder / "bench.svg").read_text()
 
@@ -325,7 +325,7 @@ def test_a_plot(folder):
     ],
 )
 def test_what_gives_no_loader_or_no_batches(target, text, folder, capsys):
-    """The cause comes first, in a line; a traceback only behind --verbose."""
+    """The cause comes first, in one line; a traceback needs --verbose."""
     source = (folder / "loaders.py").read_text().splitlines()
     numbers = {
         "broken": next(k for k, line in enumerate(source, 1) if "no such data" in line),
@@ -375,7 +375,7 @@ def test_a_worker_that_dies_is_named(engine, folder):
 @pytest.mark.timeout(LONG)
 @pytest.mark.parametrize("engine", ["torch", "rustloader"])
 def test_a_loader_that_hangs_is_given_up(engine, folder, monkeypatch):
-    # Before the worker hangs, torch is imported and workers start, which takes long on a busy machine.
+    # Before the worker hangs, torch is imported and workers start, which is slow on a busy machine.
     stuck = (folder / "stuck").exists
     monkeypatch.setattr(probes.Probe, "limit", lambda self, awaited: self.timeout if stuck() else 300.0)
     side = BenchSide("loaders.py:stuck", engine)
@@ -404,7 +404,7 @@ def test_a_worker_whose_death_goes_unnoticed_is_named(folder, monkeypatch):
 
 @pytest.mark.timeout(LONG)
 def test_a_factory_that_hangs_is_given_up(folder, capsys, monkeypatch):
-    # Before the factory hangs, Python starts and torch is imported, which takes long on a busy machine.
+    # Before the factory hangs, Python starts and torch is imported, which is slow on a busy machine.
     def limit(self, awaited):
         return self.timeout if (folder / f"hanging-{self.group}").exists() else 300.0
 
@@ -434,11 +434,11 @@ def test_a_loader_that_the_engine_does_not_serve_is_no_comparison(folder):
             process.ask("run", 0, passes.Limits(None, 5.0), True)
 
 
-# Ends
+# How it ends
 
 
 def await_end(session, seconds=60.0):
-    """Whether a session has no process left within ``seconds``."""
+    """Waits for all processes of a session to end. Returns false if one is left after ``seconds``."""
     deadline = time.monotonic() + seconds
     while in_session(session) and time.monotonic() < deadline:
         time.sleep(0.05)

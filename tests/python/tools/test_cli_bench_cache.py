@@ -26,7 +26,7 @@ GB = 10**9
 
 
 def gain(first, second, epochs=3, **fit):
-    """A gain by rates, of a dataset of 10 GB."""
+    """A gain from these rates, for a dataset of 10 GB."""
     values = {"samples": 50_000, "sample_bytes": 200_000.0, "index_bytes": 4096, "limit": 12 * GB, "free": 81 * GB}
     values |= {"hits": 1.0, "is_random": False} | fit
     sides = [SideRates([a_pass(rate) for rate in [rate] * epochs]) for rate in (first, second)]
@@ -41,7 +41,7 @@ def test_what_a_cache_gains():
         "the cache, and 11.4x the rate without a cache. All 50,000 samples take about 10.0 GB and fit: 12.0 GB is "
         "allowed, 81.0 GB of memory was free."
     )
-    # Measuring it leaves the other figures as they were.
+    # Measuring the gain leaves the other figures unchanged.
     assert not without.steady
 
 
@@ -50,7 +50,7 @@ def test_a_cache_of_half_of_the_samples(room):
     without = a_point(2, (10.0,), (100.0,) * 3).rustloader
     text = gain(100.0, 1000.0, **room).text(without)
     assert "All 50,000 samples take about 10.0 GB; 50% of them fit: " in text
-    # Half of an epoch takes a tenth.
+    # Half of the epoch takes a tenth of its time.
     assert text.endswith("Epochs after the first would be about 1.82x as fast as without a cache.")
 
 
@@ -73,9 +73,9 @@ def test_too_few_epochs_have_no_gain():
 
 
 def test_a_gain_as_json():
-    said = json.loads(json.dumps(gain(100.0, 1000.0, free=None).as_dict()))
-    assert said["second_epoch"]["batches_per_second"] == 1000.0 and said["fit"]["held"] == 1
-    assert said["fit"]["bytes"] == 50_000 * 200_000 + 4096
+    parsed = json.loads(json.dumps(gain(100.0, 1000.0, free=None).as_dict()))
+    assert parsed["second_epoch"]["batches_per_second"] == 1000.0 and parsed["fit"]["held"] == 1
+    assert parsed["fit"]["bytes"] == 50_000 * 200_000 + 4096
 
 
 # The measurement
@@ -115,36 +115,36 @@ def side(factory, tmp_path, monkeypatch, memory=1 << 23):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "cached_loaders", raising=False)
     (tmp_path / "cached_loaders.py").write_text(LOADERS)
-    made = BenchSide("cached_loaders.py:" + factory, "cached", cache=memory)
-    made.send_note = lambda name, value: None
-    made.about()
-    return made
+    bench_side = BenchSide("cached_loaders.py:" + factory, "cached", cache=memory)
+    bench_side.send_note = lambda name, value: None
+    bench_side.about()
+    return bench_side
 
 
 @pytest.mark.parametrize("factory", ["map_style", "persistent"])
 @pytest.mark.parametrize("batches", [None, 20])
 def test_a_second_pass_has_the_samples_of_the_first(factory, batches, tmp_path, monkeypatch):
-    made = side(factory, tmp_path, monkeypatch)
+    bench_side = side(factory, tmp_path, monkeypatch)
     try:
         for number in (1, 2):
-            first, second, fit = made.run_cached(number, passes.Limits(batches, 60.0))
+            first, second, fit = bench_side.run_cached(number, passes.Limits(batches, 60.0))
             assert first["batches"] == second["batches"] == (batches or 100)
             assert fit.hits > 0.7 if batches else fit.hits == 1.0
             assert (fit.samples, fit.is_random) == (400, False)
             assert 8000 <= fit.sample_bytes <= 8100 and fit.held == 1 and fit.limit == 1 << 23
     finally:
-        made.close()
+        bench_side.close()
 
 
 def test_a_cache_that_is_full_knows_its_share(tmp_path, monkeypatch):
-    made = side("map_style", tmp_path, monkeypatch, memory=400 * 8016 // 2)
-    _, _, fit = made.run_cached(1, passes.Limits(None, 60.0))
+    bench_side = side("map_style", tmp_path, monkeypatch, memory=400 * 8016 // 2)
+    _, _, fit = bench_side.run_cached(1, passes.Limits(None, 60.0))
     assert 0.4 < fit.hits < 0.55 and 0.4 < fit.held < 0.55 and 8000 <= fit.sample_bytes <= 8100
 
 
 def test_a_random_dataset_is_found_out(tmp_path, monkeypatch):
-    made = side("changing", tmp_path, monkeypatch)
-    assert made.run_cached(1, passes.Limits(None, 60.0))[2].is_random
+    bench_side = side("changing", tmp_path, monkeypatch)
+    assert bench_side.run_cached(1, passes.Limits(None, 60.0))[2].is_random
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_the_size_that_samples_keep(batch, size):
 
 
 class Image:
-    """As Pillow's: decoded once, at the first load()."""
+    """Like Pillow's: decoded once, at the first load()."""
 
     def __init__(self, size):
         self.size, self.tile = size, ["tile"]
@@ -213,8 +213,8 @@ def test_the_first_images_are_noted_and_then_nothing_is_replaced():
     assert "load" in vars(Jpeg)
     one = Jpeg((1, 1))
     assert one.load() == one.load() == "pixels" and noted == [(1, 1)]
-    for side_ in range(2, 30):
-        assert Jpeg((side_, 1)).load() == "pixels"
+    for number in range(2, 30):
+        assert Jpeg((number, 1)).load() == "pixels"
     assert [width for width, _ in noted] == [*range(1, 17)] and "load" not in vars(Jpeg)
 
 
@@ -263,15 +263,15 @@ def test_the_warm_up_notes_images(method, tmp_path, monkeypatch):
     pil.new("RGB", (600, 400)).save("large.jpg")
     (tmp_path / f"photographs_{method}.py").write_text(PHOTOGRAPHS.replace("METHOD", method))
     monkeypatch.syspath_prepend(str(tmp_path))
-    made = BenchSide(f"photographs_{method}:loader", "rustloader")
-    made.send_note = lambda name, value: None
-    made.about()
+    bench_side = BenchSide(f"photographs_{method}:loader", "rustloader")
+    bench_side.send_note = lambda name, value: None
+    bench_side.about()
     for number, weigh in ((0, True), (1, False)):
-        made.run(number, passes.Limits(None, 60.0), weigh)
+        bench_side.run(number, passes.Limits(None, 60.0), weigh)
     monkeypatch.setattr(rustloader.Stats, "verdict", lambda self: rustloader.Verdict("dataset", "It limits.", "..."))
-    verdict = made.verdict()
+    verdict = bench_side.verdict()
     assert verdict["images"].startswith("Images of 600 x 400 are decoded and reduced to 32 x 32: ")
-    assert made.loader.worker_init_fn is None
+    assert bench_side.loader.worker_init_fn is None
     assert verdict["judged"].step_seconds == 0.0 < verdict["stats"]["step_seconds"]
 
 

@@ -51,7 +51,7 @@ def test_a_pass_ends_where_it_should(engine, options):
         short = passes.run_pass(loader, passes.Limits(None, 1e-9))
     assert (whole.batches, whole.complete, whole.batch_bytes) == (6, True, 2 * (8 + 3))
     assert (part.batches, part.complete, part.batch_bytes) == (3, False, 0)
-    assert (short.batches, short.complete) == (2, False)  # the time begins with the first one
+    assert (short.batches, short.complete) == (2, False)  # the time begins with the first batch
     assert whole.batches_per_second == pytest.approx(6 / whole.seconds)
     assert whole.seconds >= whole.first_batch_seconds > 0 and whole.cpu_seconds_per_batch > 0
     if persistent:
@@ -66,7 +66,7 @@ def test_a_long_pass_has_a_steady_rate():
 
 
 def test_the_share_of_other_processes(monkeypatch):
-    """Of 2 cores: in 10 s all processes used 16 s, and those that are measured 4 s."""
+    """Of 2 cores, all processes use 16 s in 10 s, and the measured ones 4 s."""
     from rustloader.system import cores
 
     monkeypatch.setattr(cores.os, "sched_getaffinity", lambda pid: {0, 1})
@@ -180,7 +180,7 @@ HOLDER = """
         os.write(open_only, piece)
     if os.fork() == 0:
         touched = sum(mapped[::4096])
-    os.write(1, b"ready\\n")  # print may take two steps, and the child's come between
+    os.write(1, b"ready\\n")  # print may write in two steps, with the child's between them
     time.sleep(600)
 """
 
@@ -188,13 +188,13 @@ HOLDER = """
 def test_memory_counts_each_page_once(tmp_path):
     """A process and its child, which map the same 20 MB, hold the same 30 MB, and have the same 10 MB open."""
 
-    def started(source):
+    def start(source):
         command = [sys.executable, "-c", textwrap.dedent(source)]
         return subprocess.Popen(command, process_group=0, stdout=subprocess.PIPE)
 
     holder, plain = (
-        started(HOLDER),
-        started("import mmap, os, time; os.fork(); os.write(1, b'ready\\n'); time.sleep(600)"),
+        start(HOLDER),
+        start("import mmap, os, time; os.fork(); os.write(1, b'ready\\n'); time.sleep(600)"),
     )
     try:
         for process in (holder, plain):
@@ -236,9 +236,9 @@ def test_what_workers_do_when(engine, tmp_path):
     spans = recorder.spans(loader)
     assert set(spans) == {0, 1}
     for worker in spans.values():
-        kinds = {kind: [(a, b) for what, a, b in worker if what == kind] for kind in ("fetch", "collate", "send")}
-        assert [len(kinds[kind]) for kind in kinds] == [6, 6, 6 if engine == "rustloader" else 0]
-        for (begin, end), (inner, inner_end) in zip(kinds["fetch"], kinds["collate"], strict=True):
+        by_kind = {kind: [(a, b) for what, a, b in worker if what == kind] for kind in ("fetch", "collate", "send")}
+        assert [len(by_kind[kind]) for kind in by_kind] == [6, 6, 6 if engine == "rustloader" else 0]
+        for (begin, end), (inner, inner_end) in zip(by_kind["fetch"], by_kind["collate"], strict=True):
             assert before <= begin <= inner <= inner_end <= end <= after
             assert inner - begin >= 0.002  # the samples take that long
 
@@ -260,13 +260,13 @@ def test_the_picture(step):
     points = [a_point(1, (10, 11), (20, 21)), a_point(20, (30, 31), (60, 61))]
     choices = {"torch": Choice(1), "rustloader": Choice(20)}
     figure = draw("train.py:make_loader", points, choices, timelines, step)
-    theirs, ours, rates = figure.axes
-    assert theirs.get_title("left") == "torch, 20 workers: 52 batches in 1,040 ms"
-    assert ours.get_title("left") == "rustloader, 20 workers: 52 batches in 520 ms"
-    assert theirs.get_xlim() == ours.get_xlim() == (0, pytest.approx(1040))
-    lanes = [label.get_text() for label in ours.get_yticklabels()]
+    torch_axes, rustloader_axes, rates = figure.axes
+    assert torch_axes.get_title("left") == "torch, 20 workers: 52 batches in 1,040 ms"
+    assert rustloader_axes.get_title("left") == "rustloader, 20 workers: 52 batches in 520 ms"
+    assert torch_axes.get_xlim() == rustloader_axes.get_xlim() == (0, pytest.approx(1040))
+    lanes = [label.get_text() for label in rustloader_axes.get_yticklabels()]
     assert lanes == ["main", *(f"worker {k} of 20" for k in range(16))]
-    words = {text.get_text() for text in theirs.get_legend().get_texts()}
+    words = {text.get_text() for text in torch_axes.get_legend().get_texts()}
     assert {"worker: fetch", "worker: send", "main: in next()"} <= words
     assert ("main: training step" in words) == bool(step) and "worker: collate" not in words
     assert {line.get_label() for line in rates.get_lines()} >= {"torch", "rustloader"}
@@ -289,8 +289,8 @@ def test_a_curve_for_each_combination_of_options():
     points = [alone, *(a_point(n, (10, 10), (20 * n, 20 * n), options=of) for n in (1, 2) for of in (queue, robin))]
     (rates,) = draw("x", points, {"rustloader": Choice(2, "", queue)}, {}, 0.0).axes
     lines = {line.get_label(): list(line.get_xdata()) for line in rates.get_lines() if line.get_label()[0] != "_"}
-    ours = {f"rustloader, dispatch={name}": [0, 1, 2] for name in ("shared_queue", "round_robin")}
-    assert lines == {"torch": [0, 1, 2]} | ours
+    rustloader_curves = {f"rustloader, dispatch={name}": [0, 1, 2] for name in ("shared_queue", "round_robin")}
+    assert lines == {"torch": [0, 1, 2]} | rustloader_curves
     assert rates.get_title("left").startswith("Recommended with rustloader: 2 workers, dispatch=shared_queue (")
     assert list(rates.get_xticks()) == [0, 1, 2]
 
@@ -305,7 +305,7 @@ def test_points_with_too_few_epochs_are_hollow():
     (rates,) = draw("x", points, {"rustloader": Choice(None, reason)}, {}, 0.0).axes
     large = [line for line in rates.get_lines() if line.get_marker() == "o" and line.get_alpha() is None]
     hollow = {(line.get_xdata()[0], line.get_ydata()[0]) for line in large if line.get_markerfacecolor() == "white"}
-    # In epochs without the start of the workers a rate is twice as large; these figures are not settled.
+    # Rates without the start of the workers are twice as large. These figures include it.
     assert len(large) == 4 and hollow == {(2, 30.5)}
     assert rates.get_title("left").startswith(
         "No recommendation: other processes used 60% of the cores during the run ("

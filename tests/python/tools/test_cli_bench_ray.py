@@ -1,4 +1,4 @@
-"""`bench --ray`: what it says of workers on a cluster. tests/ray runs it on one."""
+"""`bench --ray`: what it prints about workers on a cluster. tests/ray runs it on a real one."""
 
 import json
 import sys
@@ -39,7 +39,7 @@ def test_a_cluster_that_does_not_answer_is_an_error(monkeypatch, address):
     with pytest.raises(Unusable) as caught:
         ray_cluster.connect()
     text = str(caught.value)
-    # Ray would end the process if nothing listens at an address.
+    # Ray would end the process if nothing listened at the address.
     reason = "Could not find any running Ray instance." if address == "auto" else "[Errno 111] Connection refused"
     assert text == (
         f"--ray: no Ray cluster answers at {address}: {reason}\n"
@@ -50,8 +50,8 @@ def test_a_cluster_that_does_not_answer_is_an_error(monkeypatch, address):
 def test_each_engine_has_workers_of_its_own(monkeypatch, tmp_path):
     context = LoopbackContext(tmp_path)
     fork = torch.multiprocessing.get_context("fork")
-    made = types.SimpleNamespace(RayContext=lambda: context)
-    monkeypatch.setitem(sys.modules, "rustloader.ray", made)
+    module = types.SimpleNamespace(RayContext=lambda: context)
+    monkeypatch.setitem(sys.modules, "rustloader.ray", module)
     for given, engine, expected in (
         (None, "ray", context),
         (fork, "ray", context),
@@ -89,7 +89,7 @@ class FakeRay:
             self.node = node
 
     def __init__(self, nodes):
-        self.found = [{"NodeID": name, "Alive": alive} for name, alive in nodes.items()]
+        self.listed = [{"NodeID": name, "Alive": alive} for name, alive in nodes.items()]
         self.util = types.SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
         self.places, self.error = [], None
 
@@ -100,7 +100,7 @@ class FakeRay:
         return types.SimpleNamespace(get_node_id=lambda: "here")
 
     def nodes(self):
-        return self.found
+        return self.listed
 
     def available_resources(self):
         return {"CPU": 6.0}
@@ -142,9 +142,9 @@ def fake(monkeypatch):
 
 def test_the_link_is_measured_from_another_node(fake):
     ray = fake({"gone": False, "here": True, "far": True})
-    found = Cluster(**ray_cluster.measure_cluster())
-    assert ray.places == ["far"] and (found.cpus, found.nodes) == (6.0, 1)
-    assert found.link > ray_cluster._CHUNK_BYTES
+    cluster = Cluster(**ray_cluster.measure_cluster())
+    assert ray.places == ["far"] and (cluster.cpus, cluster.nodes) == (6.0, 1)
+    assert cluster.link > ray_cluster._CHUNK_BYTES
     ray = fake({"here": True})
     assert ray_cluster.measure_cluster()["nodes"] == 0 and ray.places == ["here"]
 
@@ -156,7 +156,7 @@ def test_a_node_that_cannot_send_is_an_error_and_no_hang(fake):
         ray_cluster.measure_cluster()
 
 
-# 9.6 MB at 320 ms: over 1.2 GB/s a batch takes 8 ms, so the link replaces 40 cores.
+# A batch is 9.6 MB and takes 320 ms. At 1.2 GB/s it is sent in 8 ms, so the link replaces 40 cores.
 @pytest.mark.parametrize(
     ("cores", "cpus", "link", "nodes", "text"),
     [
@@ -188,11 +188,11 @@ def test_the_figures_of_the_formula():
         "A batch is 9.6 MB and takes 320 ms of processor time, so the 8 cores here make at most 25.0 batches/s. "
         "The link carries 1,200 MB/s: 125.0 batches/s, the work of 40.0 cores. "
     )
-    said = price.as_dict()
-    assert said["local_batches_per_second"] == 25.0 and said["replaced_cores"] == pytest.approx(40)
-    assert said["carried_batches_per_second"] == 125.0 and said["pays"] is True
-    assert said["cluster"] == {"cpus": 32, "nodes": 1, "link": 1.2e9}
-    # A batch without bytes, and one that takes no time.
+    figures = price.as_dict()
+    assert figures["local_batches_per_second"] == 25.0 and figures["replaced_cores"] == pytest.approx(40)
+    assert figures["carried_batches_per_second"] == 125.0 and figures["pays"] is True
+    assert figures["cluster"] == {"cpus": 32, "nodes": 1, "link": 1.2e9}
+    # A batch that has no bytes and takes no time.
     assert not Price(0.0, 0.0, 8, Cluster(32, 1, 1.2e9)).pays
 
 
@@ -204,16 +204,16 @@ def test_the_plan_and_the_result_name_the_third_engine():
     point = a_point(2, (10.0, 11, 12), (30.0, 33, 36))
     point.ray = a_point(2, (1.0,) * 3, (60.0, 66, 72)).rustloader
     point.price = Price(9.6e6, 0.32, 8, Cluster(32, 1, 1.2e9))
-    found = summary([point], "--ray")
-    lines = found.text().splitlines()
+    report = summary([point], "--ray")
+    lines = report.text().splitlines()
     (row,) = [line for line in lines if line.startswith("2 workers ") and "33.0" in line]
     assert row.split()[2:5] == ["33.0", "66.0", "2.00x"]
     assert (
-        "Workers on the cluster pay off if there are at least 9;" in " ".join(found.text().split())
+        "Workers on the cluster pay off if there are at least 9;" in " ".join(report.text().split())
         and max(map(len, lines)) <= 100
     )
-    (result,) = json.loads(json.dumps(found.as_dict()))["results"]
+    (result,) = json.loads(json.dumps(report.as_dict()))["results"]
     assert result["ray"]["batches_per_second"] == 66.0 and result["price"]["pays"] is True
-    # Without --ray there is no word of it.
+    # Without --ray, Ray is not mentioned.
     plain = summary([a_point(2, (10.0, 11, 12), (30.0, 33, 36))])
     assert "Ray" not in plain.text() and "ray" not in json.dumps(plain.as_dict())

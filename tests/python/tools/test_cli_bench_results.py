@@ -27,7 +27,7 @@ if rustloader is not None:
 
 
 def coverage(n, k):
-    """The probability that the k-th smallest and the k-th largest of n values enclose the median: all sign patterns."""
+    """The probability that the k-th smallest and largest of n values enclose the median, from all sign patterns."""
     counts = [pattern.bit_count() for pattern in range(2**n)]
     return sum(k <= below <= n - k for below in counts) / 2**n
 
@@ -35,10 +35,10 @@ def coverage(n, k):
 @pytest.mark.parametrize("n", range(1, 14))
 def test_an_interval_is_the_narrowest_with_its_confidence(n):
     values = [float(value) for value in random.Random(n).sample(range(100), n)]
-    found = rounds.median_interval(values)
-    k = sorted(values).index(found.low) + 1
-    assert found.high == sorted(values)[n - k]
-    assert found.confidence == pytest.approx(coverage(n, k))
+    interval = rounds.median_interval(values)
+    k = sorted(values).index(interval.low) + 1
+    assert interval.high == sorted(values)[n - k]
+    assert interval.confidence == pytest.approx(coverage(n, k))
     assert coverage(n, k) >= 0.95 or k == 1
     assert k + 1 > n - k or coverage(n, k + 1) < 0.95
 
@@ -51,8 +51,8 @@ def test_an_interval_takes_six_values_for_its_confidence():
 # Comparisons
 
 
-def compared(theirs, ours, batches=1000):
-    return comparison.compare(theirs, ours, batches)
+def compared(torch_rates, rustloader_rates, batches=1000):
+    return comparison.compare(torch_rates, rustloader_rates, batches)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,11 @@ def compared(theirs, ours, batches=1000):
         ((10, 11, 12), (30, 33, 36), "faster"),
         ((10, 11, 12), (5, 5.5, 6), "slower"),
         ((10, 11, 12), (10, 11.5, 12), "no measurable difference"),
-        ((10, 10.1, 10.2), (10.2, 10.3, 10.4), "no measurable difference"),  # 2 % is how much processes differ
+        (
+            (10, 10.1, 10.2),
+            (10.2, 10.3, 10.4),
+            "no measurable difference",
+        ),  # within the 3 % by which processes may differ
         ((10, 11, 14), (12, 13, 15), "too few to tell"),  # the pairs agree, the rates overlap
         ((10, 20, 30), (20, 10, 45), "too few to tell"),
         ((10, 11), (30, 33), "too few to tell"),
@@ -105,21 +109,21 @@ def test_measuring_goes_on_until_the_interval_is_small_or_clear():
     assert not compared([10.0] * 6, [10.0, 12.0] * 3).is_decided
 
 
-def outcome(rng, effect, noise, most):
-    """The verdict of a measurement that continues as the command does, with log-normal noise about a true ratio."""
-    theirs, ours = [], []
-    for pairs in range(1, most + 1):
-        theirs.append(rng.lognormvariate(0, noise))
-        ours.append(effect * rng.lognormvariate(0, noise))
-        found = comparison.compare(theirs, ours, 100 * pairs)
-        if found.is_decided:
+def outcome(rng, effect, noise, max_pairs):
+    """The verdict of a measurement that continues as the command does, with log-normal noise around a true ratio."""
+    torch_rates, rustloader_rates = [], []
+    for pairs in range(1, max_pairs + 1):
+        torch_rates.append(rng.lognormvariate(0, noise))
+        rustloader_rates.append(effect * rng.lognormvariate(0, noise))
+        result = comparison.compare(torch_rates, rustloader_rates, 100 * pairs)
+        if result.is_decided:
             break
-    return found.verdict
+    return result.verdict
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.1, 0.3])
 def test_equal_engines_have_hardly_ever_a_winner(noise):
-    """Although the interval is checked after each pair."""
+    """Even though the interval is checked after each pair."""
     rng = random.Random(7)
     verdicts = [outcome(rng, 1.0, noise, 20) for _ in range(400)]
     assert verdicts.count("faster") + verdicts.count("slower") <= 0.02 * len(verdicts)
@@ -163,8 +167,8 @@ def test_a_loader_that_mostly_starts_is_told_so():
 def sweep(rates, cpu=0.001, verdict=None):
     """A point for each number of workers, with the same rates on both engines."""
     points = []
-    for workers, some in rates.items():
-        side = results.SideRates([a_pass(rate, cpu_seconds_per_batch=cpu) for rate in some])
+    for workers, worker_rates in rates.items():
+        side = results.SideRates([a_pass(rate, cpu_seconds_per_batch=cpu) for rate in worker_rates])
         points.append(results.Point(workers, side, side, verdict))
     return points
 
@@ -209,7 +213,7 @@ def test_more_workers_than_cores_only_where_they_wait_for_storage():
     "cpu, queued, workers", [(0.5, 0.0, 4), (0.5, 8.0, 4), (4.0, 5.5, 2), (9.0, 0.5, 2), (None, None, 4)]
 )
 def test_the_statistics_say_whether_workers_wait(cpu, queued, workers):
-    """Wall time of work, less processor time and the time in the queue for a core."""
+    """They wait for the wall time of their work, less processor time and the time in the queue for a core."""
     worker = {"fetch_seconds": 9.0, "collate_seconds": 0.5, "pack_seconds": 0.5}
     worker |= {"cpu_seconds": cpu, "queued_seconds": queued}
     points = sweep({2: [100.0] * 3, 4: [150.0] * 3}, verdict={"stats": {"workers": [worker] * 4}})
@@ -218,7 +222,7 @@ def test_the_statistics_say_whether_workers_wait(cpu, queued, workers):
 
 def test_a_killed_worker_does_not_hide_that_the_others_wait():
     parts = {"collate_seconds": 0.0, "pack_seconds": 0.0, "queued_seconds": 0.0}
-    # Of the first, 50 s were a process's whose processor time is unknown; of the second, all.
+    # The processor time is unknown for 50 s of the first worker's work, and for all of the second one's.
     first = parts | {"fetch_seconds": 60.0, "cpu_seconds": 8.0, "unmeasured_seconds": 50.0}
     second = parts | {"fetch_seconds": 90.0, "cpu_seconds": None, "unmeasured_seconds": 90.0}
     points = sweep({2: [100.0] * 3, 4: [150.0] * 3}, verdict={"stats": {"workers": [first, second]}})
@@ -229,10 +233,10 @@ def test_a_killed_worker_does_not_hide_that_the_others_wait():
 
 
 def with_options(rates, workers=2):
-    """A point for each combination of options, on rustloader; torch is equally fast with all."""
+    """A point for each combination of rustloader's options; torch's rates are the same in all points."""
     points = []
-    for options, some in zip(OPTIONS, rates, strict=True):
-        points.append(a_point(workers, (10.0, 11, 12), some, options=options))
+    for options, option_rates in zip(OPTIONS, rates, strict=True):
+        points.append(a_point(workers, (10.0, 11, 12), option_rates, options=options))
     return points
 
 
@@ -328,7 +332,7 @@ def test_a_table_with_many_columns_leaves_out_the_least():
 
 
 @pytest.mark.parametrize(
-    "found, words",
+    "render, words",
     [
         (lambda: text.number(0.1234), "0.123"),
         (lambda: text.number(12345.6), "12,346"),
@@ -340,8 +344,8 @@ def test_a_table_with_many_columns_leaves_out_the_least():
         (lambda: text.listed([1, 2, 4]), "1, 2 and 4"),
     ],
 )
-def test_figures_in_words(found, words):
-    assert found() == words
+def test_figures_in_words(render, words):
+    assert render() == words
 
 
 def test_lines_fit_and_an_option_keeps_its_value():
@@ -384,7 +388,7 @@ def test_the_summary_of_a_loader():
     assert (
         "The verdict applies to loading only. To include your training step, pass its duration: --step SECONDS" in text
     )
-    # Each note once.
+    # Each note appears once.
     assert text.count("A ratio above 1") == text.count("Rates and CPU") == text.count("--step") == 1
     assert "--step" not in summary([point], "--step", "0.1").text()
 
@@ -403,19 +407,23 @@ def test_the_summary_of_a_sweep():
     alone.rustloader = alone.torch
     points = [alone, *(a_point(count, (10.0, 11, 12), (30.0, 33, 36), verdict=VERDICT) for count in (1, 2))]
     choices = {engine: recommendation.recommend(points, engine, 2) for engine in ("torch", "rustloader")}
-    found = summary(points, "--workers", "0,1,2", choices=choices)
-    lines = found.text().splitlines()
+    report = summary(points, "--workers", "0,1,2", choices=choices)
+    lines = report.text().splitlines()
     assert "Recommended with rustloader: num_workers=1 (no measurable difference between 1 and 2 workers)." in lines
     assert "With 1 worker:" in lines and max(map(len, lines)) <= 100
     assert " ".join(lines).count(
         "A ratio above 1"
     ) == 1 and "The verdict and the recommendation apply to loading only." in " ".join(lines)
-    said = json.loads(json.dumps(found.as_dict()))
-    assert said["recommendation"]["rustloader"] == 1 and said["recommendation"]["step"] == 0.0
-    assert [one["comparison"] and one["comparison"]["verdict"] for one in said["results"]] == [None, "faster", "faster"]
+    parsed = json.loads(json.dumps(report.as_dict()))
+    assert parsed["recommendation"]["rustloader"] == 1 and parsed["recommendation"]["step"] == 0.0
+    assert [one["comparison"] and one["comparison"]["verdict"] for one in parsed["results"]] == [
+        None,
+        "faster",
+        "faster",
+    ]
     interval = {"low": 3.0, "high": 3.0, "confidence": 0.75, "pairs": 3, "batches": 300, "reason": ""}
-    assert said["results"][1]["comparison"] == {"verdict": "faster", "ratio": 3.0} | interval
-    assert said["settings"]["budget"] == 180.0 and said["settings"]["epochs"] is None
+    assert parsed["results"][1]["comparison"] == {"verdict": "faster", "ratio": 3.0} | interval
+    assert parsed["settings"]["budget"] == 180.0 and parsed["settings"]["epochs"] is None
 
 
 def test_the_summary_of_swept_options():
@@ -424,25 +432,28 @@ def test_the_summary_of_swept_options():
         point.verdict = VERDICT
     choices = {"rustloader": recommendation.recommend(points, "rustloader", 2)}
     arguments = ("--dispatch", "round_robin,shared_queue", "--worker-threads", "4")
-    found = summary(points, *arguments, choices=choices)
-    lines = found.text().splitlines()
+    report = summary(points, *arguments, choices=choices)
+    lines = report.text().splitlines()
     recommended = "Recommended with rustloader: num_workers=2, dispatch='shared_queue', worker_threads=4."
     assert recommended in lines and not any("with torch" in line for line in lines)
     assert "With 2 workers, dispatch=shared_queue, worker_threads=4:" in lines and max(map(len, lines)) <= 100
-    assert "among settings with the same number of workers, the first one given." in " ".join(found.text().split())
-    said = json.loads(json.dumps(found.as_dict()))
+    assert "among settings with the same number of workers, the first one given." in " ".join(report.text().split())
+    parsed = json.loads(json.dumps(report.as_dict()))
     options = [{"dispatch": name, "worker_threads": 4} for name in ("round_robin", "shared_queue")]
-    assert [one["options"] for one in said["results"]] == options
-    assert said["recommendation"]["options"] == {"rustloader": options[1]} and said["recommendation"]["rustloader"] == 2
-    assert "torch" not in said["recommendation"]
+    assert [one["options"] for one in parsed["results"]] == options
+    assert (
+        parsed["recommendation"]["options"] == {"rustloader": options[1]}
+        and parsed["recommendation"]["rustloader"] == 2
+    )
+    assert "torch" not in parsed["recommendation"]
 
 
 def test_without_swept_options_nothing_names_them():
     points = [a_point(count, (10.0, 11, 12), (30.0, 33, 36), verdict=VERDICT) for count in (1, 2)]
     choices = {engine: recommendation.recommend(points, engine, 2) for engine in ("torch", "rustloader")}
-    found = summary(points, "--workers", "1,2", choices=choices)
-    assert "first one given" not in found.text() and "options" not in found.as_dict()["recommendation"]
-    assert all("options" not in one for one in found.as_dict()["results"])
+    report = summary(points, "--workers", "1,2", choices=choices)
+    assert "first one given" not in report.text() and "options" not in report.as_dict()["recommendation"]
+    assert all("options" not in one for one in report.as_dict()["results"])
 
 
 def test_one_setting_is_named_without_a_sweep():
@@ -466,12 +477,12 @@ def alone(*rates, batches=100):
     return point
 
 
-def words_of(found):
-    return " ".join(found.text().split())
+def words_of(report):
+    return " ".join(report.text().split())
 
 
 def test_torchs_own_loop_is_beside_both_loaders():
-    """As seen: 6.4x torch with workers, where no workers at all were 2.4x as fast still."""
+    """As seen by a user: 6.4x torch with workers, although no workers at all were another 2.4x as fast."""
     point = a_point(2, (10.0, 11, 12), (64.0, 65, 66), verdict=VERDICT)
     faster = "Without workers, torch is 2.40x as fast as the faster loader with workers: use num_workers=0"
     assert f"{faster}, or measure with --step SECONDS." in words_of(summary([alone(155.0, 156, 157), point]))
@@ -481,8 +492,8 @@ def test_torchs_own_loop_is_beside_both_loaders():
     assert "use num_workers=0" not in words_of(summary([alone(60.0, 66, 72), point]))
     assert "Without workers" not in words_of(summary([alone(155.0, 156), point]))
     given = options()
-    found = Summary(given, plan.BenchPlan(given), ABOUT, [point], {}, "KeyError: 'worker'")
-    assert "torch's own loop, without workers, could not be measured: KeyError: 'worker'" in words_of(found)
+    report = Summary(given, plan.BenchPlan(given), ABOUT, [point], {}, "KeyError: 'worker'")
+    assert "torch's own loop, without workers, could not be measured: KeyError: 'worker'" in words_of(report)
 
 
 def test_a_sweep_has_the_sentence_only_where_workers_cost():
@@ -503,14 +514,14 @@ def test_torchs_own_loop_with_too_few_epochs_does_not_take_the_recommendation():
 
 
 def busy(point, share):
-    """The same, while other processes used a share of the cores."""
+    """The same point, measured while other processes used a share of the cores."""
     for side in (point.torch, point.rustloader):
         side.passes = [dataclasses.replace(one, others_share=share) for one in side.passes]
     return point
 
 
 def test_a_busy_machine_is_named_and_gets_no_recommendation():
-    """As seen: load 3.5 on 2 cores, and "97 % confidence"."""
+    """As seen by a user: a load of 3.5 on 2 cores, and yet "97 % confidence"."""
     rates = [10.0 + k for k in range(6)], [30.0 + 3 * k for k in range(6)]
     calm, some, much = (busy(a_point(2, *rates, verdict=VERDICT), share) for share in (0.05, 0.15, 0.6))
     assert "97% confidence" in words_of(summary([calm])) and "Other processes" not in words_of(summary([calm]))
@@ -536,12 +547,12 @@ def test_no_ratio_where_there_are_too_few_to_tell():
         rows = [line.split() for line in results.table(point).splitlines()]
         assert [row[-1] for row in rows[1:] if row[0] in ("batches/s", "MB/s", "CPU", "first", "memory")] == ["-"] * 5
         assert "x" not in results.table(point).replace("lowest to highest", "")
-        ours = results.sweep_table([point], Setting(None)).splitlines()[2].split()
-        assert ours[5] == "-", ours
+        rustloader_row = results.sweep_table([point], Setting(None)).splitlines()[2].split()
+        assert rustloader_row[5] == "-", rustloader_row
 
 
 def test_a_verdict_advises_no_workers_that_were_measured_and_are_slower():
-    """As seen: "Use num_workers=2" under a table in which 2 workers are slower."""
+    """As seen by a user: "Use num_workers=2" under a table in which 2 workers are slower."""
     worker = WorkerStats(0, tasks=100, fetch_seconds=5.0, cpu_seconds=5.0, queued_seconds=0.0)
     worker = dataclasses.replace(worker, fetch_cpu_seconds=5.0, fetch_measured_seconds=5.0)
     stats = Stats(
@@ -588,8 +599,8 @@ def test_a_verdict_advises_no_workers_that_were_measured_and_are_slower():
     ],
 )
 def test_plans(arguments, text, budget, seconds):
-    found = plan.BenchPlan(options(*arguments))
-    assert text in str(found) and (found.budget, found.seconds) == (budget, seconds)
+    bench_plan = plan.BenchPlan(options(*arguments))
+    assert text in str(bench_plan) and (bench_plan.budget, bench_plan.seconds) == (budget, seconds)
 
 
 @pytest.mark.parametrize(
@@ -598,7 +609,7 @@ def test_plans(arguments, text, budget, seconds):
         (("--workers", "1,2,4,8,16", "--budget", "10"), "10 s is not enough for 5 settings; pass --budget 60"),
         (("--workers", "0,1", "--budget", "9.5"), "9.5 s is not enough for 2 settings; pass --budget 24"),
         (("--workers", "1,2", "--budget", "10"), None),
-        (("--budget", "1"), None),  # a line says how to measure longer
+        (("--budget", "1"), None),  # the output says how to measure longer
     ],
 )
 def test_a_budget_that_is_too_small_for_a_sweep_is_refused_before_anything_runs(arguments, error):
@@ -611,13 +622,13 @@ def test_a_budget_that_is_too_small_for_a_sweep_is_refused_before_anything_runs(
 
 
 def test_a_sweep_divides_the_budget():
-    found = plan.BenchPlan(options("--workers", "1,2,4", "--budget", "60"))
-    assert found.share(0.0, 3) == 20 and found.share(10.0, 2) == 25 and found.share(70.0, 1) == 0
+    bench_plan = plan.BenchPlan(options("--workers", "1,2,4", "--budget", "60"))
+    assert bench_plan.share(0.0, 3) == 20 and bench_plan.share(10.0, 2) == 25 and bench_plan.share(70.0, 1) == 0
 
 
 def test_every_combination_is_a_setting():
     arguments = ("--workers", "0,2,4", "--dispatch", "shared_queue,round_robin", "--reorder-window", "8,64MiB,8")
-    found = plan.BenchPlan(options(*arguments)).settings
+    settings = plan.BenchPlan(options(*arguments)).settings
     combined = [
         Setting(workers, (("dispatch", dispatch), ("reorder_window", window)))
         for workers in (2, 4)
@@ -625,7 +636,7 @@ def test_every_combination_is_a_setting():
         for window in (8, "64MiB")
     ]
     # Without workers the options have no effect.
-    assert found == [*combined, Setting(0)]
+    assert settings == [*combined, Setting(0)]
     assert plan.BenchPlan(options(*arguments, "--epochs", "3")).steps == 4 * (1 + 2 * 8)
     assert plan.BenchPlan(options()).settings == [Setting(None), Setting(0)]
     lines = (arguments, (), ("--workers", "0,1"), ("--workers", "1,2"))

@@ -1,4 +1,4 @@
-"""`python -m rustloader check`: what it compares, where it stops, what it prints, and that it leaves nothing."""
+"""`python -m rustloader check`: what it compares, where it stops, what it prints, and that it leaves nothing behind."""
 
 import contextlib
 import os
@@ -18,12 +18,12 @@ if rustloader is not None:
     from rustloader.tools.cli.check import _CheckProbe
     from rustloader.tools.probe import deaths
 
-# Liveness of processes that import torch, on a machine that does much else.
+# Time limit of tests whose processes import torch, on a busy machine.
 LONG = 400.0
 # `--timeout` of tests of hangs, and of all others.
 LIMIT, PATIENT = "40", "300"
 
-# A file of shared memory that the loaders here make; other runs of the tests have their own.
+# A file of shared memory that these loaders create. Each run of the tests has its own.
 SHM = f"check-test-{os.getpid()}"
 
 LOADERS = """
@@ -174,7 +174,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def check(folder, capfd):
-    """A function that runs the command on a loader: exit status, stdout, stderr."""
+    """A function that runs the command on a loader and returns (exit status, stdout, stderr)."""
 
     def run(name, *arguments):
         patient = () if "--timeout" in arguments else ("--timeout", PATIENT)
@@ -188,7 +188,7 @@ def check(folder, capfd):
 
 @pytest.fixture
 def patient(monkeypatch):
-    """The limit holds for the factory and for batches alone: the imports take long on a busy machine."""
+    """Limits only the factory and the batches: imports are slow on a busy machine."""
     limit = _CheckProbe.limit
     monkeypatch.setattr(
         _CheckProbe, "limit", lambda self, awaited: limit(self, awaited) if awaited in ("about", "next") else 300.0
@@ -196,7 +196,7 @@ def patient(monkeypatch):
 
 
 def children():
-    """Processes of commands that were started here: they know the factory's file by their working directory."""
+    """The probe processes that this process has started."""
     me = os.getpid()
     for pid in in_session(os.getsid(0)):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
@@ -210,7 +210,7 @@ def children():
 
 
 @pytest.mark.parametrize(
-    "name, told",
+    "name, expected",
     [
         ("shuffled", "3 batches"),
         ("ours", "3 batches"),
@@ -220,12 +220,12 @@ def children():
         ("odd", "2 batches"),
     ],
 )
-def test_loaders_that_agree(name, told, check):
+def test_loaders_that_agree(name, expected, check):
     status, out, err = check(name)
     assert (status, err) == (0, "")
     assert out.splitlines()[-2:] == [
-        f"same: {told} compared, bit for bit; the main process's random state is also the same",
-        f"{told} came from the Rust engine",
+        f"same: {expected} compared, bit for bit; the main process's random state is also the same",
+        f"{expected} came from the Rust engine",
     ]
 
 
@@ -290,7 +290,7 @@ def test_no_factory(folder, capfd):
 
 
 @pytest.mark.parametrize(
-    "name, told",
+    "name, expected",
     [
         ("different", r"different at batch 1: batch\['x'\] \(torch.Tensor float32 \[4, 3\]\): 1 of 12 elements differ"),
         ("random_anyhow", "different at batch 0, but two runs on torch's iterator differ there as well"),
@@ -307,17 +307,17 @@ def test_no_factory(folder, capfd):
         ("failing_otherwise", r"different at batch 1: torch raises KeyError: 'no sample 6' \(loaders_of_mine.py:"),
     ],
 )
-def test_a_difference_is_named(name, told, check):
+def test_a_difference_is_named(name, expected, check):
     status, out, err = check(name)
     assert (status, err) == (1, "")
-    assert re.match(told, out.splitlines()[2]), out
+    assert re.match(expected, out.splitlines()[2]), out
 
 
 # Deaths and hangs
 
 
 @pytest.mark.parametrize(
-    "name, told",
+    "name, expected",
     [
         (
             "exiting",
@@ -333,25 +333,25 @@ def test_a_difference_is_named(name, told, check):
         ),
     ],
 )
-def test_the_first_death_ends_it(name, told, check):
+def test_the_first_death_ends_it(name, expected, check):
     status, out, err = check(name)
     assert status == 2 and "same" not in out
-    # A thread of torch's process may print that the worker has cut its connection. That comes first.
-    _, _, said = err.rpartition("rustloader check: ")
-    assert re.match(told, said), err
-    assert said.count("\n") == 2
+    # Before it, a thread of torch's process may print that the worker has closed its connection.
+    _, _, message = err.rpartition("rustloader check: ")
+    assert re.match(expected, message), err
+    assert message.count("\n") == 2
 
 
 @pytest.mark.parametrize(
-    "text, told",
+    "text, expected",
     [
         ("(pid 7) exited unexpectedly with exit code 3. Details", "a worker (pid 7) ended with exit code 3"),
         (f"(pid 7) is killed by signal: {signal.strsignal(9)}. ", "a worker (pid 7) was killed by SIGKILL"),
         ("(pid(s) 7, 8) exited unexpectedly", "DataLoader worker (pid(s) 7, 8) exited unexpectedly"),
     ],
 )
-def test_a_worker_that_no_iterator_knows_is_named_by_its_pid(text, told):
-    assert deaths.describe_death([], RuntimeError(f"DataLoader worker {text}")) == told
+def test_a_worker_that_no_iterator_knows_is_named_by_its_pid(text, expected):
+    assert deaths.describe_death([], RuntimeError(f"DataLoader worker {text}")) == expected
     assert deaths.describe_death([], ValueError(f"DataLoader worker {text}")) is None
 
 

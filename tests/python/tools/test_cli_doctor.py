@@ -39,9 +39,9 @@ def test_one_block_to_copy(capsys):
 
 def test_json(capsys):
     assert cli.main(["doctor", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["works"] is True
-    assert {"subject": "rustloader", "found": rustloader.__version__, "state": "ok", "advice": ""} in said["findings"]
+    parsed = json.loads(capsys.readouterr().out)
+    assert parsed["works"] is True
+    assert {"subject": "rustloader", "found": rustloader.__version__, "state": "ok", "advice": ""} in parsed["findings"]
 
 
 def refused(number):
@@ -80,8 +80,8 @@ def test_what_is_refused_is_named(monkeypatch, capsys):
 def test_what_to_do(look, place, name, value, state, words, monkeypatch):
     fake = types.SimpleNamespace(**vars(getattr(doctor, place)) | {name: value})
     monkeypatch.setattr(doctor, place, fake)
-    found = list(getattr(doctor, look)())
-    assert any(finding.state == state and words in finding.advice for finding in found), found
+    findings = list(getattr(doctor, look)())
+    assert any(finding.state == state and words in finding.advice for finding in findings), findings
 
 
 def test_what_cannot_be_looked_at_is_no_reason_to_stop(monkeypatch, capsys):
@@ -96,8 +96,8 @@ def test_what_cannot_be_looked_at_is_no_reason_to_stop(monkeypatch, capsys):
 
 def test_variables_that_matter(monkeypatch):
     monkeypatch.setenv("RUSTLOADER_INSTALL", "1")
-    found = {finding.subject: finding.found for finding in doctor._versions()}
-    assert "RUSTLOADER_INSTALL=1" in found["environment"]
+    findings = {finding.subject: finding.found for finding in doctor._versions()}
+    assert "RUSTLOADER_INSTALL=1" in findings["environment"]
 
 
 # Memory and cores
@@ -134,7 +134,7 @@ def test_the_memory_that_is_left(limits, space, state, found, advice, monkeypatc
 
 
 def test_the_limits_of_this_process():
-    """The machine's, and those of cgroups; made-up ones are tests/sys_memory.rs's."""
+    """The limits of the machine and of cgroups. Simulated ones are in tests/sys_memory.rs."""
     machine, *cgroups = doctor._core.memory_limits()
     assert not machine[0] and all(is_cgroup for is_cgroup, _, _ in cgroups)
     assert 0 < machine[2] <= machine[1] and all(0 <= left <= size for _, size, left in cgroups)
@@ -187,7 +187,7 @@ def test_a_cluster_is_asked_only_where_it_is_named(monkeypatch):
 
 
 class FakeRay:
-    """A cluster to which this process is connected, of a node with other versions and one that does not answer."""
+    """A connected cluster: one node has other versions, one does not answer, and one has ended."""
 
     def is_initialized(self):
         return True

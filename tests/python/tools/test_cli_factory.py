@@ -90,7 +90,7 @@ FACTORIES = """
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty folder to be in; modules that are imported out of it are forgotten afterwards."""
+    """A working directory with factories.py; modules that are imported from it are removed afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", list(sys.argv))
@@ -102,14 +102,14 @@ def folder(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-def made(target, **kw):
+def make_loader(target, **kw):
     return factory.make(factory.find(target), target, **kw)
 
 
 @pytest.mark.parametrize("name", ["loader", "derived", "with_arguments_of_its_own", "with_defaults", "Space.loader"])
 @pytest.mark.parametrize("place", ["factories", "factories.py", "./factories.py"])
 def test_loaders(place, name, folder):
-    assert isinstance(made(f"{place}:{name}"), torch.utils.data.DataLoader)
+    assert isinstance(make_loader(f"{place}:{name}"), torch.utils.data.DataLoader)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_what_is_no_factory(target, text, folder):
     (folder / "json.py").write_text("")
     lines = (folder / "factories.py").read_text().splitlines()
     with pytest.raises(factory.Unusable) as raised:
-        made(target)
+        make_loader(target)
     assert text.format(broken=lines.index("def broken():") + 2) in str(raised.value)
 
 
@@ -170,14 +170,14 @@ def test_a_loader_without_workers(folder):
     )
     for remedy in ("", ", or pass --workers 2"):
         with pytest.raises(factory.Unusable) as raised:
-            made("factories:single", remedy=remedy)
+            make_loader("factories:single", remedy=remedy)
         assert str(raised.value) == f"{text}{remedy}."
-    assert made("factories:single", workers=2).num_workers == 2
+    assert make_loader("factories:single", workers=2).num_workers == 2
 
 
 def test_the_cause_first_and_the_traceback_on_demand(folder):
     with pytest.raises(factory.Unusable) as raised:
-        made("factories:broken")
+        make_loader("factories:broken")
     error = pickle.loads(pickle.dumps(raised.value))
     cause, hint = error.message(verbose=False).splitlines()
     assert cause.startswith("factories:broken failed: OSError: no such data (factories.py:")
@@ -228,19 +228,19 @@ def test_an_error_out_of_a_worker(error, text, monkeypatch):
     loader = torch.utils.data.DataLoader(Failing(error), num_workers=1)
     with pytest.raises(Exception) as raised:
         next(iter(loader))
-    found = failure(raised.value)
-    assert found.text == text
-    assert found.where.startswith(f"{HERE}:") and found.where.endswith(" in __getitem__, worker 0")
-    assert "Original Traceback" in found.details
+    description = failure(raised.value)
+    assert description.text == text
+    assert description.where.startswith(f"{HERE}:") and description.where.endswith(" in __getitem__, worker 0")
+    assert "Original Traceback" in description.details
 
 
 def test_the_users_frame_is_the_innermost_one_outside_of_libraries(monkeypatch):
     monkeypatch.chdir(os.path.dirname(__file__))
     with pytest.raises(RuntimeError) as raised:
         torch.zeros(2).reshape(3)
-    found = failure(raised.value)
-    assert found.where == f"{HERE}:{raised.traceback[0].lineno + 1} in {raised.traceback[0].name}"
-    assert str(found) == f"{found.text} ({found.where})"
+    description = failure(raised.value)
+    assert description.where == f"{HERE}:{raised.traceback[0].lineno + 1} in {raised.traceback[0].name}"
+    assert str(description) == f"{description.text} ({description.where})"
 
 
 def test_a_long_text_is_cut():
@@ -260,7 +260,7 @@ def test_a_file_beside_a_package_of_its_name_is_not_taken_for_it(tmp_path, monke
 
 
 def test_the_description_of_an_error_has_no_notes():
-    # rustloader adds a note to a worker's error. With it, `check` would find a difference to torch.
+    # rustloader adds a note to a worker's error. With it, `check` would find a difference from torch.
     error = KeyError("no sample 0")
     error.add_note("Worker 0 was fetching batch 0.")
     assert failure(error).text == "KeyError: 'no sample 0'"

@@ -1,4 +1,4 @@
-"""`doctor` on pinned memory: the settings of torch's host allocator, and what batches take of it."""
+"""`doctor` on pinned memory: the settings of torch's host allocator, and how much memory batches take."""
 
 import importlib.metadata
 import json
@@ -25,15 +25,17 @@ def report(tmp_path, *sizes):
 
 def findings(capsys, *arguments):
     assert cli.main(["doctor", "--json", *arguments]) == 0
-    found = json.loads(capsys.readouterr().out)["findings"]
-    return [it for it in found if it["subject"].startswith("pinned")]
+    parsed = json.loads(capsys.readouterr().out)["findings"]
+    return [finding for finding in parsed if finding["subject"].startswith("pinned")]
 
 
 def test_without_settings_the_defaults_are_told(monkeypatch, capsys):
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    (found,) = findings(capsys)
-    assert found["state"] == "ok" and found["found"].startswith("torch's defaults: sizes are rounded up to a power of")
+    (finding,) = findings(capsys)
+    assert finding["state"] == "ok" and finding["found"].startswith(
+        "torch's defaults: sizes are rounded up to a power of"
+    )
 
 
 def test_settings_are_named_with_their_variable_and_what_they_do():
@@ -59,7 +61,7 @@ def test_each_setting_is_read_from_the_variable_that_torch_reads(monkeypatch):
         "torch ignores pinned_free_catch_all in PYTORCH_ALLOC_CONF: set it in PYTORCH_CUDA_ALLOC_CONF; "
         "torch ignores pinned_max_cached_size_mb in PYTORCH_CUDA_ALLOC_CONF: set it in PYTORCH_ALLOC_CONF"
     )
-    # Alone each variable has both.
+    # A variable that is set alone may have both.
     for name, value in both.items():
         assert host_allocator.allocator({name: value})[1] == ""
 

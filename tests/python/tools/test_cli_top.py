@@ -1,4 +1,4 @@
-"""`rustloader top`: the loaders of other processes, and the words for what cannot be shown."""
+"""`rustloader top`: the loaders of other processes, and the messages for what cannot be shown."""
 
 import contextlib
 import fcntl
@@ -74,7 +74,7 @@ LOOP = """
 if __name__ == "__main__":
     loader = DataLoader(Items({items}), batch_size=4, num_workers=2, prefetch_factor=3, **{options})
     iterator = iter(loader)
-    # One of each worker.
+    # One batch of each worker.
     next(iterator), next(iterator)
     say(workers=[worker.pid for worker in iterator._workers])
     for batch in iterator:
@@ -84,7 +84,7 @@ if __name__ == "__main__":
 
 @contextlib.contextmanager
 def running(source, tmp_path, **kw):
-    """A script, and its first output."""
+    """Runs a script. Yields its process and its first line of output."""
     process = start_script(source, tmp_path / "script.py", head=HEAD, **kw)
     try:
         line = process.stdout.readline()
@@ -122,7 +122,7 @@ def loop(stuck=None, seconds=0.001, **options):
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_a_live_process_is_shown(method, tmp_path, capsys):
     source = loop(multiprocessing_context=method, persistent_workers=method == "fork")
-    with running(source, tmp_path) as (process, said):
+    with running(source, tmp_path) as (process, printed):
         shown = as_json(process.pid, capsys)
         assert shown["pid"] == process.pid and "script.py" in shown["command"] and shown["memory_bytes"] > 1 << 20
         (loader,) = shown["loaders"]
@@ -133,7 +133,7 @@ def test_a_live_process_is_shown(method, tmp_path, capsys):
         shares = loader["main"]["shares"]
         assert 0.2 < sum(shares.values()) - shares["between"] <= 1.05 and shares["between"] < 0.8
         assert loader["stats"]["batches"] >= loader["epoch_batches"] > 0 and loader["stats"]["epochs"] == 1
-        assert [worker["pid"] for worker in loader["workers"]] == said["workers"]
+        assert [worker["pid"] for worker in loader["workers"]] == printed["workers"]
         for worker in loader["workers"]:
             assert worker["memory_bytes"] > 1 << 20 and worker["shared_bytes"] > 0
             if os.path.exists("/proc/self/smaps_rollup"):
@@ -158,7 +158,7 @@ def test_the_start_of_the_workers_does_not_make_sleep_look_like_work(method, tmp
 
 
 def test_once_is_plain_text(tmp_path, capsys):
-    with running(loop(name="train"), tmp_path) as (process, said):
+    with running(loop(name="train"), tmp_path) as (process, printed):
         status, out, err = run(process.pid, "--once", "--interval", "0.1", capsys=capsys)
         assert (status, err) == (0, "") and "\x1b" not in out
         lines = out.splitlines()
@@ -168,8 +168,8 @@ def test_once_is_plain_text(tmp_path, capsys):
             assert any(line.startswith(f"  {name}") for line in lines), name
         assert lines[-3].split() == "worker pid state batch for fetch cpu coll pack idle memory indices".split()
         assert [line.split()[:2] for line in lines[-2:]] == [
-            ["0", str(said["workers"][0])],
-            ["1", str(said["workers"][1])],
+            ["0", str(printed["workers"][0])],
+            ["1", str(printed["workers"][1])],
         ]
         # Without a terminal nothing is drawn.
         assert run(process.pid, "--interval", "0.1", capsys=capsys)[1].splitlines()[0] == lines[0]
@@ -177,7 +177,7 @@ def test_once_is_plain_text(tmp_path, capsys):
 
 def test_a_stuck_worker_stands_out_with_its_index_and_its_time(tmp_path, capsys):
     # Batch 41 is worker 1's.
-    with running(loop(stuck=41 * 4 + 2), tmp_path) as (process, said):
+    with running(loop(stuck=41 * 4 + 2), tmp_path) as (process, printed):
         shown = []
 
         def stands_out():
@@ -191,7 +191,7 @@ def test_a_stuck_worker_stands_out_with_its_index_and_its_time(tmp_path, capsys)
         assert shown[0]["main"]["state"] == "waiting" and shown[0]["epoch_batches"] == 41
         assert not shown[0]["workers"][0]["stuck"]
         out = run(process.pid, "--once", "--interval", "0.1", capsys=capsys)[1]
-        pid = said["workers"][1]
+        pid = printed["workers"][1]
         assert f"  !           worker 1 (pid {pid}) has been fetching batch 41 for " in out
         assert "indices [164, 165, 166, 167]. Its batches take " in out and "\n    !1 " in out
         assert (
@@ -254,10 +254,10 @@ def test_several_loaders_of_every_kind(tmp_path, capsys):
         def shown():
             return as_json(process.pid, capsys)["loaders"]
 
-        assert wait_until(lambda: all(it["epoch_batches"] for it in shown()), STARTED)
+        assert wait_until(lambda: all(loader["epoch_batches"] for loader in shown()), STARTED)
         loaders = shown()
-        assert [len(it["workers"]) for it in loaders] == [1, 2, 1]
-        assert [it["persistent"] for it in loaders] == [False, False, True]
+        assert [len(loader["workers"]) for loader in loaders] == [1, 2, 1]
+        assert [loader["persistent"] for loader in loaders] == [False, False, True]
         assert loaders[2]["main"]["state"] == "step" and loaders[2]["main"]["shares"]["step"] > 0.9
         assert loaders[0]["batches_per_second"] > 0 and loaders[0]["workers"][0]["index"] is None
 
@@ -281,7 +281,7 @@ def test_the_statistics_are_those_that_the_process_itself_gives():
     iterator = iter(DataLoader(Numbers(100), batch_size=4, num_workers=2))
     for _ in range(10):
         next(iterator)
-    # With what is in flight.
+    # Including the batches in flight.
     assert wait_until(lambda: sum(worker.tasks for worker in rustloader.stats(iterator).workers) == 14, STARTED)
     (look,) = model.observe(os.getpid())
     seen, own = model.Loader(os.getpid(), None, look).total, rustloader.stats(iterator)
@@ -295,9 +295,9 @@ def test_the_statistics_are_those_that_the_process_itself_gives():
 def test_the_verdict_is_on_the_last_minute_once_there_is_enough_of_it():
     def look(now, batches, **counts):
         zero = dict.fromkeys(COUNTS, 0) | dict.fromkeys(TIMES, 0.0)
-        made = figures(1)
-        made.now, made.counts = now, Growing(**(zero | {"epochs": 1, "batches": batches} | counts))
-        return model.Observation((1, 2), made, (None,), (model.NO_TIME,))
+        latest = figures(1)
+        latest.now, latest.counts = now, Growing(**(zero | {"epochs": 1, "batches": batches} | counts))
+        return model.Observation((1, 2), latest, (None,), (model.NO_TIME,))
 
     # All of the wait lies before the last seconds.
     waited = {"waited_seconds": 1000.0, "next_seconds": 1000.0}
@@ -331,11 +331,11 @@ def test_between_two_epochs(tmp_path, capsys):
 
 
 def test_the_pid_of_a_worker_shows_its_main_process(tmp_path, capsys):
-    with running(loop(), tmp_path) as (process, said):
-        status, out, err = run(said["workers"][1], "--json", "--interval", "0.1", capsys=capsys)
+    with running(loop(), tmp_path) as (process, printed):
+        status, out, err = run(printed["workers"][1], "--json", "--interval", "0.1", capsys=capsys)
         assert (status, json.loads(out)["pid"]) == (0, process.pid)
         shown = f"of a loader of process {process.pid}. Showing process {process.pid}.\n"
-        assert err == f"Process {said['workers'][1]} is worker 1 {shown}"
+        assert err == f"Process {printed['workers'][1]} is worker 1 {shown}"
 
 
 def test_a_process_without_open_descriptors_is_seen_by_root_alone(tmp_path, capsys):
@@ -356,8 +356,8 @@ def test_a_process_without_open_descriptors_is_seen_by_root_alone(tmp_path, caps
 
 def test_the_memory_of_workers_in_a_container_is_theirs_or_unknown(tmp_path, capsys, monkeypatch):
     assert processes.outer_pids(os.getpid()) is None
-    with running(loop(), tmp_path) as (process, said):
-        first, second = said["workers"]
+    with running(loop(), tmp_path) as (process, printed):
+        first, second = printed["workers"]
         monkeypatch.setattr(processes, "outer_pids", lambda pid: {process.pid: process.pid, first: second})
         zero, one = as_json(process.pid, capsys)["loaders"][0]["workers"]
         assert zero["pid"] == second and zero["memory_bytes"] > 1 << 20
@@ -365,7 +365,7 @@ def test_the_memory_of_workers_in_a_container_is_theirs_or_unknown(tmp_path, cap
         assert " n/a" in run(process.pid, "--once", "--interval", "0.1", capsys=capsys)[1]
 
 
-# What the watched process sees of it
+# What the observed process notices
 
 
 def test_a_look_opens_for_reading_alone_and_leaves_nothing_open(tmp_path, capsys, monkeypatch):
@@ -393,9 +393,9 @@ def test_without_a_pid_the_only_process_is_shown_or_all_are_listed(tmp_path, cap
     words = refused(capsys=capsys)
     assert words.startswith("no process") and "has a loader running on rustloader's engine now. " in words
     (tmp_path / "b").mkdir()
-    with running(loop(), tmp_path) as (one, said), running(loop(), tmp_path / "b") as (two, _):
-        # Its workers have the arena open, and a child of it may.
-        known += [one.pid, *said["workers"]]
+    with running(loop(), tmp_path) as (one, printed), running(loop(), tmp_path / "b") as (two, _):
+        # Its workers have the arena open, and its other children may, too.
+        known += [one.pid, *printed["workers"]]
         status, out, err = run("--json", "--interval", "0.1", capsys=capsys)
         assert (status, json.loads(out)["pid"]) == (0, one.pid)
         known.append(two.pid)
@@ -406,9 +406,11 @@ def test_without_a_pid_the_only_process_is_shown_or_all_are_listed(tmp_path, cap
         )
         heading, *rows = out.splitlines()
         assert heading.split() == ["pid", "rank", "loaders", "batches", "in", "next", "verdict", "command"]
-        assert sorted(row.split()[:3] for row in rows) == sorted([[str(it.pid), "-", "1"] for it in (one, two)])
+        assert sorted(row.split()[:3] for row in rows) == sorted(
+            [[str(process.pid), "-", "1"] for process in (one, two)]
+        )
         status, out, err = run("--json", capsys=capsys)
-        assert status == 2 and {it["pid"] for it in json.loads(out)["processes"]} == {one.pid, two.pid}
+        assert status == 2 and {process["pid"] for process in json.loads(out)["processes"]} == {one.pid, two.pid}
 
 
 def test_no_such_process(capsys):
@@ -445,7 +447,7 @@ def test_a_process_of_another_user(capsys, monkeypatch):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process as another user")
 def test_another_user_may_not_look(tmp_path):
-    """The kernel's own answer, to a process that looks as another user does."""
+    """What the kernel allows a process of another user to see."""
     with running(loop(), tmp_path) as (process, _):
         child = os.fork()
         if child == 0:
@@ -549,16 +551,16 @@ def test_a_worker_that_has_died_stands_out(tmp_path, capsys):
             say(workers=[worker.pid for worker in iterator._workers])
             time.sleep(3600)
     """
-    with running(source, tmp_path) as (process, said):
-        os.kill(said["workers"][0], signal.SIGKILL)
-        assert wait_until(lambda: gone(said["workers"][0]))
+    with running(source, tmp_path) as (process, printed):
+        os.kill(printed["workers"][0], signal.SIGKILL)
+        assert wait_until(lambda: gone(printed["workers"][0]))
         dead, alive = as_json(process.pid, capsys)["loaders"][0]["workers"]
         assert (dead["state"], dead["memory_bytes"]) == ("ended", None) and alive["state"] != "ended"
         out = run(process.pid, "--once", "--interval", "0.1", capsys=capsys)[1]
-        assert f"worker 0 (pid {said['workers'][0]}) has ended" in out and "\n    !0 " in out
+        assert f"worker 0 (pid {printed['workers'][0]}) has ended" in out and "\n    !0 " in out
 
 
-# Arguments, and what is missing
+# Arguments, and missing packages
 
 
 @pytest.mark.parametrize(
@@ -587,8 +589,8 @@ def test_neither_torch_nor_rich_is_imported_for_one_look(tmp_path):
         code = "import sys; from rustloader.tools.cli import main; main(sys.argv[1:]); "
         code += "print({'torch', 'rich'} & set(sys.modules))"
         command = [sys.executable, "-c", code, "top", str(process.pid), "--once", "--interval", "0.1"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=STARTED)
-        assert (done.returncode, done.stderr) == (0, "") and done.stdout.endswith("set()\n")
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=STARTED)
+        assert (ended.returncode, ended.stderr) == (0, "") and ended.stdout.endswith("set()\n")
 
 
 # The live view
@@ -598,29 +600,29 @@ class Terminal:
     """`rustloader top` in a terminal of its own."""
 
     def __init__(self, *arguments, rows=24, columns=80):
-        self._ours, self.theirs = pty.openpty()
-        fcntl.ioctl(self.theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-        self.before = termios.tcgetattr(self.theirs)
+        self._controller, self.tty = pty.openpty()
+        fcntl.ioctl(self.tty, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        self.before = termios.tcgetattr(self.tty)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "rustloader", "top", *map(str, arguments)],
-            stdin=self.theirs,
-            stdout=self.theirs,
-            stderr=self.theirs,
+            stdin=self.tty,
+            stdout=self.tty,
+            stderr=self.tty,
             env=os.environ | {"TERM": "xterm-256color"},
             start_new_session=True,
         )
         self.text = ""
 
     def read(self):
-        while select.select([self._ours], [], [], 0.05)[0]:
-            self.text += os.read(self._ours, 1 << 16).decode(errors="replace")
+        while select.select([self._controller], [], [], 0.05)[0]:
+            self.text += os.read(self._controller, 1 << 16).decode(errors="replace")
         return self.text
 
     def shows(self, text):
         return wait_until(lambda: text in self.read(), STARTED)
 
     def press(self, keys):
-        os.write(self._ours, keys.encode())
+        os.write(self._controller, keys.encode())
 
     def status(self):
         assert wait_until(lambda: self.read() is None or self.process.poll() is not None, STARTED), self.text
@@ -633,8 +635,8 @@ class Terminal:
     def __exit__(self, *error):
         self.process.kill()
         self.process.wait()
-        os.close(self._ours)
-        os.close(self.theirs)
+        os.close(self._controller)
+        os.close(self.tty)
 
 
 SHOWS, HIDES = "\x1b[?1049h", "\x1b[?1049l"
@@ -652,7 +654,7 @@ def test_the_live_view_ends_and_leaves_a_clean_terminal(end, tmp_path):
             os.kill(terminal.process.pid, signal.SIGINT if end == "interrupt" else signal.SIGTERM)
         assert terminal.status() == (143 if end == "terminate" else 0), terminal.text
         assert terminal.text.count(SHOWS) == terminal.text.count(HIDES) == 1 and "Traceback" not in terminal.text
-        assert termios.tcgetattr(terminal.theirs) == terminal.before
+        assert termios.tcgetattr(terminal.tty) == terminal.before
         assert not gone(process.pid)
 
 
@@ -696,14 +698,14 @@ def test_the_live_view_waits_for_loaders(tmp_path):
 
 
 class Growing(SimpleNamespace):
-    """Figures with a difference, as `_core.Counts` and `_core.WorkerTotals` have it."""
+    """Figures that can be subtracted, like `_core.Counts` and `_core.WorkerTotals`."""
 
     def since(self, earlier):
         return Growing(**{name: max(0, value - getattr(earlier, name)) for name, value in vars(self).items()})
 
 
 def figures(workers, stuck=()):
-    """An invented result of `_core.inspect_arena` for a loader."""
+    """A made-up result of `_core.inspect_arena` for a loader."""
 
     def worker(number):
         states = dict.fromkeys(("starting", "idle", "fetch", "collate", "pack", "publish", "left"), 1.0)
@@ -791,8 +793,8 @@ def test_no_fetch_has_no_processor_time():
 def test_a_line_for_each_cache():
     usage = CacheUsage(900, 100, 7_500_000_000, 1_100_000_000, limit=8_600_000_000)
     lines = view.plain(view.frame(1, "python", [made_up(2)], 100, None, [usage, usage])).splitlines()
-    told = "900 hits (90% of the samples), 100 misses, 7.5 GB of 8.6 GB, 1.1 GB left"
-    assert [line.split(maxsplit=1) for line in lines[1:3]] == [["cache", told]] * 2
+    expected = "900 hits (90% of the samples), 100 misses, 7.5 GB of 8.6 GB, 1.1 GB left"
+    assert [line.split(maxsplit=1) for line in lines[1:3]] == [["cache", expected]] * 2
     for height in (12, 20):
         assert len(view.frame(1, "python", [made_up(8)], 100, height, [usage])) <= height
 
@@ -813,14 +815,14 @@ if __name__ == "__main__":
 
 
 def test_the_caches_of_a_process_are_shown_as_it_counts_them(tmp_path, capsys):
-    """Those in memory and in files."""
-    with running(CACHES, tmp_path, cwd=tmp_path) as (process, said):
+    """Caches in memory and in files."""
+    with running(CACHES, tmp_path, cwd=tmp_path) as (process, printed):
         before = open_files()
         shown = as_json(process.pid, capsys)["caches"]
         key = "limit"
-        assert sorted(shown, key=lambda it: it[key]) == sorted(said["usages"], key=lambda it: it[key])
-        assert {(it["hits"], it["misses"]) for it in shown} == {(1, 2), (0, 1)}
-        assert all(it["samples_bytes"] >= 200 and it["bytes_left"] > 0 for it in shown)
+        assert sorted(shown, key=lambda usage: usage[key]) == sorted(printed["usages"], key=lambda usage: usage[key])
+        assert {(usage["hits"], usage["misses"]) for usage in shown} == {(1, 2), (0, 1)}
+        assert all(usage["samples_bytes"] >= 200 and usage["bytes_left"] > 0 for usage in shown)
         _, out, _ = run(process.pid, "--once", "--interval", "0.1", capsys=capsys)
         assert "cache       1 hit (33% of the samples), 2 misses, " in out
         assert open_files() == before
@@ -833,14 +835,14 @@ def test_two_loaders_of_few_workers_fit_a_small_terminal():
 
 
 def test_memory_is_pss_or_labelled_rss(monkeypatch):
-    mine, two = os.getpid(), 2
-    look = model.Observation((1, 2), figures(two, ()), (mine,) * two, (model.WorkTime(),) * two)
+    own_pid, two = os.getpid(), 2
+    look = model.Observation((1, 2), figures(two, ()), (own_pid,) * two, (model.WorkTime(),) * two)
     monkeypatch.setattr(procfs, "resident", lambda pid: 500_000_000)
 
     def shown(*pss):
         left = list(pss)
-        monkeypatch.setattr(procfs, "rollup", lambda pid: {} if (found := left.pop(0)) is None else {"Pss": found})
-        loader = model.Loader(mine, None, look)
+        monkeypatch.setattr(procfs, "rollup", lambda pid: {} if (value := left.pop(0)) is None else {"Pss": value})
+        loader = model.Loader(own_pid, None, look)
         lines = view.plain(view.frame(1, "python", [loader], 160)).splitlines()
         summary = next(line for line in lines if line.startswith("  memory"))
         heading = next(k for k, line in enumerate(lines) if line.startswith("worker"))
@@ -851,7 +853,7 @@ def test_memory_is_pss_or_labelled_rss(monkeypatch):
         )
 
     assert shown(30_000_000, 20_000_000) == ("workers 50.0 MB", "memory", ["30.0", "20.0"])
-    # One sum of one kind: RSS as soon as the PSS of one is unknown.
+    # A sum has one kind: RSS if the PSS of any worker is unknown.
     assert shown(30_000_000, None) == ("workers 1.0 GB RSS", "RSS", [" 500", " 500"])
 
 
@@ -866,7 +868,7 @@ def test_pages_that_processes_share_count_once_in_the_pss():
         os._exit(0)
     try:
         both = procfs.proportional(child) + procfs.proportional(os.getpid())
-        # The child has little but what it shares with this process.
+        # The child has little memory that it does not share with this process.
         assert len(pages) < both < procfs.resident(os.getpid()) + len(pages) // 2, both
     finally:
         os.write(writer, b"x")
@@ -923,8 +925,8 @@ def test_workers_elsewhere_have_the_verdict_of_workers_elsewhere():
     loader = model.Loader(os.getpid(), None, look)
     assert not verdict._is_remote(model.stats_for_verdict(loader.total, look.figures))
     look.figures.remote = True
-    found = model.stats_for_verdict(loader.total, look.figures).scheduling
-    assert found.remote and found.prefetch_factor == 2 and not found.in_order
+    scheduling = model.stats_for_verdict(loader.total, look.figures).scheduling
+    assert scheduling.remote and scheduling.prefetch_factor == 2 and not scheduling.in_order
     with mock.patch.object(model.Stats, "verdict", lambda stats: SimpleNamespace(kind=stats.scheduling.remote)):
         assert loader.verdict[0].kind is True
     assert model.Loader(os.getpid(), None, look).as_dict()["stats"]["scheduling"] is None

@@ -42,7 +42,7 @@ def part(name):
 
 
 def start(*arguments, script="demo", cwd=None):
-    """The demo in a session of its own, not on a terminal."""
+    """Starts the demo in a session of its own, without a terminal."""
     command = [sys.executable, START / script, *arguments]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(list(map(str, command)), **pipes, text=True, start_new_session=True, cwd=cwd)
@@ -60,11 +60,11 @@ def run(*arguments, **kw):
 SHORT = ("--seconds", "0.02", "--rounds", "2", "--epochs", "1")
 
 
-def result(none, torchs, ours, own_share=0.1, name="Rows"):
+def result(no_workers, torch_rates, rustloader_rates, own_share=0.1, name="Rows"):
     """A result with these rates, in batches/s."""
     measure, workloads = part("measure"), part("workloads")
     workload = workloads.Workload(name, "2 x 2", "counting", lambda folder: None, 2)
-    rates = {measure.NO_WORKERS: none, measure.TORCH: torchs, measure.OURS: ours}
+    rates = {measure.NO_WORKERS: no_workers, measure.TORCH: torch_rates, measure.OURS: rustloader_rates}
     return measure.Result(workload, rates, own_share)
 
 
@@ -102,11 +102,11 @@ def test_ctrl_c_leaves_nothing_and_says_so(moment, data, tmp_path):
     with start("--data", folder, "--seconds", 60, cwd=tmp_path) as process:
         try:
 
-            def has_come():
+            def has_started():
                 others = in_session(process.pid) - {process.pid}
                 return len(others) >= 4 if measured else folder.exists() and any(folder.iterdir())
 
-            assert wait_until(has_come, STARTED)
+            assert wait_until(has_started, STARTED)
             os.killpg(process.pid, signal.SIGINT)
             out, err = process.communicate(timeout=STARTED)
         finally:
@@ -141,8 +141,8 @@ print(start.run())
 def test_ctrl_c_is_not_lost_where_python_drops_exceptions():
     environment = {**os.environ, "PYTHONPATH": str(START)}
     command = [sys.executable, "-c", DROPPED]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=STARTED)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "130\n", "")
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=STARTED)
+    assert (process.returncode, process.stdout, process.stderr) == (0, "130\n", "")
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_train_digits_works_alone(data):
 
 
 class Altered(torch.utils.data.DataLoader):
-    """Stands for a rustloader.DataLoader with a fault: a tensor of the first batch has another first element."""
+    """Stands in for a faulty rustloader.DataLoader: one element of the first batch is wrong."""
 
     def __iter__(self):
         for number, batch in enumerate(super().__iter__()):
@@ -188,7 +188,7 @@ class Altered(torch.utils.data.DataLoader):
 
 
 def run_part(monkeypatch, data, loader_class, **parts):
-    """The demo in this process, with some of its parts left out, and with this class as rustloader.DataLoader."""
+    """Runs the given parts of the demo in this process, with this class as rustloader.DataLoader."""
     main = part("main")
     monkeypatch.setattr(main, "WORKLOADS", parts.get("workloads", []))
     monkeypatch.setattr(part("proof"), "PROMISES", parts.get("promises", []))
@@ -198,7 +198,7 @@ def run_part(monkeypatch, data, loader_class, **parts):
 
 @pytest.fixture
 def torch_as_it_was():
-    """train_digits.py sets a mode of the whole process."""
+    """Resets the mode of the whole process that train_digits.py sets."""
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -244,10 +244,10 @@ def test_a_promise_that_is_broken_fails(monkeypatch, data, capsys):
 
 
 def test_without_matplotlib_the_picture_is_skipped(monkeypatch, data, capsys):
-    torchs = importlib.util.find_spec
+    original = importlib.util.find_spec
 
     def find_spec(name, *rest):
-        return None if name == "matplotlib" else torchs(name, *rest)
+        return None if name == "matplotlib" else original(name, *rest)
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
     assert run_part(monkeypatch, data, rustloader.DataLoader, workloads=images()) == 0
@@ -255,7 +255,7 @@ def test_without_matplotlib_the_picture_is_skipped(monkeypatch, data, capsys):
     assert not (data / "demo.png").exists()
 
 
-# Words
+# Texts
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_the_table_has_torch_without_workers_and_marks_the_fastest():
 
 @pytest.fixture
 def readme(monkeypatch, tmp_path):
-    """README.md is this file."""
+    """A stand-in for README.md."""
     path = tmp_path / "README.md"
     monkeypatch.setattr(part("readme"), "README", path)
     return path
@@ -373,9 +373,9 @@ def test_the_picture_can_be_read_and_the_same_figures_give_the_same_svg(tmp_path
     # In a process of its own, because matplotlib keeps files open.
     environment = {**os.environ, "PYTHONPATH": str(START)}
     command = [sys.executable, "-c", PICTURES]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=STARTED)
-    assert done.returncode == 0, done.stderr
-    texts = done.stdout.strip().split("|")
+    process = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=STARTED)
+    assert process.returncode == 0, process.stderr
+    texts = process.stdout.strip().split("|")
     assert {"10x torch with workers", "no measurable difference", "900,000", "torch, no workers"} <= set(texts)
     assert {"main: training step", "worker 1", "rustloader, 2 workers: 32 batches in 320 ms"} <= set(texts)
     one, other = ((tmp_path / f"{number}.svg").read_text() for number in range(2))

@@ -1,4 +1,4 @@
-"""What measures in `rustloader bench`, benches/ and the demo: rounds, processes, tables and exit statuses."""
+"""The harness of `rustloader bench`, benches/ and the demo: rounds, processes, tables and exit statuses."""
 
 import itertools
 import json
@@ -40,7 +40,7 @@ def test_a_ratio_is_the_median_of_those_of_the_rounds():
 
 
 def power(base, exponent):
-    """For a new interpreter, which imports this file."""
+    """Returns the power, and the ID of the process that computed it."""
     return {"pid": os.getpid(), "value": base**exponent}
 
 
@@ -59,8 +59,8 @@ def test_a_function_runs_in_a_new_interpreter(tmp_path, monkeypatch):
 
 
 def test_a_function_runs_in_a_fork(capfd):
-    found = processes.forked(lambda: power(2, 3))
-    assert found["value"] == 8 and found["pid"] != os.getpid()
+    result = processes.forked(lambda: power(2, 3))
+    assert result["value"] == 8 and result["pid"] != os.getpid()
     with pytest.raises(rounds.Failure):
         processes.forked(lambda: 1 / 0)
     assert "ZeroDivisionError" in capfd.readouterr().err

@@ -46,7 +46,7 @@ def test_shares_have_each_function_once_and_take_about_as_long():
 
 
 class Case:
-    """What `lanes` looks at in a test item."""
+    """The part of a test item that `lanes` reads."""
 
     def __init__(self, parameters, marker=None):
         self.callspec, self.params, self.marker = self, parameters, marker

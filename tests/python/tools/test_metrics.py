@@ -1,4 +1,4 @@
-"""Metrics: what `serve_metrics` serves, how it grows, and that a Prometheus reads it; `scalars()`."""
+"""Metrics: what `serve_metrics` serves, how its counters grow, and how Prometheus reads it; `scalars()`."""
 
 import ast
 import contextlib
@@ -32,16 +32,16 @@ PAGE = (ROOT / "docs" / "metrics.md").read_text()
 
 
 class Metrics(dict):
-    """The samples of an answer: values by name and labels."""
+    """The samples of a response: values by name and labels."""
 
     def __init__(self, port):
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
-            self.text = answer.read().decode()
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as response:
+            self.text = response.read().decode()
         self.families = {family.name: family for family in parser.text_string_to_metric_families(self.text)}
         for family in self.families.values():
             for sample in family.samples:
                 key = (sample.name.removeprefix("rustloader_"), *sorted(sample.labels.items()))
-                assert key not in self, f"{key} stands there twice"
+                assert key not in self, f"{key} occurs twice"
                 self[key] = sample.value
 
     def of(self, name, loader, **labels):
@@ -65,19 +65,19 @@ def test_what_a_loader_has_counted(server):
     loader = numbers("counted")
     for _ in range(2):
         list(loader)
-    found, stats = Metrics(server.port), rustloader.stats(loader)
-    assert found.of("batches_total", "counted") == stats.batches == 8
-    assert found.of("bytes_total", "counted") == stats.bytes > 0
-    assert found.of("epochs_total", "counted") == 2 and found.of("batch_size", "counted") == 3
-    assert found.of("next_seconds_total", "counted") == pytest.approx(stats.next_seconds)
-    assert found.of("step_seconds_total", "counted") == pytest.approx(stats.step_seconds)
-    tasks = [found.of("worker_batches_total", "counted", worker=str(worker)) for worker in (0, 1)]
+    metrics, stats = Metrics(server.port), rustloader.stats(loader)
+    assert metrics.of("batches_total", "counted") == stats.batches == 8
+    assert metrics.of("bytes_total", "counted") == stats.bytes > 0
+    assert metrics.of("epochs_total", "counted") == 2 and metrics.of("batch_size", "counted") == 3
+    assert metrics.of("next_seconds_total", "counted") == pytest.approx(stats.next_seconds)
+    assert metrics.of("step_seconds_total", "counted") == pytest.approx(stats.step_seconds)
+    tasks = [metrics.of("worker_batches_total", "counted", worker=str(worker)) for worker in (0, 1)]
     assert tasks == [worker.tasks for worker in stats.workers] and sum(tasks) == 8
-    fetched = [found.of("worker_fetch_seconds_total", "counted", worker=str(worker)) for worker in (0, 1)]
+    fetched = [metrics.of("worker_fetch_seconds_total", "counted", worker=str(worker)) for worker in (0, 1)]
     assert fetched == pytest.approx([worker.fetch_seconds for worker in stats.workers])
-    assert found.of("verdict", "counted", kind="too_few") == 1
-    assert found.of("restarts_total", "counted") == found.of("skipped_samples_total", "counted") == 0
-    assert found.of("workers", "counted") == 0 and found.of("cache_hits_total", "counted") is None
+    assert metrics.of("verdict", "counted", kind="too_few") == 1
+    assert metrics.of("restarts_total", "counted") == metrics.of("skipped_samples_total", "counted") == 0
+    assert metrics.of("workers", "counted") == 0 and metrics.of("cache_hits_total", "counted") is None
 
 
 def test_waits_are_a_histogram(server):
@@ -88,25 +88,25 @@ def test_waits_are_a_histogram(server):
 
     loader = DataLoader(Slow(5), batch_size=None, num_workers=1, name="slow")
     list(loader)
-    found, stats = Metrics(server.port), rustloader.stats(loader)
-    buckets = [(key[1][1], value) for key, value in found.items() if key[0] == "wait_seconds_bucket"]
+    metrics, stats = Metrics(server.port), rustloader.stats(loader)
+    buckets = [(key[1][1], value) for key, value in metrics.items() if key[0] == "wait_seconds_bucket"]
     counts = [value for _, value in buckets]
     assert counts == sorted(counts) and [bound for bound, _ in buckets][-1] == "+Inf"
     # All but the first: four batches and the end.
-    assert found.of("wait_seconds_count", "slow") == counts[-1] == 5
-    assert found.of("wait_seconds_sum", "slow") == pytest.approx(stats.waited_seconds)
-    # The end is there at once, and each batch takes 30 ms.
+    assert metrics.of("wait_seconds_count", "slow") == counts[-1] == 5
+    assert metrics.of("wait_seconds_sum", "slow") == pytest.approx(stats.waited_seconds)
+    # The end is immediate, and each batch takes 30 ms.
     assert dict(buckets)["0.01"] >= 1 and dict(buckets)["30.0"] == 5 and dict(buckets)["0.0001"] <= 4
-    assert found.families["rustloader_wait_seconds"].type == "histogram"
+    assert metrics.families["rustloader_wait_seconds"].type == "histogram"
 
 
 def test_running_workers_and_their_memory(server):
     iterator = iter(DataLoader(Numbers(10**6), num_workers=2, name="running"))
-    # What was ready when next() looked has been taken.
+    # next() may take all batches that are ready.
     assert wait_until(lambda: next(iterator) is not None and Metrics(server.port).of("ready_batches", "running") > 0)
-    found = Metrics(server.port)
-    assert found.of("workers", "running") == 2 and found.of("arena_bytes", "running") > 0
-    assert found.of("worker_resident_bytes", "running", worker="1") > 1 << 20
+    metrics = Metrics(server.port)
+    assert metrics.of("workers", "running") == 2 and metrics.of("arena_bytes", "running") > 0
+    assert metrics.of("worker_resident_bytes", "running", worker="1") > 1 << 20
 
 
 def test_a_cache_and_failures(server):
@@ -120,12 +120,12 @@ def test_a_cache_and_failures(server):
     for _ in range(3):
         list(loader)
     list(DataLoader(Bad(6), num_workers=0, on_error="skip", name="bad"))
-    found = Metrics(server.port)
+    metrics = Metrics(server.port)
     usage = loader.dataset.usage()
-    assert (found.of("cache_hits_total", "cached"), found.of("cache_misses_total", "cached")) == (12, 6)
-    assert found.of("cache_bytes", "cached") == usage.samples_bytes
-    assert found.of("cache_limit_bytes", "cached") == usage.limit
-    assert found.of("skipped_samples_total", "bad") == 1 and found.of("batches_total", "bad") == 0
+    assert (metrics.of("cache_hits_total", "cached"), metrics.of("cache_misses_total", "cached")) == (12, 6)
+    assert metrics.of("cache_bytes", "cached") == usage.samples_bytes
+    assert metrics.of("cache_limit_bytes", "cached") == usage.limit
+    assert metrics.of("skipped_samples_total", "bad") == 1 and metrics.of("batches_total", "bad") == 0
 
 
 @pytest.mark.warns
@@ -138,8 +138,8 @@ def test_restarts_count(server, tmp_path):
             return super().__getitem__(i)
 
     batches = list(DataLoader(Dies(12), batch_size=3, num_workers=1, max_restarts=1, name="dies"))
-    found = Metrics(server.port)
-    assert len(batches) == 4 and found.of("restarts_total", "dies") == 1 and found.of("batches_total", "dies") == 4
+    metrics = Metrics(server.port)
+    assert len(batches) == 4 and metrics.of("restarts_total", "dies") == 1 and metrics.of("batches_total", "dies") == 4
 
 
 @pytest.mark.handover
@@ -147,15 +147,15 @@ def test_torchs_own_loop_is_not_counted_but_for_its_iterators(server):
     from torch.utils.data.datapipes.iter import IterableWrapper
 
     list(DataLoader(IterableWrapper(range(4)), num_workers=1, name="pipe"))
-    found = Metrics(server.port)
-    assert (found.of("fallback_iterators_total", "pipe"), found.of("batches_total", "pipe")) == (1, 0)
+    metrics = Metrics(server.port)
+    assert (metrics.of("fallback_iterators_total", "pipe"), metrics.of("batches_total", "pipe")) == (1, 0)
 
 
 # How it grows
 
 
 def test_counters_never_go_backwards(server):
-    """Over iterators that are left, loaders that are dropped, and iterators that outlive their loaders."""
+    """Counters grow over loops that end early, loaders that are dropped, and iterators that outlive their loaders."""
     seen = []
 
     def look():
@@ -178,17 +178,17 @@ def test_counters_never_go_backwards(server):
         for _ in numbers("grows", **kw):
             look()
         look()
-    found = Metrics(server.port)
-    assert found.of("batches_total", "grows") == 2 * (4 + 1 + 4)
-    assert found.of("epochs_total", "grows") == 2 * 3
+    metrics = Metrics(server.port)
+    assert metrics.of("batches_total", "grows") == 2 * (4 + 1 + 4)
+    assert metrics.of("epochs_total", "grows") == 2 * 3
 
 
 def test_a_loader_for_each_epoch_leaves_one_account(server):
     for _ in range(20):
         list(numbers("each", workers=1))
     (accounts,) = [opening.__self__ for opening in ledger.new_ledger_hooks]
-    # Only the last one may be open yet, although nothing has asked for the metrics.
-    ((_, account),) = [it for it in accounts._by_name.items() if it[0] == "each"]
+    # Only the last one may still be open, although nothing has asked for the metrics.
+    ((_, account),) = [item for item in accounts._by_name.items() if item[0] == "each"]
     assert len(account.entries) == 1
     assert Metrics(server.port).of("batches_total", "each") == 80
 
@@ -198,8 +198,8 @@ def test_hits_of_a_cache_that_is_gone_count(server, tmp_path):
         return DataLoader(rustloader.cache(Numbers(8), **kw), num_workers=1, name="caches")
 
     def look():
-        found = Metrics(server.port)
-        return tuple(found.of(f"cache_{name}", "caches") for name in ("hits_total", "misses_total", "limit_bytes"))
+        metrics = Metrics(server.port)
+        return tuple(metrics.of(f"cache_{name}", "caches") for name in ("hits_total", "misses_total", "limit_bytes"))
 
     def twice(loader):
         for _ in range(2):
@@ -214,10 +214,10 @@ def test_hits_of_a_cache_that_is_gone_count(server, tmp_path):
     assert look() == (16, 16, 1 << 20)
     del memory
     assert look() == (16, 16, 0)
-    # It has the figures of the first one.
-    again = cached(path=tmp_path / "cache", version="1")
-    list(again)
-    assert again.dataset.usage().hits > 8 and look()[:2] == (24, 16)
+    # It continues the counts of the first one.
+    reopened = cached(path=tmp_path / "cache", version="1")
+    list(reopened)
+    assert reopened.dataset.usage().hits > 8 and look()[:2] == (24, 16)
 
 
 def test_loaders_from_before_count():
@@ -226,8 +226,8 @@ def test_loaders_from_before_count():
     iterator = iter(numbers("without its loader"))
     next(iterator)
     with rustloader.serve_metrics(port=0) as server:
-        found = Metrics(server.port)
-        assert found.of("batches_total", "before") == 4 and found.of("batches_total", "without its loader") == 1
+        metrics = Metrics(server.port)
+        assert metrics.of("batches_total", "before") == 4 and metrics.of("batches_total", "without its loader") == 1
         list(iterator)
         del iterator
         assert Metrics(server.port).of("batches_total", "without its loader") == 4
@@ -250,8 +250,8 @@ def test_two_loaders_of_a_name_are_summed(server):
     iterators = [iter(loader) for loader in loaders]
     for iterator in iterators:
         next(iterator)
-    found = Metrics(server.port)
-    assert found.of("workers", "both") == 3 and found.of("batches_total", "both") == 2
+    metrics = Metrics(server.port)
+    assert metrics.of("workers", "both") == 3 and metrics.of("batches_total", "both") == 2
 
 
 # Names
@@ -293,13 +293,13 @@ def test_a_name_goes_with_copies_and_install_gives_one(tmp_path):
     import pickle
 
     loader = DataLoader(Numbers(2), name="train")
-    assert [names.of(it) for it in (copy.copy(loader), pickle.loads(pickle.dumps(loader)))] == ["train"] * 2
+    assert [names.of(twin) for twin in (copy.copy(loader), pickle.loads(pickle.dumps(loader)))] == ["train"] * 2
     assert names.of(copy.copy(DataLoader(Numbers(2)))) == "Numbers"
-    torchs = TorchDataLoader(Numbers(2), num_workers=1)
+    torch_loader = TorchDataLoader(Numbers(2), num_workers=1)
     with rustloader.installed(name="installed"):
-        assert (names.of(torchs), names.of(loader)) == ("installed", "train")
-        list(torchs)
-    assert rustloader.stats(torchs).name == "installed"
+        assert (names.of(torch_loader), names.of(loader)) == ("installed", "train")
+        list(torch_loader)
+    assert rustloader.stats(torch_loader).name == "installed"
 
 
 def test_a_name_keeps_no_frame_alive():
@@ -338,8 +338,8 @@ def test_close_frees_the_port_and_follows_no_loader():
     server.close()
     assert refuses(server.port) and not ledger.new_ledger_hooks
     assert repr(server) == "<rustloader.MetricsServer closed>"
-    with rustloader.serve_metrics(port=server.port) as again:
-        assert again.port == server.port
+    with rustloader.serve_metrics(port=server.port) as reopened:
+        assert reopened.port == server.port
 
 
 def test_a_port_that_is_taken(server):
@@ -387,7 +387,7 @@ def test_each_rank_has_its_port_and_its_label(monkeypatch):
 
 
 def test_a_forked_child_does_not_serve(server):
-    """Nor does it keep the port: the kernel would take connections that nothing answers."""
+    """It does not keep the port either: the kernel would accept connections that nothing serves."""
     parent_end, child_end = socket.socketpair()
     child = os.fork()
     if child == 0:
@@ -443,26 +443,29 @@ def test_the_end_of_the_program_needs_no_close():
 
 def documented():
     """The metrics of the table by name, with types and labels by the rule in the text above it."""
-    found = {}
+    metrics = {}
     for name in re.findall(r"^\| `(rustloader_\w+)` \|", PAGE, re.MULTILINE):
         histogram = name == "rustloader_wait_seconds"
         kind = "counter" if name.endswith("_total") else "histogram" if histogram else "gauge"
         more = ["worker"] if name.startswith("rustloader_worker_") else ["kind"] if name == "rustloader_verdict" else []
-        found[name] = (kind, ["rank", "loader", *more])
-    return found
+        metrics[name] = (kind, ["rank", "loader", *more])
+    return metrics
 
 
 def test_the_page_has_all_metrics_with_their_types_and_labels(server):
     loader = DataLoader(rustloader.cache(Numbers(6), memory="1MiB"), batch_size=2, num_workers=1, name="all")
     iterator = iter(loader)
     next(iterator)
-    found = {}
+    served = {}
     for name, family in Metrics(server.port).families.items():
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
         suffix = "_total" if family.type == "counter" else ""
         assert family.documentation.endswith(".") and name.startswith("rustloader_")
-        found[name + suffix] = (family.type, [it for it in ("rank", "loader", "worker", "kind") if it in labels])
-    assert found == documented()
+        served[name + suffix] = (
+            family.type,
+            [label for label in ("rank", "loader", "worker", "kind") if label in labels],
+        )
+    assert served == documented()
 
 
 def test_the_page_has_all_scalars():
@@ -517,7 +520,7 @@ def test_the_queries_name_metrics_of_the_table():
 
 @pytest.fixture
 def prometheus(tmp_path):
-    """Starts a Prometheus that scrapes a port, and gives a function that asks it."""
+    """A function that starts a Prometheus to scrape a port, and returns a function that queries it."""
     program = shutil.which("prometheus")
     if program is None:
         pytest.skip("prometheus is not on PATH (on Debian: apt-get install prometheus)")
@@ -540,10 +543,10 @@ def prometheus(tmp_path):
 
         def ask(path, **parameters):
             url = f"http://127.0.0.1:{own}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
-            with urllib.request.urlopen(url, timeout=30) as answer:
-                found = json.loads(answer.read())
-            assert found["status"] == "success" and not found.get("warnings"), found
-            return found["data"]
+            with urllib.request.urlopen(url, timeout=30) as response:
+                reply = json.loads(response.read())
+            assert reply["status"] == "success" and not reply.get("warnings"), reply
+            return reply["data"]
 
         return ask
 
@@ -580,10 +583,12 @@ def test_a_prometheus_scrapes_a_training_and_answers_the_queries_of_the_page(pro
             assert series["metric"].get("loader") == "train", query
             answers.append(float(series["value"][1]))
         waits, slowest, restarts, hits, longest = answers
-        # The step takes 2 ms and more for each batch, and the cache has all samples soon.
+        # A step takes at least 2 ms, and the cache soon has all samples.
         assert 0 <= waits < 1 and slowest > 0 and restarts == 0 and 0.5 < hits <= 1 and 0 <= longest < 60
-        kinds = ask("query", query="rustloader_verdict")["result"]
-        assert {it["metric"]["rank"] for it in kinds} == {"0"} and all(it["value"][1] == "1" for it in kinds)
+        verdicts = ask("query", query="rustloader_verdict")["result"]
+        assert {series["metric"]["rank"] for series in verdicts} == {"0"} and all(
+            series["value"][1] == "1" for series in verdicts
+        )
         metadata = ask("metadata")
         for name, (kind, _) in documented().items():
             known = metadata.get(name) or metadata[name.removesuffix("_total")]
@@ -664,16 +669,16 @@ def test_without_torch_distributed_the_report_has_this_process():
     assert nothing.slowest is None and str(nothing).endswith("No rank has received a batch from the engine.")
 
 
-def of(rank, batches, next_seconds, step=1.0, **kw):
+def rank_stats(rank, batches, next_seconds, step=1.0, **kw):
     return rustloader.RankStats(rank, "host", "train", batches, next_seconds + step, next_seconds, **kw)
 
 
 def test_what_a_report_says():
-    told = {"kind": "storage", "sentence": "Use faster storage."}
-    one = rustloader.RankReport((of(0, 10, 0.01), of(1, 10, 0.02)))
+    advice = {"kind": "storage", "sentence": "Use faster storage."}
+    one = rustloader.RankReport((rank_stats(0, 10, 0.01), rank_stats(1, 10, 0.02)))
     assert str(one).endswith("No rank's loop waits for its loader: the training step sets the pace.")
-    two = rustloader.RankReport((of(0, 10, 1.0), of(1, 10, 1.1, **told)))
+    two = rustloader.RankReport((rank_stats(0, 10, 1.0), rank_stats(1, 10, 1.1, **advice)))
     assert "Most ranks wait about equally for their loaders, rank 1 the longest: 110 ms per batch" in str(two)
-    three = rustloader.RankReport((of(0, 10, 0.01), of(1, 10, 2.0, **told)))
+    three = rustloader.RankReport((rank_stats(0, 10, 0.01), rank_stats(1, 10, 2.0, **advice)))
     assert str(three).endswith("200 ms per batch in next(), the others 1 ms. Use faster storage.")
-    assert rustloader.RankReport((of(0, 10, 2.0, **told),)).slowest.next_seconds_per_batch == 0.2
+    assert rustloader.RankReport((rank_stats(0, 10, 2.0, **advice),)).slowest.next_seconds_per_batch == 0.2

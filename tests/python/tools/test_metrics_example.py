@@ -23,9 +23,9 @@ print(json.dumps({tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag 
 
 
 def run(*command):
-    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    process = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=150)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 @pytest.fixture(scope="module", autouse=True)

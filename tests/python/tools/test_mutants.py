@@ -35,8 +35,8 @@ def copy_of_sources(dialect: sources.Dialect, root: Path) -> list[Path]:
     return sorted((root / dialect.folder).rglob(f"*{dialect.suffix}"))
 
 
-def with_its_own_locals(dialect: sources.Dialect, code: str, rename: Callable[[str], str]) -> str:
-    """A source whose functions name all their locals otherwise."""
+def with_renamed_locals(dialect: sources.Dialect, code: str, rename: Callable[[str], str]) -> str:
+    """The source with all locals of its functions renamed."""
     root = dialect.parser.parse(code.encode()).root_node
     functions = [n for n in sources.walk(root) if n.type in sources.FUNCTIONS and sources.function_around(n) is None]
     places = {}
@@ -62,7 +62,7 @@ def test_a_rename_of_all_locals_leaves_each_mutant_at_its_place(dialect, tmp_pat
     renamed = 0
     for path in copy_of_sources(dialect, tmp_path):
         code = path.read_text()
-        other = with_its_own_locals(dialect, code, lambda name: f"{name}_renamed")
+        other = with_renamed_locals(dialect, code, lambda name: f"{name}_renamed")
         renamed += other.count("_renamed")
         path.write_text(other)
     assert renamed > 3000

@@ -33,7 +33,7 @@ def test_round_robin_gives_each_worker_every_second_batch():
 
 
 def test_a_window_bounds_what_is_finished_and_waits():
-    # Worker 1 makes batches 1 to 3 while worker 0 is at batch 0. With a window of 4, batches 4 and 5 wait for it.
+    # Worker 1 finishes batches 1 to 3 while worker 0 is at batch 0. With a window of 4, batches 4 and 5 wait for it.
     durations = [6, 1, 1, 1, 1, 1]
     assert time(durations, outstanding=4, shared=True) == 7
     assert time(durations, outstanding=4, window=5, shared=True) == 7
@@ -54,7 +54,7 @@ def test_batches_without_a_result_are_bounded_as_well():
 def test_the_loop_takes_its_time_between_two_batches():
     # The last batch needs no step after it.
     assert time([1] * 5, step=10) == 1 + 4 * 10
-    # The workers have 2 batches per 3 seconds, the loop takes 1 in 1 second.
+    # The workers finish 2 batches in 3 seconds; the loop takes 1 per second.
     assert time([3] * 6, step=1) == 9 + 1
 
 
@@ -67,7 +67,7 @@ def test_the_replacement_of_a_batch_is_submitted_before_the_step():
     assert time([1, 9], workers=1, outstanding=1, step=10) == 1 + 10
 
 
-# The schedules that the design was chosen by
+# The schedules on which the design is based
 
 
 def one_in_ten(n=400):
@@ -130,8 +130,8 @@ def predicted(durations, step=0.0, least=0.0, **more):
 
 
 def test_the_smallest_window_that_does_as_well_is_recommended():
-    found = predicted(one_in_ten())
-    assert found.window == 32 and 1.6 < found.gain < 2.1
+    prediction = predicted(one_in_ten())
+    assert prediction.window == 32 and 1.6 < prediction.gain < 2.1
 
 
 def test_equal_batches_gain_nothing():
@@ -142,7 +142,7 @@ def test_a_step_that_hides_the_slow_batches_leaves_nothing_to_gain():
     assert predicted(one_in_ten(), step=0.1).gain == pytest.approx(1.0, abs=0.01)
 
 
-def test_the_loop_of_the_goal():
+def test_a_queue_helps_where_few_samples_are_slow():
     """One sample in 40 takes 200 ms, the others 2 ms; 4 samples per batch; 10 ms per step."""
     rng = random.Random(1)
     durations = [sum(0.2 if rng.random() < 1 / 40 else 0.002 for _ in range(4)) for _ in range(400)]
@@ -150,16 +150,16 @@ def test_the_loop_of_the_goal():
 
 
 def test_a_queue_that_is_there_already_is_no_gain():
-    there = predicted(one_in_ten(), shared=True)
-    assert there.window == 32 and there.gain == pytest.approx(
+    prediction = predicted(one_in_ten(), shared=True)
+    assert prediction.window == 32 and prediction.gain == pytest.approx(
         relative(one_in_ten(), shared=True) / relative(one_in_ten(), shared=True, window=32)
     )
     assert predicted(one_in_ten(), shared=True, window=32) == Prediction(None, 1.0)
 
 
 def test_a_smaller_window_than_the_present_one_is_never_recommended():
-    found = predicted(one_in_ten(), window=48)
-    assert found.window is None and found.gain > 1
+    prediction = predicted(one_in_ten(), window=48)
+    assert prediction.window is None and prediction.gain > 1
 
 
 def test_no_gain_goes_below_the_work_of_the_cores():

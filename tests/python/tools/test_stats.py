@@ -1,4 +1,4 @@
-"""Statistics of loaders and iterators, and their verdicts on loaders that are built to have each."""
+"""Statistics of loaders and iterators, and the verdicts on loaders that are built to provoke them."""
 
 import copy
 import dataclasses
@@ -34,12 +34,12 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(180)]
 
-# So far apart that a busy machine does not make one of the other.
+# So far apart that they remain distinct on a busy machine.
 LONG, SHORT = 0.2, 0.0
 
 
 class Slow(Dataset):
-    """How many seconds sample i takes depends on its worker and its index."""
+    """The seconds that a sample takes depend on its worker and its index."""
 
     def __init__(self, n, seconds):
         self.n, self.seconds = n, seconds
@@ -69,7 +69,7 @@ def long_now_and_then(worker, i):
 
 
 class Unpickled:
-    """A batch whose unpickling takes long."""
+    """A batch that is slow to unpickle."""
 
     def __reduce__(self):
         return slow_to_make, ()
@@ -97,7 +97,7 @@ class SlowSampler:
 
 
 def trained(loader, step=0.0):
-    """The loader, after an epoch with training steps of `step` seconds."""
+    """Runs an epoch with training steps of `step` seconds. Returns the loader."""
     for _ in loader:
         time.sleep(step)
     return loader
@@ -133,7 +133,7 @@ def test_the_figures_of_an_epoch():
 
 
 class WhenWaitedFor(Held):
-    """Items take long, and the first one does not begin before it is waited for."""
+    """Items are slow, and the held one does not begin before the main process waits for it."""
 
     def __getitem__(self, i):
         item = super().__getitem__(i)
@@ -157,7 +157,7 @@ def test_times_lie_where_they_were_spent(tmp_path):
     assert stats.next_seconds + stats.step_seconds <= took
     assert stats.first_seconds >= 2 * LONG
     assert stats.blocked_seconds == 0
-    # Between two epochs nothing is counted, but what the workers do.
+    # Between two epochs, only the time of the workers is counted.
     assert workers_say(loader._iterator, state="idle")
     start = time.monotonic()
     time.sleep(LONG)
@@ -195,7 +195,7 @@ def test_a_loader_has_the_totals_of_all_its_iterators():
     assert rustloader.stats(first).batches == 1 and rustloader.stats(second).batches == 2
     stats = rustloader.stats(loader)
     assert (stats.batches, stats.iterators) == (21, 5)
-    # What was in flight is not a batch.
+    # Batches in flight are not counted.
     del first
     gc.collect()
     assert rustloader.stats(loader).batches == 21
@@ -294,7 +294,7 @@ def test_a_loader_that_runs_on_torchs_iterator():
     iterator = iter(loader)
     for source in (iterator, loader):
         stats = rustloader.stats(source)
-        assert [(it.reason, it.count) for it in stats.fallbacks] == [("its dataset is a DataPipe", 1)]
+        assert [(fallback.reason, fallback.count) for fallback in stats.fallbacks] == [("its dataset is a DataPipe", 1)]
         assert stats.verdict().kind == "unknown" and "DataPipe" in stats.verdict().sentence
     list(iterator)
     trained(loader)
@@ -371,7 +371,7 @@ def test_nothing_is_kept_alive_and_nothing_is_left():
 def test_the_attributes_of_an_iterator_keep_their_compact_form():
     iterator = iter(DataLoader(Numbers(8), num_workers=1))
     next(iterator)
-    # CPython's limit; beyond it each access costs more, and the object some kilobytes.
+    # CPython's limit: beyond it, each access is slower, and the object takes some kilobytes more.
     assert len(vars(iterator)) < 30
 
 
@@ -495,9 +495,9 @@ def test_a_killed_worker_does_not_spoil_later_verdicts():
     assert killed.unmeasured_seconds == pytest.approx(killed.busy_seconds)
     assert other.cpu_seconds is not None and other.unmeasured_seconds == 0
     stats = rustloader.stats(trained(loader, step=LONG / 8))
-    again = stats.workers[0]
-    assert again.unmeasured_seconds == pytest.approx(killed.unmeasured_seconds)
-    assert 0 < again.cpu_seconds < again.busy_seconds - again.unmeasured_seconds
+    restarted = stats.workers[0]
+    assert restarted.unmeasured_seconds == pytest.approx(killed.unmeasured_seconds)
+    assert 0 < restarted.cpu_seconds < restarted.busy_seconds - restarted.unmeasured_seconds
     assert stats.verdict().kind == "storage"
 
 
@@ -510,7 +510,7 @@ def test_the_start_of_a_process_is_not_work():
     live = rustloader.stats(loader).workers[0]
     list(iterator)
     (done,) = rustloader.stats(loader).workers
-    # The arena is another epoch's then.
+    # By then another epoch uses the arena.
     later = rustloader.stats(trained(loader)).workers[0]
     assert 0 < live.cpu_seconds <= done.cpu_seconds < later.cpu_seconds < 5 * LONG, later
 
@@ -520,7 +520,7 @@ def test_the_processor_time_of_fetches():
     for _ in range(2):
         trained(loader)
     for worker in rustloader.stats(loader).workers:
-        # Each fetch is measured, of both epochs and without the collating.
+        # Each fetch of both epochs is measured, without collating.
         assert worker.fetch_measured_seconds == pytest.approx(worker.fetch_seconds, rel=0.05), worker
         assert 12 * LONG / 2 <= worker.fetch_cpu_seconds <= worker.cpu_seconds, worker
         # On a busy machine they wait for a core as well.
@@ -582,7 +582,7 @@ def test_batches_that_others_waited_for_are_named():
     loader = DataLoader(Slow(26, long_now_and_then), num_workers=2)
     for epochs in (1, 2):
         stats = rustloader.stats(trained(loader))
-        # Batches 5 and 18, of worker 1 and worker 0; the others come while one of them is under way.
+        # Batches 5 and 18, of worker 1 and worker 0; the others finish while one of them is under way.
         named = [task for task in stats.blocking if task.blocked_seconds > LONG]
         assert sorted((task.index, task.worker) for task in named) == sorted([("[5]", 1), ("[18]", 0)] * epochs)
         assert all(LONG < task.blocked_seconds <= task.seconds + LONG for task in named), named
@@ -637,20 +637,20 @@ def test_what_worker_threads_have_no_effect_on():
 # Verdicts
 
 
-def verdict(loader, step=0.0):
+def verdict_on(loader, step=0.0):
     return rustloader.stats(trained(loader, step)).verdict()
 
 
 def test_workers_that_sleep_wait_for_storage():
-    found = verdict(DataLoader(Slow(24, long), batch_size=None, num_workers=2), step=LONG / 8)
-    assert found.kind == "storage" and 2 < found.workers_needed <= 8, found
+    verdict = verdict_on(DataLoader(Slow(24, long), batch_size=None, num_workers=2), step=LONG / 8)
+    assert verdict.kind == "storage" and 2 < verdict.workers_needed <= 8, verdict
 
 
-def test_workers_that_compute_are_told_of_no_more_than_the_cores():
+def test_workers_that_compute_need_no_more_than_the_cores():
     cores = len(os.sched_getaffinity(0))
     loader = DataLoader(Computing(24), batch_size=None, num_workers=cores)
-    found = verdict(loader, step=0.01)
-    assert found.kind in ("dataset", "cores") and found.workers_needed is None, found
+    verdict = verdict_on(loader, step=0.01)
+    assert verdict.kind in ("dataset", "cores") and verdict.workers_needed is None, verdict
     workers = rustloader.stats(loader).workers
     for worker in workers:
         assert worker.cpu_seconds + worker.queued_seconds > worker.busy_seconds / 2 > 0, workers
@@ -659,9 +659,9 @@ def test_workers_that_compute_are_told_of_no_more_than_the_cores():
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_the_way_in_which_workers_start_is_no_part_of_the_verdict(method):
     options = {"batch_size": None, "num_workers": 2, "multiprocessing_context": method}
-    sleeping = verdict(DataLoader(Slow(24, long), **options), step=LONG / 8)
+    sleeping = verdict_on(DataLoader(Slow(24, long), **options), step=LONG / 8)
     assert sleeping.kind == "storage", sleeping
-    computing = verdict(DataLoader(Computing(24), **options), step=0.01)
+    computing = verdict_on(DataLoader(Computing(24), **options), step=0.01)
     assert computing.kind in ("dataset", "cores", "workers"), computing
 
 
@@ -688,35 +688,35 @@ class Computing(Dataset):
 
 
 def test_the_training_step_limits():
-    found = verdict(DataLoader(Slow(24, short), batch_size=None, num_workers=2), step=LONG)
-    assert found.kind == "step", found
+    verdict = verdict_on(DataLoader(Slow(24, short), batch_size=None, num_workers=2), step=LONG)
+    assert verdict.kind == "step", verdict
 
 
 def test_the_sampler_limits():
-    found = verdict(DataLoader(Slow(24, short), batch_size=None, sampler=SlowSampler(), num_workers=2))
-    assert found.kind == "main" and "sampler" in found.sentence, found
+    verdict = verdict_on(DataLoader(Slow(24, short), batch_size=None, sampler=SlowSampler(), num_workers=2))
+    assert verdict.kind == "main" and "sampler" in verdict.sentence, verdict
 
 
 def test_unpickling_limits():
-    found = verdict(DataLoader(Slow(24, short), num_workers=2, collate_fn=hard_to_unpickle))
-    assert found.kind == "main" and "opening" in found.sentence, found
+    verdict = verdict_on(DataLoader(Slow(24, short), num_workers=2, collate_fn=hard_to_unpickle))
+    assert verdict.kind == "main" and "opening" in verdict.sentence, verdict
 
 
 def test_collate_limits():
-    found = verdict(DataLoader(Slow(24, short), num_workers=2, collate_fn=slow_collate))
-    assert found.kind == "collate", found
+    verdict = verdict_on(DataLoader(Slow(24, short), num_workers=2, collate_fn=slow_collate))
+    assert verdict.kind == "collate", verdict
 
 
 def test_one_slow_worker_limits():
-    found = verdict(DataLoader(Slow(24, long_on_worker_0), batch_size=None, num_workers=2))
-    assert found.kind == "head_of_line" and "worker 0" in found.sentence, found
+    verdict = verdict_on(DataLoader(Slow(24, long_on_worker_0), batch_size=None, num_workers=2))
+    assert verdict.kind == "head_of_line" and "worker 0" in verdict.sentence, verdict
 
 
 def test_a_few_slow_batches_limit():
-    found = verdict(DataLoader(Slow(52, long_now_and_then), num_workers=2))
-    assert found.kind == "head_of_line", found
-    assert 'dispatch="shared_queue" and reorder_window=' in found.sentence and found.predicted_gain > 1.3, found
-    assert any(f"[{i}] took" in found.sentence for i in (5, 18, 31, 44)), found
+    verdict = verdict_on(DataLoader(Slow(52, long_now_and_then), num_workers=2))
+    assert verdict.kind == "head_of_line", verdict
+    assert 'dispatch="shared_queue" and reorder_window=' in verdict.sentence and verdict.predicted_gain > 1.3, verdict
+    assert any(f"[{i}] took" in verdict.sentence for i in (5, 18, 31, 44)), verdict
 
 
 def test_a_shared_queue_with_a_window_ends_the_waits_for_slow_batches():
@@ -752,8 +752,8 @@ def test_pinning_limits(monkeypatch):
 
     with pinning():
         monkeypatch.setattr(torch.utils.data._utils.pin_memory, "pin_memory", slow_pin)
-        found = verdict(DataLoader(Slow(24, short), num_workers=2, pin_memory=True))
-    assert found.kind == "pinning", found
+        verdict = verdict_on(DataLoader(Slow(24, short), num_workers=2, pin_memory=True))
+    assert verdict.kind == "pinning", verdict
 
 
 def test_the_start_of_each_epoch_limits():
@@ -762,11 +762,11 @@ def test_the_start_of_each_epoch_limits():
 
     loader = DataLoader(Slow(12, short), num_workers=2, worker_init_fn=slow_start)
     trained(loader)
-    assert verdict(loader).kind == "starting"
+    assert verdict_on(loader).kind == "starting"
 
 
 def test_too_few_batches_to_tell():
-    assert verdict(DataLoader(Slow(4, long), num_workers=2, collate_fn=as_list)).kind == "too_few"
+    assert verdict_on(DataLoader(Slow(4, long), num_workers=2, collate_fn=as_list)).kind == "too_few"
 
 
 # Reports
@@ -834,22 +834,22 @@ def test_a_report_on_a_loader_without_workers_comes_at_the_end():
 
 
 def test_an_iterator_that_has_ended_tells_nothing_of_who_has_its_arena_now():
-    def said(iterator):
+    def observed(iterator):
         return iterator._core.memory(), [iterator._core.worker_status(worker) for worker in range(2)]
 
-    def begun():
+    def start():
         return iter(DataLoader(Images(24, (3, 80, 80)), batch_size=2, num_workers=2))
 
-    first = begun()
+    first = start()
     assert len(list(first)) == 12
-    ended = said(first)
+    ended = observed(first)
     assert ended[0] == (0, 0)
     assert [(status["state"], status["pid"]) for status in ended[1]] == [("left", pid) for pid in worker_pids(first)]
     assert sum(status["tasks_done"] for status in ended[1]) == 12
-    second = begun()
+    second = start()
     kept = next(second)
-    assert said(second)[0][1] > 0
-    assert {status["pid"] for status in said(second)[1]} <= {0, *worker_pids(second)}
-    assert said(first) == ended
+    assert observed(second)[0][1] > 0
+    assert {status["pid"] for status in observed(second)[1]} <= {0, *worker_pids(second)}
+    assert observed(first) == ended
     del kept
     second._shutdown_workers()

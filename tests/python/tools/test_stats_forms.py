@@ -166,7 +166,7 @@ def test_the_table_is_escaped_and_sets_no_colours():
     text = full(note="", fallbacks=(Fallback("<script>alert(1)</script>", 1),))._repr_html_()
     assert "<script" not in text and "&lt;script&gt;" in text
     assert "<script" not in Stats(note="<script>")._repr_html_()
-    # Colours of its own would not be read in one of the two themes.
+    # Fixed colors would be illegible in one of the two themes.
     assert all(attrs == [] for _, attrs in Cells(text).tags)
 
 
@@ -314,7 +314,7 @@ def test_time_of_work_is_all_since_the_start():
     assert processor.time_of_work(processor.ProcessorTime(5.0, 0.75), figures) == (3.0, 0.25, 0.0)
     assert processor.time_of_work(processor.ProcessorTime(1.9, None), figures) == (0.0, None, 0.0)
     assert processor.time_of_work(None, figures) == (None, None, 4.75)
-    # It has not come to its first task.
+    # It has not reached its first task.
     figures.start_cpu = 0.0
     assert processor.time_of_work(processor.ProcessorTime(1.0, 0.5), figures) == (0.0, 0.0, 0.0)
 
@@ -391,6 +391,6 @@ def test_a_child_does_not_wait_for_the_ledgers_lock():
 def test_numbers_of_numpy_in_a_loader_are_plain_in_the_statistics():
     loader = DataLoader(range(8), num_workers=np.int64(1), prefetch_factor=np.int64(3))
     list(loader)
-    found = rustloader.stats(loader).as_dict()
-    json.dumps(found)
-    assert (found["num_workers"], found["scheduling"]["prefetch_factor"]) == (1, 3)
+    figures = rustloader.stats(loader).as_dict()
+    json.dumps(figures)
+    assert (figures["num_workers"], figures["scheduling"]["prefetch_factor"]) == (1, 3)

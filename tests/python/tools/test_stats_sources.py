@@ -9,7 +9,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 pytestmark = pytest.mark.ours
 
 
-def torchs_words(stats):
+def torch_loop_lines(stats):
     return [line.split(maxsplit=2)[2] for line in str(stats).splitlines() if line.startswith("  torch's loop")]
 
 
@@ -39,7 +39,7 @@ def test_iterators_that_were_handed_over_are_named_in_every_form():
         assert stats.as_dict()["fallbacks"] == [{"reason": "its dataset is a DataPipe", "count": 1}]
         assert str(stats).startswith(f"no statistics: {stats.note}\n") and "fetch" not in str(stats)
     assert (of_loader.batches, of_iterator.batches) == (0, 1)
-    assert torchs_words(of_loader) == ["1 iterator: its dataset is a DataPipe"]
+    assert torch_loop_lines(of_loader) == ["1 iterator: its dataset is a DataPipe"]
     list(iterator)
 
 
@@ -55,7 +55,7 @@ def test_figures_of_a_part_of_the_epochs_say_so(monkeypatch):
     assert (stats.batches, stats.iterators, stats.note) == (30, 1, "")
     (fallback,) = stats.fallbacks
     assert fallback.count == 2
-    assert torchs_words(stats) == [f"2 iterators, not in these statistics: {fallback.reason}"]
+    assert torch_loop_lines(stats) == [f"2 iterators, not in these statistics: {fallback.reason}"]
     verdict = stats.verdict()
     assert verdict.kind not in ("unknown", "too_few")
     assert verdict.reason.endswith(f"not counted: 2 iterators on torch's own loop ({fallback.reason})")
@@ -68,7 +68,7 @@ WORKER_LOOP = torch.utils.data._utils.worker._worker_loop
 
 
 class Prepared(TorchDataLoader):
-    """As accelerate has it: a loader around another one, which has the iterators."""
+    """Like accelerate's: a loader around another one, which creates the iterators."""
 
     def __init__(self, loader):
         super().__init__(loader.dataset)
@@ -79,7 +79,7 @@ class Prepared(TorchDataLoader):
 
 
 class Prefetching:
-    """As timm and Fabric have it: an iterable around a loader."""
+    """Like timm's and Fabric's: an iterable around a loader."""
 
     def __init__(self, loader):
         self.loader = loader
@@ -97,10 +97,10 @@ def test_the_figures_of_the_loader_inside(wrap):
     loader = wrap(DataLoader(Numbers(6), num_workers=2))
     before = rustloader.stats(loader)
     assert (before.num_workers, before.batches) == (2, 0) and before.note
-    told = []
-    with rustloader.report(loader, told.append):
+    reported = []
+    with rustloader.report(loader, reported.append):
         assert len(list(loader)) == 6
-    for stats in (rustloader.stats(loader), *told):
+    for stats in (rustloader.stats(loader), *reported):
         assert (stats.num_workers, stats.batches, len(stats.workers), stats.note) == (2, 6, 2, "")
 
 
@@ -188,8 +188,11 @@ def test_a_fallback_is_logged_once_per_loader_and_reason(monkeypatch, caplog):
         list(loader), list(loader)
     second = "_try_put_index of torch's own iterator was replaced"
     assert lines() == [first, first, second]
-    assert {(it.reason, it.count) for it in rustloader.stats(loader).fallbacks} == {(first, 3), (second, 2)}
-    # Nothing of that stands in the loader.
+    assert {(fallback.reason, fallback.count) for fallback in rustloader.stats(loader).fallbacks} == {
+        (first, 3),
+        (second, 2),
+    }
+    # Nothing of this is stored in the loader.
     assert set(vars(loader)) == before
 
 
@@ -205,7 +208,7 @@ def test_reasons_that_differ_in_numbers_alone_are_one(monkeypatch, caplog):
     assert [r.getMessage() for r in caplog.records] == [
         "a DataLoader runs on torch's own iterator: 1000 bytes are left"
     ]
-    assert [(it.reason, it.count) for it in rustloader.stats(loader).fallbacks] == [("1000 bytes are left", 3)]
+    assert [(entry.reason, entry.count) for entry in rustloader.stats(loader).fallbacks] == [("1000 bytes are left", 3)]
 
 
 TRY_PUT_INDEX = torch.utils.data.dataloader._MultiProcessingDataLoaderIter._try_put_index
@@ -226,7 +229,7 @@ def test_who_used_the_cores(persistent):
 
 
 def test_the_cores_are_divided_among_main_workers_and_others(monkeypatch):
-    """2 cores, 10 s: 18 s of all processes, of which 5 are main's, and 1 each worker's, half of it in its start."""
+    """Of 2 cores, all processes use 18 s in 10 s: main 5 s, and each worker 1 s, half of it in its start."""
     from rustloader.metrics import cpu_time
     from rustloader.system import cores
 

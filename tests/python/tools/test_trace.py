@@ -1,4 +1,4 @@
-"""`rustloader.trace` and its command: the file is valid, counts what happened, and has the times of a stopwatch."""
+"""`rustloader.trace` and its command: the file is valid, has every event, and agrees with a stopwatch."""
 
 import collections
 import errno
@@ -56,7 +56,7 @@ class Fails(Dataset):
 
 
 class Dies(Dataset):
-    """Ends its process at an index, the first time."""
+    """Kills its process at sample 20, once."""
 
     def __init__(self, marker, seconds=0.1):
         self.marker, self.seconds = marker, seconds
@@ -78,7 +78,7 @@ def load(path):
 
 
 def check(events):
-    """Checks the events by the format's description. Returns the slices by the name of their row."""
+    """Checks the events against the format's description. Returns the slices by the name of their row."""
     rows, threads = collections.defaultdict(list), {}
     for event in events:
         assert {"ph", "pid", "tid", "ts"} | PHASES[event["ph"]] <= set(event), event
@@ -101,7 +101,7 @@ def check(events):
 def check_nesting(row):
     """Slices of a row are disjoint, or one contains the other and comes before it in the file."""
     open_until = []
-    for event in sorted(row, key=lambda it: it["ts"]):  # stable
+    for event in sorted(row, key=lambda event: event["ts"]):  # stable
         begin, end = event["ts"], event["ts"] + event["dur"]
         while open_until and open_until[-1] <= begin and not (begin == end == open_until[-1]):
             open_until.pop()
@@ -118,8 +118,8 @@ def instants(events, name):
 
 
 def about(events, name="rustloader_trace"):
-    (found,) = (event["args"] for event in events if event["name"] == name)
-    return found
+    (args,) = (event["args"] for event in events if event["name"] == name)
+    return args
 
 
 def batches_of(slices):
@@ -139,13 +139,13 @@ def test_slices_are_counted_against_batches_and_samples(method, persistent, tmp_
     assert set(rows) <= {f"0 Sleepy: {row}" for row in ("main", "worker 0", "worker 1")}
     expected = [(epoch, batch) for epoch in range(2) for batch in range(4)]
     for name in ("batch", "next"):
-        assert batches_of([it for it in named(rows, name) if "args" in it]) == expected
-    assert batches_of(named(rows, "batch", "worker 1")) == [it for it in expected if it[1] % 2]
+        assert batches_of([event for event in named(rows, name) if "args" in event]) == expected
+    assert batches_of(named(rows, "batch", "worker 1")) == [batch for batch in expected if batch[1] % 2]
     for name in ("fetch", "collate", "send"):
         assert len(named(rows, name)) == 8
-    assert sorted(it["args"]["index"] for it in named(rows, "sample")) == sorted([*range(12)] * 2)
+    assert sorted(event["args"]["index"] for event in named(rows, "sample")) == sorted([*range(12)] * 2)
     assert len(named(rows, "step")) == 8
-    assert [it["args"]["epoch"] for it in instants(events, "epoch")] == [0, 1]
+    assert [event["args"]["epoch"] for event in instants(events, "epoch")] == [0, 1]
     assert len(instants(events, "started")) == (2 if persistent else 4)
     for phase in "sf":
         assert len([event for event in events if event["ph"] == phase]) == 8
@@ -185,7 +185,7 @@ def test_workers_that_run_when_it_begins_are_traced_and_no_more_after_its_end(tm
             list(loader)
         rows = check(load(path))
         assert len(named(rows, "batch")) == 4
-        assert {it["args"]["epoch"] for it in named(rows, "batch")} == {2 * round + 1}
+        assert {event["args"]["epoch"] for event in named(rows, "batch")} == {2 * round + 1}
         list(loader)
 
 
@@ -200,7 +200,7 @@ def test_it_may_begin_and_end_within_an_epoch(tmp_path):
 
 
 def check_open(events):
-    """`check` for a trace that begins within an epoch: the begins of some arrows are before it."""
+    """`check` for a trace that begins within an epoch: some arrows begin before it."""
     starts = {event["id"] for event in events if event["ph"] == "s"}
     return check([event for event in events if event["ph"] != "f" or event["id"] in starts])
 
@@ -217,7 +217,7 @@ def test_loaders_without_workers(tmp_path):
     rows = check(load(tmp_path / "run.json"))
     assert batches_of(named(rows, "fetch", "0 slow: main")) == [(e, b) for e in range(2) for b in range(3)]
     assert batches_of(named(rows, "fetch", "1 fast: main")) == [(e, b) for e in range(2) for b in range(2)]
-    assert sum(it["dur"] for it in named(rows, "fetch", "0 slow")) >= 2 * 6 * 2000
+    assert sum(event["dur"] for event in named(rows, "fetch", "0 slow")) >= 2 * 6 * 2000
     assert len(named(rows, "step", "0 slow")) == 4
 
 
@@ -237,7 +237,7 @@ def test_an_iterable_dataset_ends_without_a_batch(tmp_path):
     rows = check(load(tmp_path / "run.json"))
     assert len(named(rows, "batch")) == len(named(rows, "send")) == 6
     assert len(named(rows, "sample")) == 10
-    assert not [it for it in named(rows, "sample") if "args" in it]
+    assert not [event for event in named(rows, "sample") if "args" in event]
 
 
 def test_an_exception_in_a_sample_and_one_in_the_loop(tmp_path):
@@ -246,7 +246,7 @@ def test_an_exception_in_a_sample_and_one_in_the_loop(tmp_path):
         list(loader)
     rows = check_open(load(tmp_path / "run.json"))
     assert (0, 1) in batches_of(named(rows, "batch"))
-    assert 3 not in [it["args"]["index"] for it in named(rows, "sample")]
+    assert 3 not in [event["args"]["index"] for event in named(rows, "sample")]
 
 
 @pytest.mark.warns
@@ -260,9 +260,9 @@ def test_a_worker_that_is_killed_leaves_whole_events(tmp_path):
     assert died["args"] == {"batch": 5, "epoch": 0}
     assert len(instants(events, "started")) == 2 and len(instants(events, "restarted")) == 1
     # Batch 5 was begun twice, and the cut-off slice lasts until the death.
-    again = [it for it in named(rows, "batch") if it["args"]["batch"] == 5]
-    assert len(again) == 2 and again[0]["dur"] >= 100_000
-    assert {it[1] for it in batches_of(named(rows, "batch"))} == set(range(10))
+    attempts = [event for event in named(rows, "batch") if event["args"]["batch"] == 5]
+    assert len(attempts) == 2 and attempts[0]["dur"] >= 100_000
+    assert {batch[1] for batch in batches_of(named(rows, "batch"))} == set(range(10))
 
 
 def test_a_final_death_and_its_trace(tmp_path):
@@ -285,7 +285,7 @@ def test_a_worker_that_is_stuck(tmp_path):
     rows = check(events)
     (stalled,), (died,) = instants(events, "stalled"), instants(events, "died")
     assert stalled["args"] == died["args"] == {"batch": 5, "epoch": 0} and stalled["ts"] <= died["ts"]
-    assert max(it["dur"] for it in named(rows, "fetch")) >= 1_000_000
+    assert max(event["dur"] for event in named(rows, "fetch")) >= 1_000_000
 
 
 def test_a_saved_state(tmp_path):
@@ -304,9 +304,9 @@ def test_only_the_last_seconds(tmp_path):
     with rustloader.trace(tmp_path / "run.json", seconds=0.3):
         list(loader)
     rows = check_open(load(tmp_path / "run.json"))
-    kept = [it["args"]["batch"] for it in named(rows, "batch")]
+    kept = [event["args"]["batch"] for event in named(rows, "batch")]
     assert kept == list(range(kept[0], 60)) and 1 <= len(kept) <= 30
-    times = [it["ts"] for row in rows.values() for it in row]
+    times = [event["ts"] for row in rows.values() for event in row]
     assert max(times) - min(times) <= 2_000_000
 
 
@@ -329,7 +329,7 @@ def test_a_compressed_file_and_the_size_of_events(tmp_path):
         with rustloader.trace(tmp_path / name):
             list(loader)
         assert len(named(check(load(tmp_path / name)), "batch")) == 1000
-    # 100,000 batches take 30 MB at most.
+    # 100,000 batches take 30 MB at most when compressed.
     assert (tmp_path / "run.json.gz").stat().st_size <= 300 * 1000
     assert (tmp_path / "run.json").stat().st_size <= 1100 * 1000
 
@@ -396,7 +396,7 @@ def test_copies_to_a_device_have_a_row(tmp_path):
     copies = named(rows, "copy", f"1 to {device.device}: main")
     assert len(copies) == 4
     # A batch is queued after the call that took it from the loader.
-    taken = [it["ts"] + it["dur"] for it in named(rows, "next", "0 Numbers: main") if "args" in it]
+    taken = [event["ts"] + event["dur"] for event in named(rows, "next", "0 Numbers: main") if "args" in event]
     assert all(end <= copy["ts"] for end, copy in zip(taken, copies, strict=True))
 
 
@@ -428,7 +428,7 @@ def test_records_become_slices():
             (0, "fetch", 55, 30, 0, 0),
             (0, "pack", 85, 3, 0, 0),
             (0, "publish", 88, 2, 0, 0),
-            # The second batch is cut off, and the third is not sent.
+            # Worker 0 dies during its second batch, and worker 1 sends none.
             (0, "fetch", 90, 10, 2, 0),
             (0, "died", 100, 0, 2, 0),
             (1, "fetch", 20, 9, 1, 0),
@@ -462,22 +462,26 @@ print(os.getpid())
 
 
 def test_the_clock_is_that_of_torchs_profiler(tmp_path):
-    # In a process of its own: the profiler leaves a thread.
+    # In a process of its own: the profiler leaves a thread behind.
     status, out, err = run_script(PROFILED, cwd=tmp_path)
     assert status == 0, err
-    ours, torchs = load(tmp_path / "ours.json"), load(tmp_path / "torchs.json")
-    assert about(ours)["baseTimeNanoseconds"] == torchs["baseTimeNanoseconds"]
+    trace, profile = load(tmp_path / "ours.json"), load(tmp_path / "torchs.json")
+    assert about(trace)["baseTimeNanoseconds"] == profile["baseTimeNanoseconds"]
     assert files.merge([str(tmp_path / "ours.json"), str(tmp_path / "torchs.json")], str(tmp_path / "all.json"))
     events = load(tmp_path / "all.json")
-    mine = [it for it in events if it["ph"] == "X" and it["name"] == "step"]
-    steps = [it for it in events if it["ph"] == "X" and it["name"] == "the step"]
-    nexts = [it for it in events if it["ph"] == "X" and "DataLoader" in it["name"] and "__next__" in it["name"]]
-    assert len(mine) == len(steps) == 5 and nexts
-    assert {it["pid"] for it in mine} == {it["pid"] for it in steps} == {int(out)}
-    for ours, torchs in zip(mine, steps, strict=True):
-        # Within a step of the loop lies torch's, up to a millisecond.
-        assert ours["ts"] - 1000 <= torchs["ts"]
-        assert torchs["ts"] + torchs["dur"] <= ours["ts"] + ours["dur"] + 1000
+    steps = [event for event in events if event["ph"] == "X" and event["name"] == "step"]
+    profiled_steps = [event for event in events if event["ph"] == "X" and event["name"] == "the step"]
+    nexts = [
+        event
+        for event in events
+        if event["ph"] == "X" and "DataLoader" in event["name"] and "__next__" in event["name"]
+    ]
+    assert len(steps) == len(profiled_steps) == 5 and nexts
+    assert {event["pid"] for event in steps} == {event["pid"] for event in profiled_steps} == {int(out)}
+    for step, profiled in zip(steps, profiled_steps, strict=True):
+        # The profiler's slice lies within the step, to within a millisecond.
+        assert step["ts"] - 1000 <= profiled["ts"]
+        assert profiled["ts"] + profiled["dur"] <= step["ts"] + step["dur"] + 1000
 
 
 def test_files_of_ranks_merge_into_one(tmp_path):
@@ -487,24 +491,24 @@ def test_files_of_ranks_merge_into_one(tmp_path):
         with rustloader.trace(path):
             list(DataLoader(Numbers(8), batch_size=2, num_workers=1))
         events[rank] = load(path)
-    # The second one's clock counts from another time.
-    clock = next(it for it in events[1] if it["name"] == slices.CLOCK)["args"]
+    # The second file's clock counts from another origin.
+    clock = next(event for event in events[1] if event["name"] == slices.CLOCK)["args"]
     clock["baseTimeNanoseconds"] -= 5_000_000_000
-    later = [it | {"ts": it["ts"] + 5_000_000 * (it["ph"] != "M")} for it in events[1]]
+    later = [event | {"ts": event["ts"] + 5_000_000 * (event["ph"] != "M")} for event in events[1]]
     (tmp_path / "1.json").write_text(json.dumps(later))
-    # The third has lost its end.
+    # The third file is truncated.
     (tmp_path / "2.json").write_text((tmp_path / "0.json").read_text().rpartition("\n{")[0][:-30])
     given, result = [str(tmp_path / f"{k}.json") for k in range(3)], tmp_path / "all.json.gz"
     assert cli.main(["trace", "merge", *given, "-o", str(result)]) == 0
     merged = load(result)
     pids = [os.getpid() + k * 100_000_000 for k in range(3)]
-    assert {it["pid"] for it in merged} == {*pids}
-    times = {pid: [it["ts"] for it in merged if it["pid"] == pid and it["ph"] != "M"] for pid in pids}
-    # By the first one's clock each event is where it was.
+    assert {event["pid"] for event in merged} == {*pids}
+    times = {pid: [event["ts"] for event in merged if event["pid"] == pid and event["ph"] != "M"] for pid in pids}
+    # On the first file's clock, each event has its original time.
     for rank in range(2):
-        assert times[pids[rank]] == [it["ts"] for it in events[rank] if it["ph"] != "M"]
+        assert times[pids[rank]] == [event["ts"] for event in events[rank] if event["ph"] != "M"]
     assert 0 < len(times[pids[2]]) < len(times[pids[0]])
-    ids = collections.Counter(it["id"] for it in merged if it["ph"] == "s")
+    ids = collections.Counter(event["id"] for event in merged if event["ph"] == "s")
     assert set(ids.values()) == {1}
 
 
@@ -552,7 +556,7 @@ def test_a_rank_has_its_own_file(tmp_path):
     program = ["-m", "rustloader", "trace", "-o", "{rank}.json", "train.py"]
     source = f"import subprocess, sys; subprocess.run([sys.executable, *{program!r}], check=True)"
     assert run_script(source, head="", cwd=tmp_path, environment={"RANK": "3"})[0] == 0
-    (name,) = [it["args"] for it in load(tmp_path / "3.json") if it["name"] == "process_name"]
+    (name,) = [event["args"] for event in load(tmp_path / "3.json") if event["name"] == "process_name"]
     assert name == {"name": "train.py rank 3"}
 
 

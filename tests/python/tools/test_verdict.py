@@ -1,4 +1,4 @@
-"""The verdict, by figures alone: a table of loaders with their verdicts, and what holds for each verdict."""
+"""Verdicts on made-up figures: a table of loaders with their verdicts, and what holds for every verdict."""
 
 import dataclasses
 import re
@@ -32,7 +32,7 @@ MS = 1e-3
 
 def given(batches=100, step=0.0, waited=0.0, own=0.0, fetch=1.0, collate=0.0, workers=2, **more):
     """A loader's statistics; times are milliseconds per batch. `fetch` may be a list, by worker. `cpu` and `queued` are
-    shares of the workers' time at work, and `fetch_cpu` of their time in the dataset (default: as `cpu`)."""
+    shares of the workers' busy time, `fetch_cpu` is a share of their time in the dataset (default: as `cpu`)."""
     of_worker = fetch if isinstance(fetch, list) else [fetch] * workers
     tasks = batches // workers
     pack, start = more.pop("pack", 0.0), more.pop("start", 0.0)
@@ -72,7 +72,7 @@ def slow(index, ms, worker=0):
 
 
 def partly_known(stats):
-    """The same, but the processor time of the first worker is unknown, and that of half the second's work."""
+    """The same statistics, but without the processor time of the first worker and of half of the second one's work."""
     first, second = stats.workers
     first = dataclasses.replace(first, cpu_seconds=None, queued_seconds=None, unmeasured_seconds=first.busy_seconds)
     cpu, queued = second.cpu_seconds / 2, second.queued_seconds / 2
@@ -82,7 +82,7 @@ def partly_known(stats):
 
 
 def blocked_by_some(**more):
-    """A loader on four workers, whose every tenth batch takes 60 ms and the others 4.5 ms."""
+    """A loader with four workers. Every tenth batch takes 60 ms, the others 4.5 ms."""
     scheduling = more.pop("scheduling", {})
     recent = tuple((60 if n % 10 == 5 else 4.5) * MS for n in range(200))
     values = {"workers": 4, "fetch": 10.05, "waited": 5, "own": 0.01, "blocked_seconds": 0.45, "recent_seconds": recent}
@@ -232,7 +232,7 @@ TABLE = {
         None,
     ),
     "storage, with threads that share a core": (
-        # They compute for a fifth of the time, so five would keep a core busy.
+        # They compute for a fifth of the time, so five threads would keep a core busy.
         lambda: given(workers=2, step=1, waited=40, fetch=400, cpu=0.2, queued=0, scheduling=SchedulingStats()),
         "storage",
         ["use worker_threads=5 or num_workers=8 and measure again"],
@@ -294,7 +294,7 @@ TABLE = {
         None,
     ),
     "a loop that only counts": (
-        # 150 us between two batches are no training step.
+        # 150 us between two batches is not a training step.
         lambda: given(waited=1.5, own=0.02, step=0.15, fetch=3.3, cores=2, cpu=1.0, queued=0.0, workers=1),
         "workers",
         ["this loop has no training step"],
@@ -546,7 +546,7 @@ TABLE = {
         None,
     ),
     "fewer workers than there were": (
-        # The six that are gone have done nothing in this while.
+        # The six workers that have ended did nothing in this period.
         lambda: dataclasses.replace(given(workers=8, fetch=[100] * 2 + [0] * 6, waited=18, step=2), num_workers=2),
         "workers",
         ["2 workers"],
