@@ -97,7 +97,7 @@ OPTIONS = ("dispatch", "reorder_window", "worker_threads", "seed_by", "overlap_e
 BATCHES = ("batch sampler", "list of batches", "array of batches")
 
 # Samplers whose order depends on no generator of the main process.
-WITHOUT_GENERATOR = ("default", "sequential", "distributed", *BATCHES, "tensors", "odd indices")
+FIXED_ORDER = ("default", "sequential", "distributed", *BATCHES, "tensors", "odd indices")
 
 # Patterns that give the same batches with any workers if the random numbers are the same.
 SEEDED_PATTERNS = (
@@ -322,7 +322,7 @@ def why_invalid_if_seeded(p):
         return "the program behaves differently without workers"
     if p.pattern not in SEEDED_PATTERNS:
         return "without workers, or with fewer, the loader is at another position"
-    if p.persistent and p.sampler not in WITHOUT_GENERATOR:
+    if p.persistent and p.sampler not in FIXED_ORDER:
         return "without persistent workers, each epoch draws a base seed, which changes the sampler's draws"
     if p.persistent and p.pattern in ("pickled", "copied", "deep copied", "dataset changed"):
         return "persistent workers have an earlier copy"

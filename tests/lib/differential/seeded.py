@@ -7,7 +7,7 @@ import collections
 import dataclasses
 import json
 
-from .program import WITHOUT_GENERATOR
+from .program import FIXED_ORDER
 
 
 def runs(program):
@@ -33,12 +33,7 @@ def runs(program):
 def may_persist(program):
     """Whether persistent workers change nothing: they keep an earlier copy of the dataset, and only one base
     seed is drawn."""
-    return program.sampler in WITHOUT_GENERATOR and program.pattern in (
-        "full epochs",
-        "break",
-        "in a thread",
-        "guarded",
-    )
+    return program.sampler in FIXED_ORDER and program.pattern in ("full epochs", "break", "in a thread", "guarded")
 
 
 def differences(program, records):
