@@ -98,14 +98,14 @@ def _is_sampler_error(events, k):
     return sampler_failed and events[k][0] == "next" and events[k][2] == "error"
 
 
-def _forget_views(described):
+def _mask_views(described):
     """Masks in a batch, as described by describe.value(), which tensors and arrays are views."""
     if isinstance(described, list):
         is_array = described[:1] in ARRAYS and len(described) > IS_VIEW
         if is_array or (len(described) > IS_VIEW + 2 and isinstance(described[IS_VIEW + 2], dict)):
             described[IS_VIEW] = "a view or not"
         for part in described:
-            _forget_views(part)
+            _mask_views(part)
 
 
 # The start of an array's description by describe.value().
@@ -129,7 +129,7 @@ def samples_that_are_cached(program, reference, actual):
                 if event[0] == "worker":
                     event[1][CLASS_OF_DATASET] = "cached"
                 elif event[0] == "next" and program.num_workers == 0:
-                    _forget_views(event[3])
+                    _mask_views(event[3])
         if program.init == "none":
             for name in [name for name in record["workers"] if not name.startswith("1-")]:
                 events = record["workers"][name]

@@ -30,7 +30,7 @@ def attributes_of_options(program, reference, actual):
 
 def worker_of_a_batch(program, reference, actual):
     """Whichever worker is free claims a task from a shared queue: no task is assigned to a worker in advance, and an
-    error may name another one. (``who_calls_when`` leaves the calls of all workers together to be compared.)"""
+    error may name another one. (``who_calls_when`` merges the calls of all workers, which are compared.)"""
     if not program.shares:
         return
     for record in (reference, actual):
@@ -119,7 +119,7 @@ def generators_in_an_epoch(program, reference, actual):
                 event[1:] = []
 
 
-def frames_of_torchs_fetcher(program, reference, actual):
+def frames_of_torch_fetcher(program, reference, actual):
     """Threads fetch the samples, so the traceback in an error's text shows other lines of torch's fetcher."""
     if not program.has_threads:
         return
@@ -220,7 +220,7 @@ INTENDED = [
     sampler_is_ahead,
     ended_sampler,
     generators_in_an_epoch,
-    frames_of_torchs_fetcher,
+    frames_of_torch_fetcher,
     seeds,
     who_calls_when,
     samples_of_the_next_epoch,

@@ -33,7 +33,7 @@ LIMIT = 60
 BY_WORKER = "worker_idx" in inspect.signature(torch_dataloader._MultiProcessingDataLoaderIter._process_data).parameters
 
 # The last event of each record.
-KEPT = "kept batches are what they were"
+KEPT = "kept batches are unchanged"
 
 
 class Remote(LoopbackContext):

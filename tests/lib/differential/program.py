@@ -234,7 +234,7 @@ class Program:
     def is_ordered(self):
         """Whether torch's order of batches is the same in every run.
 
-        It is not without `in_order`, nor if workers of an iterable dataset end at different tasks: then timing
+        It is not the same without `in_order`, nor if workers of an iterable dataset end at different tasks: then timing
         decides which worker gets the next task.
         """
         if self.num_workers <= 1:
@@ -273,7 +273,7 @@ class Program:
 
 
 def why_invalid_with_options(p):
-    """The same for options: what would depend on how far ahead the sampler is, or on which worker makes a batch."""
+    """Like `why_invalid`, for what options change: how far ahead the sampler is, and which worker makes a batch."""
     if p.given == "install" and not p.options:
         return "nothing to install"
     if p.overlap_epochs and p.given == "keyword" and not (p.persistent and p.num_workers and p.is_map):
@@ -334,7 +334,7 @@ def why_invalid_if_seeded(p):
 
 
 def why_invalid_with_cache(p):
-    """The same for a cached dataset, which must always make the same samples."""
+    """Like `why_invalid`, for a cached dataset, which must always make the same samples."""
     if not p.is_map:
         return "only samples with indices are cached"
     if p.depends_on_worker or p.seed_by or "sample seed" in p.samples:

@@ -13,7 +13,7 @@ _walks = itertools.count()
 
 
 class Recording(Part, data.Sampler):
-    """Records the calls of a sampler, and passes on the indices of another one."""
+    """Records the calls to a sampler, and passes on its indices."""
 
     def __init__(self, program, recorder, inner):
         super().__init__(program, recorder)

@@ -12,7 +12,7 @@ from .program import FIXED_ORDER
 
 def runs(program):
     """The runs of a program whose records are compared: (loader, program). Usually both loaders run the program; if
-    ``seed_by`` decides what it draws, rustloader's runs it without workers, as it is, and with other workers."""
+    ``seed_by`` decides what it draws, rustloader's runs it without workers, unchanged, and with other workers."""
     if not program.is_seeded:
         return [("torch", program), ("rustloader", program)]
     plain = dict.fromkeys(("prefetch_factor", "dispatch", "reorder_window", "overlap_epochs"))

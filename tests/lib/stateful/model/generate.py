@@ -6,7 +6,7 @@ from .program import DATASETS, SAMPLERS, Program, Settings, changed, why_invalid
 
 # Interrupts come with these samplers only: in the Python code of others, or of a dataset without workers, an interrupt
 # would abort what that code does.
-UNINTERRUPTED = ("sequential", "shuffle", "shuffle with generator", "distributed")
+INTERRUPTIBLE = ("sequential", "shuffle", "shuffle with generator", "distributed")
 WAYS = ("dict", "json", "pickle", "torch")
 
 
@@ -51,11 +51,11 @@ def first_settings(draws):
         seed_by=draws.choice(["worker", "worker", "batch", "sample"]),
         errors=tuple(i for i in indices if draws.random() < 0.1) if is_map and draws.random() < 0.25 else (),
         slow=tuple(i for i in indices if draws.random() < 0.2) if draws.random() < 0.4 else (),
-        **loaders_own(draws),
+        **changeable_settings(draws),
     )
 
 
-def loaders_own(draws):
+def changeable_settings(draws):
     """Settings that may change from loader to loader."""
     workers = draws.choice([0, 0, 1, 1, 1, 2, 2, 2, 2, 3, 4])
     prefetch = draws.choice([1, 2, 2, 3])
@@ -73,7 +73,7 @@ def loaders_own(draws):
 def next_step(draws, settings):
     kind = draws.choices(["next", "end", "iter", "save", "resume", "kill", "interrupt"], [34, 9, 5, 24, 22, 2, 4])[0]
     # An interrupt that comes while a sample's error is raised replaces the error.
-    uncertain = not settings.num_workers or settings.errors or settings.sampler not in UNINTERRUPTED
+    uncertain = not settings.num_workers or settings.errors or settings.sampler not in INTERRUPTIBLE
     if kind == "interrupt" and uncertain:
         kind = "next"
     if kind in ("next", "interrupt"):
@@ -91,9 +91,9 @@ def next_step(draws, settings):
 
 
 def changes(draws, settings):
-    """Changes of the settings, to those of another loader that may load the state."""
+    """Changes to the settings of another loader that may load the state."""
     while True:
-        own = loaders_own(draws)
+        own = changeable_settings(draws)
         if draws.random() < 0.3:
             own = {name: own[name] for name in ("every",)}
         elif settings.is_bound:
