@@ -1,6 +1,6 @@
-"""A stand-in accelerator: torch's own way to pinned memory on machines without a device (`host.cpp`).
+"""A stand-in accelerator (`host.cpp`), with which torch itself pins memory on machines without a device.
 
-`build()` compiles it, once for each torch; `register()` makes it this process's accelerator, permanently.
+`build()` compiles it, once for each version of torch; `register()` makes it this process's accelerator, permanently.
 """
 
 import ctypes
@@ -21,36 +21,36 @@ NAME = "pinnable"
 
 
 def library():
-    """Where the compiled backend lies for this torch and this source."""
+    """The path of the backend that is compiled from this source for this version of torch."""
     digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]
     key = f"{torch.__version__}-{sys.implementation.cache_tag}-{digest}"
     return HERE.parents[2] / "target" / "test-backend" / key / "rustloader_test_host.so"
 
 
 def build():
-    """Compiles the backend unless that has been done; returns why that cannot be, or None.
+    """Compiles the backend if it is not compiled yet; returns why that is impossible, or None.
 
-    In a process of its own: cpp_extension loads what it has built, and that would stay.
+    Compiles in a process of its own: cpp_extension loads the library that it builds, which would stay loaded.
     """
     if library().exists():
         return None
     if shutil.which(os.environ.get("CXX", "c++")) is None:
-        return "there is no C++ compiler (c++, or what CXX names)"
-    # cpp_extension searches PATH for ninja; pip installs it beside the interpreter.
+        return "there is no C++ compiler (c++, or the one that CXX names)"
+    # cpp_extension searches PATH for ninja; pip installs it in the interpreter's folder.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     if shutil.which("ninja", path=path) is None:
-        return "there is no ninja (pip install ninja)"
+        return "ninja is not installed (pip install ninja)"
     library().parent.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run([sys.executable, __file__], env=os.environ | {"PATH": path}, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(f"{SOURCE} could not be compiled:\n{done.stdout}\n{done.stderr}")
+    result = subprocess.run([sys.executable, __file__], env=os.environ | {"PATH": path}, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise RuntimeError(f"{SOURCE} could not be compiled:\n{result.stdout}\n{result.stderr}")
     return None
 
 
 def compile_here():
     from torch.utils import cpp_extension
 
-    # A folder of its own: one that a build was killed in stays locked.
+    # A fresh folder: a build that is killed leaves its folder locked.
     with tempfile.TemporaryDirectory(dir=library().parent) as folder:
         cpp_extension.load(
             library().stem,
@@ -64,7 +64,7 @@ def compile_here():
 
 
 def register():
-    """Makes the backend this process's accelerator; gives what it counts."""
+    """Makes the backend this process's accelerator; returns the library, whose functions read its counters."""
     torch.ops.load_library(str(library()))
     torch.utils.rename_privateuse1_backend(NAME)
     module = types.ModuleType(NAME)

@@ -1,7 +1,7 @@
-// A backend for PrivateUse1 without devices' memory: what torch needs to find an accelerator, with two devices, and a
-// host allocator that counts. Memory of freed blocks is handed out again, last freed first, full of 0xEE.
+// A backend for PrivateUse1 without device memory: what torch needs to find an accelerator with two devices, and a host
+// allocator that counts. A freed block is reused for an allocation of the same size; each block is filled with 0xEE.
 //
-// No keyword `override`: older torches do not have all of these functions.
+// Many functions have no `override`, because older versions of torch do not declare all of them.
 
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/Allocator.h>
@@ -30,9 +30,9 @@ struct Host {
   std::multimap<size_t, void*> idle;
   int64_t allocations = 0;
   int64_t reused = 0;
-  // The n-th allocation from now on is refused; 0: none.
+  // Countdown to the allocation that is refused; 0 for none.
   int64_t refuse = 0;
-  // Of the last allocation.
+  // The thread and the device of the last allocation.
   char thread[16] = "";
   c10::DeviceIndex device = -1;
 
@@ -43,10 +43,10 @@ struct Host {
     pthread_getname_np(pthread_self(), thread, sizeof thread);
     device = current_device;
     void* memory = nullptr;
-    auto found = idle.find(size);
-    if (found != idle.end()) {
-      memory = found->second;
-      idle.erase(found);
+    auto it = idle.find(size);
+    if (it != idle.end()) {
+      memory = it->second;
+      idle.erase(it);
       ++reused;
     } else {
       memory = std::aligned_alloc(64, (size + 63) / 64 * 64);
@@ -58,9 +58,9 @@ struct Host {
 
   void release(void* memory) {
     std::lock_guard<std::mutex> guard(lock);
-    auto found = live.find(reinterpret_cast<uintptr_t>(memory));
-    idle.emplace(found->second, memory);
-    live.erase(found);
+    auto it = live.find(reinterpret_cast<uintptr_t>(memory));
+    idle.emplace(it->second, memory);
+    live.erase(it);
   }
 
   bool owns(const void* memory) {
@@ -68,12 +68,12 @@ struct Host {
     auto address = reinterpret_cast<uintptr_t>(memory);
     auto after = live.upper_bound(address);
     if (after == live.begin()) return false;
-    auto found = std::prev(after);
-    return address < found->first + found->second;
+    auto it = std::prev(after);
+    return address < it->first + it->second;
   }
 };
 
-// Never destroyed: tensors may outlive the end of main.
+// Never destroyed: tensors may outlive main().
 Host& host() {
   static Host* host = new Host;
   return *host;

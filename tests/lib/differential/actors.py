@@ -9,15 +9,16 @@ import re
 import ray_cluster
 
 ADDRESS = "RUSTLOADER_TEST_RAY_ADDRESS"
-# Ray's own lines on stderr.
-LINE = re.compile(r"^\[\d{4}-\d\d-\d\d [\d:,]+ [A-Z] \d+ \d+\] .*\n", re.MULTILINE)
-# What a worker says of its process, which is no child of main: its name twice, its class, whether it is a daemon.
+# Ray's own log lines on stderr.
+LOG_LINE = re.compile(r"^\[\d{4}-\d\d-\d\d [\d:,]+ [A-Z] \d+ \d+\] .*\n", re.MULTILINE)
+# The number of facts that a worker records about its process, which is not a child of main: its name twice, its class,
+# and whether it is a daemon.
 PROCESS_FACTS = 4
 
 
 @contextlib.contextmanager
 def cluster():
-    """A cluster for the programs that run within, unless there is one for them."""
+    """Starts a cluster for the programs that run in this context, unless the environment names one."""
     if ADDRESS in os.environ:
         yield
         return
@@ -27,7 +28,7 @@ def cluster():
 
 
 def connect():
-    """Connects a program's process, before anything is recorded."""
+    """Connects a program's process to the cluster, before anything is recorded."""
     import ray
 
     ray.init(address=os.environ[ADDRESS], log_to_driver=False, logging_level=logging.ERROR, configure_logging=True)
@@ -38,7 +39,7 @@ def _type():
     import rustloader.ray
 
     class Actors(rustloader.ray.RayContext):
-        """Looks like torch's context to those who compare them."""
+        """Reports the start method of torch's context, so that the records match."""
 
         _name = "forkserver"
 
@@ -49,13 +50,13 @@ def _type():
 
 
 def context():
-    """Workers as actors that take hardly any of the cluster."""
+    """A context whose workers are actors that take hardly any of the cluster's resources."""
     return _type()(num_cpus=0.01)
 
 
 def without_process(record):
-    """A record without what workers say of their processes, and without Ray's lines."""
-    record["stderr"] = LINE.sub("", record["stderr"])
+    """Masks what the workers recorded about their processes, and removes Ray's log lines."""
+    record["stderr"] = LOG_LINE.sub("", record["stderr"])
     for events in record["workers"].values():
         for event in events:
             if event[0] == "worker":

@@ -1,4 +1,4 @@
-"""Compares the records of the two loaders; what is not equal and not intended is a difference."""
+"""Compares the records of the two loaders; whatever is neither equal nor intended is a difference."""
 
 import collections
 import json
@@ -10,52 +10,52 @@ NAMES = ("torch's run", "our run", "our other run")
 
 
 def differences(program, *records):
-    """Texts, one for each difference; none when all is as it should be. The records are of ``seeded.runs(program)``."""
+    """A text for each difference. The records are those of ``seeded.runs(program)``, in the same order."""
     broken = [f"{name}: {r['broken']}" for name, r in zip(NAMES, records, strict=False) if "broken" in r]
     if broken:
         return broken
     if program.start_method == "ray":
         records = [actors.without_process(record) for record in records]
-    found = [text for record in records[1:] for text in wrong_in_itself(records[0], record)]
+    texts = [text for record in records[1:] for text in faults_of_run(records[0], record)]
     if program.is_seeded:
-        return found + seeded.differences(program, records)
-    theirs, ours = (json.loads(json.dumps(r)) for r in records)
-    found += intended.level(program, theirs, ours)
-    found += intended_options.level(program, theirs, ours)
-    found += main(program, theirs["main"], ours["main"])
-    return found + workers(program, theirs, ours)
+        return texts + seeded.differences(program, records)
+    reference, actual = (json.loads(json.dumps(r)) for r in records)
+    texts += intended.equalize(program, reference, actual)
+    texts += intended_options.equalize(program, reference, actual)
+    texts += main(program, reference["main"], actual["main"])
+    return texts + workers(program, reference, actual)
 
 
-def wrong_in_itself(theirs, ours):
-    found = []
-    if ours["handed over"]:
-        found.append(f"fell back to torch's iterator: {ours['handed over']}")
-    if ours["missing"]:
-        found.append(f"{ours['missing']} batches did not come from the engine")
-    if ours["stderr"] and describe.normal(ours["stderr"]) != describe.normal(theirs["stderr"]):
-        found.append(f"stderr: {ours['stderr']}\ntorch's: {theirs['stderr']}")
-    return found
+def faults_of_run(reference, actual):
+    faults = []
+    if actual["handed over"]:
+        faults.append(f"fell back to torch's iterator: {actual['handed over']}")
+    if actual["missing"]:
+        faults.append(f"{actual['missing']} batches did not come from the engine")
+    if actual["stderr"] and describe.normal(actual["stderr"]) != describe.normal(reference["stderr"]):
+        faults.append(f"stderr: {actual['stderr']}\ntorch's stderr: {reference['stderr']}")
+    return faults
 
 
-def first_difference(theirs, ours):
-    """None, or the first place where two lists differ, with what came before."""
-    for k in range(max(len(theirs), len(ours))):
-        a, b = (events[k] if k < len(events) else "nothing more" for events in (theirs, ours))
+def first_difference(reference, actual):
+    """Describes the first difference of two lists, with the element before it; None if they are equal."""
+    for k in range(max(len(reference), len(actual))):
+        a, b = (events[k] if k < len(events) else "nothing more" for events in (reference, actual))
         if a != b:
-            before = theirs[k - 1] if k else "the start"
-            return f"at {k}, after {short(before)}\n{parting(a, b)}"
+            before = reference[k - 1] if k else "the start"
+            return f"at {k}, after {short(before)}\n{innermost_difference(a, b)}"
     return None
 
 
-def parting(a, b, path=""):
-    """Where two values part, and what stands there."""
+def innermost_difference(a, b, path=""):
+    """Describes the innermost place where two values differ, and what each has there."""
     if type(a) is type(b) and isinstance(a, (list, dict)) and len(a) == len(b):
         keys = range(len(a)) if isinstance(a, list) else a
         for k in keys:
             if a[k] != (b[k] if isinstance(b, list) else b.get(k)):
                 head = short(a[0]) if isinstance(a, list) and isinstance(a[0], str) else ""
-                return parting(a[k], b[k], f"{path} {head}[{k}]")
-    return f"  at{path}\n  torch: {short(a)}\n  ours:  {short(b)}"
+                return innermost_difference(a[k], b[k], f"{path} {head}[{k}]")
+    return f"  at{path}\n  torch: {short(a)}\n  rustloader: {short(b)}"
 
 
 def short(event, limit=800):
@@ -66,18 +66,20 @@ def short(event, limit=800):
 # Main
 
 
-def main(program, theirs, ours):
+def main(program, reference, actual):
     if program.is_ordered:
-        different = first_difference(theirs, ours)
+        different = first_difference(reference, actual)
         return [f"main {different}"] if different else []
-    different = first_difference(*(skeleton(events) for events in (theirs, ours)))
+    different = first_difference(*(skeleton(events) for events in (reference, actual)))
     if different:
-        return [f"main (the order of batches apart) {different}"]
-    both = (passes(anonymous(program, events)) for events in (theirs, ours))
+        return [f"main, ignoring the order of batches, {different}"]
+    both = (passes(anonymous(program, events)) for events in (reference, actual))
     for number, (a, b) in enumerate(zip(*both, strict=True)):
         if a != b and "end" in (kind for _, kind, _ in a):
-            lost, more = (list((x - y).elements()) for x, y in ((a, b), (b, a)))
-            return [f"pass {number}, in any order\n  torch's alone: {lost[:3]}\n  ours alone: {more[:3]}"]
+            only_torch, only_rustloader = (list((x - y).elements()) for x, y in ((a, b), (b, a)))
+            return [
+                f"pass {number}, in any order\n  only torch: {only_torch[:3]}\n  only rustloader: {only_rustloader[:3]}"
+            ]
     return []
 
 
@@ -86,88 +88,89 @@ def is_item(event):
 
 
 def skeleton(events):
-    """Main's events without what is timing when batches come in any order: which batch, which error and so how many
-    batches there were to keep, the warnings about the count of batches."""
-    timing = ("status", "warning", "counters")
-    found = []
+    """Main's events without what depends on timing if batches arrive in any order: which batch or error arrives, how
+    many batches are kept, and the warnings about the number of batches."""
+    depends_on_timing = ("status", "warning", "counters")
+    kept = []
     for event in events:
         if is_item(event):
-            found.append(event[:2])
+            kept.append(event[:2])
         elif event[0] == play.KEPT:
-            found.append([event[0], all(event[1])])
-        elif event[0] not in timing:
-            found.append(event)
-    return found
+            kept.append([event[0], all(event[1])])
+        elif event[0] not in depends_on_timing:
+            kept.append(event)
+    return kept
 
 
 def anonymous(program, events):
-    """Which worker has made a batch of a map dataset is timing, too."""
+    """Masks worker IDs in events of a map dataset: which worker makes a batch depends on timing, too."""
     if not program.is_map:
         return events
     return json.loads(re.sub(r"worker process \d+", "some worker process", json.dumps(events)))
 
 
 def passes(events):
-    """What each pass over the data gave, as multisets; warnings among it."""
-    found, open_passes, last = [], {}, None
+    """What each pass over the data yielded, as multisets that include warnings."""
+    all_passes, open_passes, last = [], {}, None
     for event in events:
         if event[0] == "opened":
             open_passes[event[1]] = collections.Counter()
-            found.append(open_passes[event[1]])
+            all_passes.append(open_passes[event[1]])
         elif event[0] == "next":
             last = event[1]
             open_passes[last][("next", event[2], json.dumps(event[3]))] += 1
         elif event[0] == "warning" and last is not None:
             open_passes[last][("warning", event[1], json.dumps(event[2:]))] += 1
-    return found
+    return all_passes
 
 
 # Workers
 
 
-def workers(program, theirs, ours):
-    found = []
-    left_early = intended_options.was_left(program, theirs["main"])
-    names = sorted({*theirs["workers"], *ours["workers"]})
-    if any("nobody" in name for name in names):
-        found.append(f"calls outside of a worker's loop: {names}")
+def workers(program, reference, actual):
+    texts = []
+    is_partial = intended_options.ended_early(program, reference["main"])
+    names = sorted({*reference["workers"], *actual["workers"]})
+    if any("unknown" in name for name in names):
+        texts.append(f"calls outside a worker's loop: {names}")
     if not program.is_ordered and program.is_map:
-        return found + ([] if left_early else union(theirs["workers"], ours["workers"]))
+        return texts + ([] if is_partial else differences_of_all_workers(reference["workers"], actual["workers"]))
     for name in names:
-        a, b = (record["workers"].get(name, []) for record in (theirs, ours))
-        if left_early:
-            least = required(program, theirs["main"], name, names, max(a, b, key=len))
+        a, b = (record["workers"].get(name, []) for record in (reference, actual))
+        if is_partial:
+            least = required(program, reference["main"], name, names, max(a, b, key=len))
             if min(len(a), len(b)) < least and program.is_ordered:
-                found.append(f"worker {name}: {least} calls are behind the batches; torch {len(a)}, ours {len(b)}")
-            # In another order of batches it is timing how much a persistent worker does before it is reset; with a
-            # window it is another number of tasks.
+                texts.append(f"worker {name}: its batches need {least} calls; torch {len(a)}, rustloader {len(b)}")
+            # If batches arrive in any order, timing decides how much a persistent worker does before it is reset; a
+            # window changes the number of tasks.
             same_number = program.is_ordered and not program.has_window
             length = min(len(a), len(b)) if same_number or not program.persistent else 1
             a, b = a[:length], b[:length]
         different = first_difference(a, b)
         if different:
-            found.append(f"worker {name} {different}")
-    return found
+            texts.append(f"worker {name} {different}")
+    return texts
 
 
-def union(theirs, ours):
-    """Map datasets out of order: which worker gets a task is timing, but not what is asked of all together."""
+def differences_of_all_workers(reference, actual):
+    """Compares the calls of all workers together. For a map dataset whose batches arrive in any order, timing decides
+    which worker gets a task, but not which calls all workers together get."""
 
     def calls(record):
-        found = {}
+        counts = {}
         for name, events in record.items():
-            asked = found.setdefault(name.split("-")[0], collections.Counter())
+            counter = counts.setdefault(name.split("-")[0], collections.Counter())
             for event in events:
-                asked[json.dumps(event if event[0] in ("worker", "init") else event[:2])] += 1
-        return found
+                counter[json.dumps(event if event[0] in ("worker", "init") else event[:2])] += 1
+        return counts
 
-    a, b = calls(theirs), calls(ours)
-    return [] if a == b else [f"calls of all workers together: torch {short(a)}\n  ours {short(b)}"]
+    a, b = calls(reference), calls(actual)
+    return [] if a == b else [f"calls of all workers together: torch {short(a)}\n  rustloader {short(b)}"]
 
 
 def required(program, main_events, name, names, events):
-    """The number of a worker's calls that the batches received from it needed: known for its first pass, if each batch
-    has as many samples and the program has not set `num_workers` since."""
+    """The number of calls that a worker needed for the batches received from it. It is known for the worker's first
+    pass, if all batches have the same size and the program has not set `num_workers` since; otherwise 0."""
     sizes = {"list of batches": None, "batch sampler": 3, "array of batches": 2}
     size = sizes.get(program.sampler, program.batch_size or 1)
     if size is None or program.error_in == "sampler" or not program.num_workers:
@@ -186,7 +189,7 @@ def required(program, main_events, name, names, events):
 
 
 def walk(events, tasks, size):
-    """The number of calls that `tasks` tasks of `size` samples make."""
+    """The number of calls in the first `tasks` tasks of `size` samples."""
     at = sum(event[0] in ("worker", "init", "iter") for event in events[:3])
     for _ in range(tasks):
         if at < len(events) and events[at][0] == "getitems":

@@ -1,4 +1,4 @@
-"""Turns what a user can hold in hand (batches, exceptions, warnings) into plain lists that can be compared."""
+"""Turns what a user can observe (batches, exceptions, warnings, loaders) into plain lists that can be compared."""
 
 import array
 import collections
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.utils.data
 from support import torchs_type
-from torch.utils.data import dataloader as torchs
+from torch.utils.data import dataloader as torch_dataloader
 
 from .recorder import crc
 
@@ -28,16 +28,16 @@ ITERATOR_ATTRIBUTES = (
 
 
 def short(text):
-    """A text, or what stands for a long one."""
+    """The text, or the length and checksum of a long one."""
     return text if len(text) <= 1000 else [len(text), crc(text.encode())]
 
 
-def name_of(kind):
-    return f"{kind.__module__}.{kind.__qualname__}"
+def name_of(cls):
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def value(batch):
-    """A batch: types, dtypes, shapes, strides, bytes, who is the same object as who, and who shares elements."""
+    """A batch: types, dtypes, shapes, strides, bytes, which values are one object, and which tensors share elements."""
     return _Walk().batch(batch)
 
 
@@ -51,8 +51,8 @@ def tensors(batch):
 class _Walk:
     def __init__(self):
         self.seen = {}  # id -> number of the object
-        self.kept = []
-        self.leaves = []  # tensors and arrays with memory
+        self.kept = []  # the objects, so that their ids stay unique
+        self.leaves = []  # strided tensors
 
     def batch(self, batch):
         described = self.walk(batch)
@@ -133,14 +133,14 @@ class _Walk:
         more = self.attributes(a)
         order = "C" if a.flags.c_contiguous else "F" if a.flags.f_contiguous else "-"
         facts = [str(a.dtype.descr), list(a.shape), order, list(a.strides) if a.size else [], a.flags.writeable]
-        # torch's large arrays have a base as well.
+        # Large arrays from torch's loader have a base, too.
         facts += [a.base is None or a.nbytes >= 1000, more]
         if a.dtype.hasobject:
             return [*facts, [self.walk(x) for x in a.ravel().tolist()]]
         return [*facts, crc(a.tobytes())]
 
     def shared(self):
-        """The pairs of tensors that share elements, with how far the second lies behind the first."""
+        """The pairs of tensors that share elements, with the offset of the second and the number of shared elements."""
         pairs = []
         spans = [(n, t.data_ptr(), _extent(t), t) for n, t in enumerate(self.leaves) if t.numel()]
         for k, (n, start, length, t) in enumerate(spans):
@@ -164,19 +164,19 @@ def _addresses(t):
 
 
 def compact(shape, strides):
-    """The strides of the same order of dimensions without holes; dimensions of stride 0 are kept."""
-    found, step = list(strides), 1
+    """The strides without holes for the same order of dimensions; strides of 0 are kept."""
+    dense, step = list(strides), 1
     if not strides:
-        return found
+        return dense
     for d in sorted(range(len(shape)), key=lambda d: (strides[d], shape[d])):
         if strides[d] != 0 and shape[d] > 1:
-            found[d] = step
+            dense[d] = step
             step *= shape[d]
-    return found
+    return dense
 
 
 def normal(text):
-    """A text without process ids and addresses, and without the library's own frames."""
+    """A text with process IDs and addresses masked, and without the library's own frames."""
     text = re.sub(r"\bpid(\(s\))? [\d, ]+", r"pid\1 N", str(text))
     text = re.sub(r"0x[0-9a-f]{6,}", "0xN", text)
     return re.sub(r'  File "([^"]*)", line \d+, in (\S+)\n((?:    .*\n)*)', _frame, text)
@@ -190,47 +190,47 @@ def _frame(match):
 
 
 def error(e):
-    """An exception: class, text, notes, cause; whatever a handler could ask for."""
+    """An exception: class, text, notes, cause; whatever a handler can inspect."""
     text = normal(e.args[0]) if e.args else ""
     try:
         shown = normal(e)
     except Exception as failed:
         shown = f"str() fails: {failed!r}"
-    if isinstance(e, RecursionError):  # how many frames there were depends on who calls
+    if isinstance(e, RecursionError):  # the number of frames depends on the caller
         text, shown = (t.splitlines()[:1] for t in (text, shown))
-    # Where a worker's error was raised, which torch does not say.
+    # Leaves out the note that says what the worker was fetching, which torch does not add.
     notes = [normal(n) for n in getattr(e, "__notes__", []) if not re.match(r"Worker \d+ was fetching batch \d+", n)]
-    found = [name_of(torchs_type(e)), text, shown, notes]
+    described = [name_of(torchs_type(e)), text, shown, notes]
     for link in (e.__cause__, None if e.__suppress_context__ else e.__context__):
-        found.append(None if link is None else [name_of(torchs_type(link)), normal(link)])
-    return found
+        described.append(None if link is None else [name_of(torchs_type(link)), normal(link)])
+    return described
 
 
 def warning(w):
-    """A warning: category, text, and whether it points into user code or into a library."""
+    """A warning: category, text, and whether it points to user code or to a library."""
     file = w.filename
     place = "library" if "/torch/" in file or "/rustloader/" in file else "user"
     return [w.category.__name__, normal(w.message), place]
 
 
 def loader(v):
-    """A loader: the names of its attributes, the plain ones' values, the others' types."""
+    """A loader: the names of its attributes, the values of the plain ones, the types of the others."""
     values = [[name, repr(getattr(v, name))] for name in LOADER_ATTRIBUTES]
-    kinds = [
+    types = [
         [name, name_of(type(getattr(v, name)))]
         for name in ("sampler", "batch_sampler", "collate_fn", "generator", "_index_sampler", "worker_init_fn")
     ]
     context = v.multiprocessing_context
-    return [sorted(vars(v)), values, kinds, context and context.get_start_method()]
+    return [sorted(vars(v)), values, types, context and context.get_start_method()]
 
 
 def iterator(v, loader=None):
-    """An iterator: its class, its attributes, and which of them are its loader's objects."""
+    """An iterator: its class, its attributes, and which of them are also its loader's."""
     values = [[name, repr(getattr(v, name, "absent"))] for name in ITERATOR_ATTRIBUTES]
     same = loader is not None and [
         getattr(v, "_" + name, None) is getattr(loader, name)
         for name in ("dataset", "collate_fn", "worker_init_fn", "index_sampler")
         if hasattr(loader, name)
     ]
-    kinds = [isinstance(v, kind) for kind in (torchs._BaseDataLoaderIter, torchs._MultiProcessingDataLoaderIter)]
-    return [type(v).__name__, kinds, values, same, iter(v) is v]
+    bases = (torch_dataloader._BaseDataLoaderIter, torch_dataloader._MultiProcessingDataLoaderIter)
+    return [type(v).__name__, [isinstance(v, base) for base in bases], values, same, iter(v) is v]

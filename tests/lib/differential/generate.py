@@ -1,16 +1,16 @@
-"""Makes programs: random ones, chosen so that every pair of values of two dimensions occurs."""
+"""Generates random programs, chosen so that every pair of values of two dimensions occurs."""
 
 import itertools
 import random
 
 from . import samples
-from .program import DIMENSIONS, MAP, OPTIONS, Program, wrong
+from .program import DIMENSIONS, MAP, OPTIONS, Program, why_invalid
 
-# Candidates of which a new program is the best. Each is made around a pair that has occurred too rarely.
+# A new program is the best of this many candidates. Each is drawn around a pair that has occurred too rarely.
 CANDIDATES = 12
-# Occurrences after which a pair is no longer asked for. (Not all programs have enough batches to count.)
+# Occurrences after which a pair is no longer sought. (Not all programs have enough batches to count.)
 ENOUGH = 12
-# Tries after which a pair is taken to occur in no program.
+# Tries after which a pair is assumed to occur in no program.
 TRIES = 400
 
 SIZES = {"0": (0, 0), "1": (1, 1), "2-9": (2, 9), "10-49": (10, 49), "50-200": (50, 200)}
@@ -30,11 +30,11 @@ def all_pairs():
 
 
 class Generator:
-    """Gives programs for which `only` is true, the same ones for the same arguments.
+    """Yields programs for which `only` is true, the same ones for the same arguments.
 
     Attributes:
-        missing: how often each pair has occurred that has not occurred often enough.
-        impossible: the pairs that no program has.
+        missing: {pair: occurrences} of the pairs that have occurred too rarely.
+        impossible: the pairs that were found in no program.
     """
 
     def __init__(self, seed, start_method="fork", only=lambda program: True):
@@ -60,7 +60,7 @@ class Generator:
         return sum(1 / (1 + self.missing[pair]) for pair in pairs(program) if pair in self.missing)
 
     def candidate(self):
-        """A random program with a pair that has occurred too seldom."""
+        """A random program with a pair that has occurred too rarely."""
         while True:
             while self.order and self.order[-1] not in self.missing:
                 self.order.pop()
@@ -69,14 +69,14 @@ class Generator:
                 continue
             for _ in range(TRIES):
                 p = draw(self.random, dict(pair), self.start_method)
-                if wrong(p) is None and self.only(p) and all(v in p.value_of(name) for name, v in pair):
+                if why_invalid(p) is None and self.only(p) and all(v in p.value_of(name) for name, v in pair):
                     return p
             self.impossible.add(pair)
             self.missing.pop(pair)
 
 
 def draw(r, fixed, start_method):
-    """A random program, which may be a wrong one. `fixed`: values of dimensions that it is to have."""
+    """A random program, which may be invalid. `fixed`: {dimension: value} that it must have."""
 
     def pick(name, weighted=None):
         return fixed[name] if name in fixed else r.choice(weighted or DIMENSIONS[name])
@@ -95,11 +95,13 @@ def draw(r, fixed, start_method):
         batch_size = 1
     structure = pick("structure")
     collate = pick("collate")
-    known = collate in ("default", "wrapped default") and batch_size is not None
-    kinds = r.sample(list(samples.COLLATED if known else samples.MAKE), 1 if structure == "alone" else r.randint(1, 3))
+    is_collated = collate in ("default", "wrapped default") and batch_size is not None
+    kinds = r.sample(
+        list(samples.COLLATED if is_collated else samples.MAKE), 1 if structure == "alone" else r.randint(1, 3)
+    )
     if "samples" in fixed:
         kinds[0] = fixed["samples"]
-    if known and (r.random() < 0.1 or kinds[0] in samples.REFUSED):
+    if is_collated and (r.random() < 0.1 or kinds[0] in samples.REFUSED):
         kinds = [kinds[0] if kinds[0] in samples.REFUSED else r.choice(list(samples.REFUSED))]
     error_in = pick("error_in", ["nowhere"] * 6 + list(DIMENSIONS["error_in"])) if "error" not in fixed else None
     error_in = error_in or pick("error_in")

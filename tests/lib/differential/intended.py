@@ -1,48 +1,48 @@
-"""The differences that are wanted, each with its reason, as narrow as can be. Everything else is a bug.
+"""The intended differences, each with its reason and as narrow as possible. Everything else is a bug.
 
-Each function changes the two records so that what is intended is the same on both sides, and nothing else. Where an
-intended difference has rules of its own, the function gives the texts of what breaks them.
+Each function changes the two records so that they are equal where a difference is intended, and only there. If an
+intended difference has rules of its own, the function returns a text for each violation.
 """
 
 import re
 
 
-def level(program, theirs, ours):
-    return [text for function in LIST for text in function(program, theirs, ours) or ()]
+def equalize(program, reference, actual):
+    return [text for function in INTENDED for text in function(program, reference, actual) or ()]
 
 
 def _items(events):
     return [e for e in events if e[0] == "next"]
 
 
-def first_error_of_a_worker_again(program, theirs, ours):
-    """After an error of worker_init_fn, or of the first iter(dataset), torch's worker answers every later task with an
+def first_error_of_a_worker_repeated(program, reference, actual):
+    """After an error in worker_init_fn, or in the first iter(dataset), torch's worker answers every later task with an
     UnboundLocalError about its own variable; rustloader repeats the original error (T24 in docs/parity.md)."""
     if program.error_in not in ("init", "iter"):
         return
-    said = {}
-    for event in _items(theirs["main"]):
-        where = event[2] == "error" and re.search(r"Caught (\w+) (in DataLoader worker process \d+)", event[3][1])
-        if where and where[1] == "UnboundLocalError" and "'fetcher'" in event[3][1]:
-            event[3] = said.get((event[1], where[2]), event[3])
-        elif where:
-            said[event[1], where[2]] = event[3]
+    originals = {}
+    for event in _items(reference["main"]):
+        match = event[2] == "error" and re.search(r"Caught (\w+) (in DataLoader worker process \d+)", event[3][1])
+        if match and match[1] == "UnboundLocalError" and "'fetcher'" in event[3][1]:
+            event[3] = originals.get((event[1], match[2]), event[3])
+        elif match:
+            originals[event[1], match[2]] = event[3]
 
 
-def views_without_holes(program, theirs, ours):
+def views_without_holes(program, reference, actual):
     """A view with holes that shares no element with another tensor of its batch may arrive compact, in the same order
-    of dimensions: a few rows of a large tensor must not move all of it (`STORAGE_WASTE` in src/config.rs)."""
+    of dimensions: sending a few rows of a large tensor must not send all of it (`STORAGE_WASTE` in src/config.rs)."""
     if program.is_ordered and program.error_in != "sampler":
-        pairs = zip(_items(theirs["main"]), _items(ours["main"]), strict=False)
+        pairs = zip(_items(reference["main"]), _items(actual["main"]), strict=False)
     else:
-        pairs = ((event, event) for record in (theirs, ours) for event in _items(record["main"]))
+        pairs = ((event, event) for record in (reference, actual) for event in _items(record["main"]))
     for a, b in pairs:
         if a[2] == b[2] == "value":
             without_holes(a[3], b[3])
 
 
 def without_holes(a, b):
-    """Makes such views of two batches, as describe.value() gives them, equal."""
+    """Makes such views equal in two batches, as described by describe.value()."""
     _compact(a, b, {leaf for pair in a[1:] for first, second, *_ in pair for leaf in (first, second)})
 
 
@@ -55,21 +55,21 @@ def _compact(a, b, shared):
             _compact(x, y, shared)
 
 
-def no_batch_lost_by_an_error_of_the_sampler(program, theirs, ours):
-    """The sampler is asked for one more index before a batch is returned. When it raises there, torch's loader loses
+def no_batch_lost_by_an_error_of_the_sampler(program, reference, actual):
+    """The sampler is asked for one more index before a batch is returned. If it raises then, torch's loader loses
     the batch, and keeps one task fewer in flight for the rest of the epoch; rustloader returns the batch, raises at
     the next call, and asks for the index again (T24 in docs/parity.md).
 
-    Up to there everything is compared. In the rest of that epoch torch's batches must be among rustloader's, in the
+    Everything up to that point is compared. In the rest of the epoch torch's batches must be among rustloader's, in the
     same order, with the same errors. Later epochs are left out, because the sampler's random draws have shifted.
     """
     if program.error_in != "sampler" or not program.num_workers:
         return []
-    at = next((k for k, e in enumerate(theirs["main"]) if _is_sampler_error(theirs["main"], k)), None)
+    at = next((k for k, e in enumerate(reference["main"]) if _is_sampler_error(reference["main"], k)), None)
     if at is None:
         return []
-    both, number = [], theirs["main"][at][1]
-    for record in (theirs, ours):
+    both, number = [], reference["main"][at][1]
+    for record in (reference, actual):
         tail = record["main"][at:]
         end = next((k for k, e in enumerate(tail) if e[0] == "opened" and e[1] == number), len(tail))
         both.append([e[2:] for e in tail[:end] if e[0] == "next" and e[1] == number])
@@ -84,7 +84,7 @@ def no_batch_lost_by_an_error_of_the_sampler(program, theirs, ours):
     if lost is not None and ended:
         return [f"item {lost} after an error of the sampler is not among rustloader's: {items[0][lost]}"]
     if any(a != b for a, b in zip(*errors, strict=False)) or (ended and len(errors[0]) > len(errors[1])):
-        return [f"errors from the first one of the sampler on\n  torch: {errors[0]}\n  ours:  {errors[1]}"]
+        return [f"errors, starting with the sampler's first\n  torch: {errors[0]}\n  rustloader: {errors[1]}"]
     return []
 
 
@@ -93,43 +93,43 @@ def _is_item(outcome):
 
 
 def _is_sampler_error(events, k):
-    """Whether an event is a `next` of torch's that the sampler's error has ended."""
-    own = events[k - 1][0] == "sampler" and events[k - 1][1] not in ("next", "iter", "len", "StopIteration")
-    return own and events[k][0] == "next" and events[k][2] == "error"
+    """Whether event `k` is a `next` of torch's loader that failed with the sampler's error."""
+    sampler_failed = events[k - 1][0] == "sampler" and events[k - 1][1] not in ("next", "iter", "len", "StopIteration")
+    return sampler_failed and events[k][0] == "next" and events[k][2] == "error"
 
 
-def _forget_views(described):
-    """Takes out of a batch, as describe.value() gives it, which tensors and arrays are views."""
+def _mask_views(described):
+    """Masks in a batch, as described by describe.value(), which tensors and arrays are views."""
     if isinstance(described, list):
         is_array = described[:1] in ARRAYS and len(described) > IS_VIEW
         if is_array or (len(described) > IS_VIEW + 2 and isinstance(described[IS_VIEW + 2], dict)):
             described[IS_VIEW] = "a view or not"
         for part in described:
-            _forget_views(part)
+            _mask_views(part)
 
 
-# Classes of arrays, as describe.value() begins with them.
+# The start of an array's description by describe.value().
 ARRAYS = (["numpy.ndarray"], ["differential.samples.Array"])
-# Where a tensor or an array, as describe.value() gives it, says whether it has memory of its own.
+# Where the description of a tensor or array says whether it has memory of its own.
 IS_VIEW = 6
-# Where recorder.about() has the class of the dataset.
+# The position of the dataset's class in recorder.about().
 CLASS_OF_DATASET = 3
 
 
-def samples_that_are_cached(program, theirs, ours):
-    """A cache asks the dataset once for a sample, and for a few of them twice. (What comes out is compared.) Workers
-    see its class, and one of a later epoch may have nothing to ask, so that it writes nothing. A tensor or array that
-    was a view comes out with memory of its own."""
+def samples_that_are_cached(program, reference, actual):
+    """A cache asks the dataset for most samples once, and for a few twice. (The batches are compared.) Workers see the
+    cache's class, and a worker of a later epoch that makes no calls records nothing. A tensor or array that was a view
+    arrives with memory of its own."""
     if not program.cache:
         return
-    for record in (theirs, ours):
+    for record in (reference, actual):
         for events in (record["main"], *record["workers"].values()):
             events[:] = [event for event in events if event[0] not in ("get", "getitems")]
             for event in events:
                 if event[0] == "worker":
                     event[1][CLASS_OF_DATASET] = "cached"
                 elif event[0] == "next" and program.num_workers == 0:
-                    _forget_views(event[3])
+                    _mask_views(event[3])
         if program.init == "none":
             for name in [name for name in record["workers"] if not name.startswith("1-")]:
                 events = record["workers"][name]
@@ -138,9 +138,9 @@ def samples_that_are_cached(program, theirs, ours):
                     del record["workers"][name]
 
 
-LIST = [
+INTENDED = [
     samples_that_are_cached,
     views_without_holes,
-    first_error_of_a_worker_again,
+    first_error_of_a_worker_repeated,
     no_batch_lost_by_an_error_of_the_sampler,
 ]

@@ -1,4 +1,4 @@
-"""What a program works with: datasets, collate functions, init functions. All note their calls."""
+"""What a program uses: datasets, collate functions, init functions. All record their calls."""
 
 import torch
 from torch.utils import data
@@ -7,7 +7,7 @@ from torch.utils.data import default_collate, default_convert, get_worker_info
 from . import describe, samples
 from .recorder import rng
 
-# The index of the sample that this process made last: collate functions fail by it.
+# The index of the last sample that this process made. It decides whether a collate function fails.
 last = None
 
 
@@ -24,7 +24,7 @@ class WithMessage(Exception):
 
 
 def fail(kind, where):
-    """Raises the error of a kind."""
+    """Raises an error of the given kind."""
     text = f"in {where}"
     if kind == "chained":
         try:
@@ -62,23 +62,24 @@ class Part:
 
 
 class Dataset(Part):
-    # Users change it between epochs, and so does a worker_init_fn.
+    # Users change it between epochs, and a worker_init_fn may change it, too.
     shift = 0
 
     def sample(self, i):
-        """Sample i; the call is noted, with the states of the random generators before it."""
+        """Returns sample i. Records the call, with the states of the random generators before it."""
         global last
-        # Other threads may set it as well.
+        # Other threads may set `last`, too.
         number = last = int(i)
         fails = self.fails("dataset", number)
         self.recorder("get", [describe.name_of(type(i)), number, fails], rng())
         if fails:
             self.fail("dataset")
         p = self.program
-        made = [samples.MAKE[kind](abs(number) + self.shift) for kind in p.samples]
+        values = [samples.MAKE[kind](abs(number) + self.shift) for kind in p.samples]
         if p.structure == "alone":
-            return made[0]
-        return {"tuple": tuple, "list": list, "dict": lambda m: dict(zip(p.samples, m, strict=True))}[p.structure](made)
+            return values[0]
+        containers = {"tuple": tuple, "list": list, "dict": lambda v: dict(zip(p.samples, v, strict=True))}
+        return containers[p.structure](values)
 
 
 class Map(Dataset):
@@ -103,7 +104,7 @@ class Iterable(Dataset, data.IterableDataset):
         return "a dataset"
 
     def begin(self):
-        """Records a call of __iter__, and returns the number of samples here."""
+        """Records a call of __iter__, and returns the number of samples of this worker."""
         info = get_worker_info()
         worker, count = (0, 1) if info is None else (info.id, info.num_workers)
         fails = self.program.error_in == "iter" and self.program.error_at[0] % count == worker
@@ -172,7 +173,7 @@ class Collate(Part):
 
 
 class OtherCollate(Part):
-    """What the attribute is changed to between epochs."""
+    """The collate_fn that replaces a loader's between epochs."""
 
     def __call__(self, batch):
         self.recorder("other collate", [describe.name_of(type(batch))], rng())

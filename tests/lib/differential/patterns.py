@@ -13,7 +13,7 @@ def full_epochs(s, loader):
 
 
 def dropped_at_once(s, loader):
-    """The iterator's last reference goes in mid-epoch."""
+    """The last reference to the iterator is dropped in mid-epoch."""
     for _ in range(s.program.epochs):
         iterator = s.open(loader)
         if iterator is None:
@@ -28,7 +28,7 @@ def dropped_at_once(s, loader):
 
 
 def left_early(s, loader):
-    """A loop that is left early, the iterator kept, then another epoch."""
+    """Each loop is left early while its iterator is kept; a full epoch follows."""
     for _ in range(s.program.epochs):
         iterator = s.open(loader)
         if iterator is None:
@@ -41,7 +41,7 @@ def left_early(s, loader):
 
 
 def again_in_mid_epoch(s, loader):
-    """iter() while the last iterator is in mid-epoch; that one is asked once more where it is another."""
+    """iter() is called while an iterator is in mid-epoch; that iterator is then asked for more."""
     first = s.open(loader)
     if first is None:
         return
@@ -75,7 +75,7 @@ def nested_loops(s, loader):
 
 
 def attributes(s, loader):
-    """Attributes changed between epochs; each is noted, guarded ones refuse."""
+    """Attributes are changed between epochs. Each outcome is recorded: guarded attributes raise."""
     s.epoch(loader)
     p = s.program
     change(s, loader, "collate_fn", parts.OtherCollate(p, s.note))
@@ -123,7 +123,7 @@ def dataset_changed(s, loader):
 
 
 def sampler_changed(s, loader):
-    """The sampler's parts are other ones in the second epoch, as libraries do it."""
+    """The sampler's parts are changed before the second epoch, as libraries do."""
     s.epoch(loader)
     inner = getattr(loader.sampler, "inner", None)
     if hasattr(inner, "set_epoch"):
@@ -137,7 +137,7 @@ def sampler_changed(s, loader):
 
 
 def pickled(s, loader, how="pickled"):
-    """A copy made before the first epoch, and one in the middle of it."""
+    """The loader is copied before its first epoch, and again in the middle of it."""
     for when in range(2):
         kind, other = s.attempt(how, DUPLICATE[how], loader)
         if kind == "value":
@@ -161,7 +161,7 @@ def deep_copied(s, loader):
 
 
 def shut_down(s, loader):
-    """Libraries end the workers of an iterator in mid-epoch, and forget it."""
+    """An iterator's workers are shut down in mid-epoch and the iterator is dropped, as libraries do."""
     for _ in range(s.program.epochs):
         iterator = s.open(loader)
         if iterator is None:
@@ -173,31 +173,31 @@ def shut_down(s, loader):
 
 
 def subclass(s, loader):
-    """A loader class whose __iter__ is a generator around torch's."""
+    """The loader's class has an __iter__ that is a generator around that of its base class."""
     full_epochs(s, loader)
 
 
 def in_a_thread(s, loader):
-    """Everything in a user's thread, which ends before the program does."""
-    failed = []
+    """All epochs run in a user's thread, which ends before the program does."""
+    errors = []
 
     def body():
         s.note.main_thread = threading.get_ident()
         try:
             full_epochs(s, loader)
         except BaseException as e:
-            failed.append(e)
+            errors.append(e)
 
     thread = threading.Thread(target=body)
     thread.start()
     thread.join()
     s.note.main_thread = threading.get_ident()
-    for e in failed:
+    for e in errors:
         raise e
 
 
 def iterator_class(s, loader):
-    """Libraries make the iterator by its class."""
+    """Iterators are created from their class, as libraries do."""
     for _ in range(s.program.epochs):
         iterator = s.open(loader, s.iterator_class)
         if iterator is not None:

@@ -1,4 +1,4 @@
-"""Runs a program with one of the loaders and gives the record of everything that can be observed."""
+"""Runs a program with one of the loaders and records everything that can be observed."""
 
 import contextlib
 import inspect
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.utils.data
 from remote_support import LoopbackContext
-from torch.utils.data import dataloader as torchs
+from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data import get_worker_info
 
 import rustloader
@@ -20,24 +20,24 @@ import rustloader.iterator.core
 from . import actors, describe, parts, patterns, recorder, samplers
 from .program import ELSEWHERE
 
-LOADERS = {"torch": torch.utils.data.DataLoader, "ours": rustloader.DataLoader}
+LOADERS = {"torch": torch.utils.data.DataLoader, "rustloader": rustloader.DataLoader}
 ITERATORS = {
-    "torch": torchs._MultiProcessingDataLoaderIter,
-    "ours": rustloader.iterator.core._MultiProcessingDataLoaderIter,
+    "torch": torch_dataloader._MultiProcessingDataLoaderIter,
+    "rustloader": rustloader.iterator.core._MultiProcessingDataLoaderIter,
 }
 
 # Batches after which an endless epoch is cut off.
 LIMIT = 60
 
 # Old versions of torch do not count each worker's tasks.
-BY_WORKER = "worker_idx" in inspect.signature(torchs._MultiProcessingDataLoaderIter._process_data).parameters
+BY_WORKER = "worker_idx" in inspect.signature(torch_dataloader._MultiProcessingDataLoaderIter._process_data).parameters
 
 # The last event of each record.
-KEPT = "kept batches are what they were"
+KEPT = "kept batches are unchanged"
 
 
 class Remote(LoopbackContext):
-    """Workers as on other machines. It looks like torch's context to those who compare them."""
+    """Runs workers as on other machines. Reports the start method of torch's context, so that the records match."""
 
     _name = "forkserver"
 
@@ -46,19 +46,19 @@ class Remote(LoopbackContext):
 
 
 class Session:
-    """A run of a program: makes loaders and iterators, and notes what each step gives."""
+    """A run of a program: creates loaders and iterators, and records the outcome of each step."""
 
     def __init__(self, program, which, folder):
         self.program, self.which, self.folder = program, which, folder
         self.note = recorder.make(folder)
         self.cls = LOADERS[which]
-        self.options = program.options if which == "ours" else {}
+        self.options = program.options if which == "rustloader" else {}
         if self.options and program.given == "install":
-            # Without workers torch's class stays torch's.
-            self.cls = LOADERS["torch" if program.num_workers else "ours"]
+            # install() leaves torch's class as it is for loaders without workers.
+            self.cls = LOADERS["torch" if program.num_workers else "rustloader"]
             rustloader.install(**self.options)
             self.options = {}
-        self.iterator_class = ITERATORS[which] if program.num_workers else torchs._SingleProcessDataLoaderIter
+        self.iterator_class = ITERATORS[which] if program.num_workers else torch_dataloader._SingleProcessDataLoaderIter
         self.iterators = []
         self.caught = []
         self.handed_over = []
@@ -68,7 +68,7 @@ class Session:
         torch.manual_seed(program.seed), random.seed(program.seed + 1), np.random.seed(program.seed % 2**32)
         self.generator = torch.Generator().manual_seed(program.seed + 2) if program.generator else None
         self.dataset = parts.dataset(program, self.note)
-        if program.cache and which == "ours":
+        if program.cache and which == "rustloader":
             self.dataset = rustloader.cache(self.dataset, memory="64MiB")
         if program.pattern == "subclass":
             self.cls = type("Mine", (self.cls,), {"__iter__": self.own_iter(self.cls)})
@@ -80,7 +80,7 @@ class Session:
 
         return __iter__
 
-    # --- noting
+    # --- Recording
 
     def after(self, *event):
         """Records a step, then what it changed: warnings and random generators."""
@@ -93,35 +93,35 @@ class Session:
         self.note("rng", *recorder.rng(self.generator))
 
     def attempt(self, name, function, *args, of=None):
-        """Calls, notes the outcome, and gives (kind, value)."""
+        """Calls the function, records the outcome, and returns (kind, value)."""
         try:
             value = function(*args)
         except StopIteration as e:
-            kind, value, told = "end", None, describe.error(e) if e.args else []
+            kind, value, description = "end", None, describe.error(e) if e.args else []
         except Exception as e:
-            kind, value, told = "error", None, describe.error(e)
+            kind, value, description = "error", None, describe.error(e)
             self.raised = type(e)
-            # Its frames hold iterators.
+            # The frames of a traceback hold iterators.
             e.__traceback__ = None
         else:
-            kind, told = "value", None
+            kind, description = "value", None
         if kind == "value" and name == "next":
-            told = describe.value(value)
-        self.after(name, *([] if of is None else [self.number(of)]), kind, told)
+            description = describe.value(value)
+        self.after(name, *([] if of is None else [self.number(of)]), kind, description)
         return kind, value
 
     def number(self, iterator):
         return [it is iterator for it in self.iterators].index(True)
 
-    # --- steps
+    # --- Steps
 
     def context(self, by_name):
-        """The context of workers; ours may be one of workers on other machines."""
+        """The context of the workers; for rustloader, it may be one of workers on other machines."""
         method = self.program.start_method
-        if method == "ray" and self.which == "ours":
+        if method == "ray" and self.which == "rustloader":
             return actors.context()
-        if method == "remote" and self.which == "ours":
-            return Remote(Path(self.folder).parent)  # beside the records of calls
+        if method == "remote" and self.which == "rustloader":
+            return Remote(Path(self.folder).parent)  # next to the recorded calls
         method = "forkserver" if method in ELSEWHERE else method
         return method if by_name else torch.multiprocessing.get_context(method)
 
@@ -138,7 +138,7 @@ class Session:
         more.update(parts.collate(p, self.note))
         more.update(parts.init(p, self.note))
         more.update(self.options)
-        kind, made = self.attempt(
+        kind, loader = self.attempt(
             "loader",
             lambda: self.cls(
                 self.dataset,
@@ -151,18 +151,18 @@ class Session:
             ),
         )
         if kind == "value":
-            self.look_at_loader(made)
+            self.look_at_loader(loader)
             if p.length_asked:
-                self.length(made)
-        return made
+                self.length(loader)
+        return loader
 
     def length(self, of):
         try:
-            found = len(of)
+            result = len(of)
         except Exception as e:
-            found = describe.error(e)
+            result = describe.error(e)
             e.__traceback__ = None
-        self.after("len", found)
+        self.after("len", result)
 
     def open(self, loader, make=iter):
         recorder.generation += 1
@@ -181,19 +181,19 @@ class Session:
         self.counters(iterator)
         if kind == "value":
             self.keep(value)
-        if self.which == "ours" and self.program.num_workers > 0:
-            # A warning that is raised takes the batch with it, as in torch.
+        if self.which == "rustloader" and self.program.num_workers > 0:
+            # A warning that is raised as an error discards the batch, as in torch.
             self.delivered += kind == "value" or (kind == "error" and self.raised is UserWarning)
         return kind, value
 
     def keep(self, batch):
-        """Keeps every third batch to the end of the program, and writes into the tensors of the others."""
+        """Keeps every third batch until the end of the program, and writes to the tensors of the others."""
         self.batches += 1
         if self.batches % 3 == 0:
             self.kept.append((batch, describe.value(batch)))
             return
         for tensor in describe.tensors(batch):
-            with contextlib.suppress(RuntimeError):  # elements that lie on one another
+            with contextlib.suppress(RuntimeError):  # overlapping elements
                 tensor.detach().fill_(1)
 
     def take(self, iterator, count):
@@ -203,8 +203,8 @@ class Session:
                 return
 
     def drain(self, iterator):
-        """Calls next to the end, and beyond it."""
-        # A StopIteration that a dataset raises looks like the end; a program has three at most.
+        """Calls next() to the end, and beyond it."""
+        # A StopIteration raised by a dataset looks like the end; a program raises at most three.
         ends, enough = 0, 4 if self.program.error == "StopIteration" else 3
         for _ in range(LIMIT if self.program.is_endless else 2000):
             ends = ends + 1 if self.next(iterator)[0] == "end" else 0
@@ -223,13 +223,13 @@ class Session:
         return iterator
 
     def close(self, iterator):
-        """Ends the workers, as the last reference would."""
+        """Ends the workers, as dropping the last reference would."""
         if hasattr(iterator, "_shutdown_workers"):
             iterator._shutdown_workers()
             self.alive(iterator)
         self.after("closed", get_worker_info() is None)
 
-    # --- looking
+    # --- Inspecting
 
     def alive(self, iterator):
         workers = getattr(iterator, "_workers", [])
@@ -269,7 +269,7 @@ class Session:
 
 @contextlib.contextmanager
 def watched(session):
-    """Warnings and our log lines go to the session."""
+    """Collects warnings and rustloader's log lines in the session."""
 
     class Collect(logging.Handler):
         def emit(self, line):
@@ -287,10 +287,10 @@ def watched(session):
 
 
 def play(program, which, folder):
-    """The record of a program's run."""
-    if program.start_method == "ray" and which == "ours" and program.num_workers:
+    """Runs a program and returns the record."""
+    if program.start_method == "ray" and which == "rustloader" and program.num_workers:
         actors.connect()
-    # Workers are to have one all the same.
+    # Each worker must still have one thread.
     torch.set_num_threads(2)
     # The fork server imports torch once, not each of its workers.
     torch.multiprocessing.set_forkserver_preload(["rustloader.workers.main", parts.__name__])
@@ -300,7 +300,7 @@ def play(program, which, folder):
         loader = session.loader()
         if loader is not None:
             patterns.PATTERNS[program.pattern](session, loader)
-        # As cyclic garbage torch's workers would take 5 s each.
+        # Collected as cyclic garbage, torch's iterators would take 5 s per worker to end.
         seen = []
         for iterator in [*session.iterators, getattr(loader, "_iterator", None)]:
             if not any(iterator is other for other in seen):

@@ -1,4 +1,4 @@
-"""A clean process for each run: forked from this one, which has torch imported and no threads, ended at a limit."""
+"""A clean process for each run: forked from this one (torch imported, no threads), and killed at a time limit."""
 
 import contextlib
 import faulthandler
@@ -18,12 +18,12 @@ import torch.utils.data
 
 from . import play, seeded
 
-# Seconds that a run may take. torch's loader takes 0.1 to 2 s, and a hundred times that on a machine that is very busy.
+# The time limit of a run in seconds. torch's loader takes 0.1 to 2 s, or a hundred times that on a very busy machine.
 LIMIT = {"fork": 240, "spawn": 400, "forkserver": 400, "remote": 400, "ray": 400}
 
 
 class Run:
-    """A run of one program by one loader, under way."""
+    """A run of one program with one loader, in a process of its own."""
 
     def __init__(self, program, which):
         self.program, self.which = program, which
@@ -48,7 +48,7 @@ class Run:
         # Slow starts on a busy machine are not stuck workers, and any log line counts as a fallback.
         os.environ.update(RUSTLOADER_STALL_START_SECONDS="0", RUSTLOADER_STALL_ITEM_SECONDS="0")
         if self.program.start_method != "fork":
-            # Workers that are asked to exit before they have imported torch get enough time to do so.
+            # A worker that is asked to exit before it has imported torch gets enough time for that.
             torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 60.0
         signal.signal(signal.SIGINT, signal.default_int_handler)
         stderr = os.open(os.path.join(self.folder, "stderr"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -64,13 +64,13 @@ class Run:
             pickle.dump(record, f)
 
     def read(self):
-        """Reads what is there; True at the end."""
+        """Reads the available data; returns True at its end."""
         data = os.read(self.result, 1 << 20)
         self.received += data
         return not data
 
     def finish(self):
-        """The record, after the end or in the place of one that does not come."""
+        """Ends the run and returns its record, or one that says why there is none."""
         late = time.monotonic() > self.limit
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -88,9 +88,10 @@ class Run:
 
 
 def run_all(programs, jobs):
-    """Runs programs, `jobs` processes at a time; gives (program, record, ...), usually torch's record and ours.
+    """Runs programs, `jobs` processes at the same time; yields (program, record, ...), usually torch's record and
+    rustloader's.
 
-    ``seeded.runs`` says which runs a program has.
+    ``seeded.runs`` lists the runs of a program.
     """
     warn_once()
     waiting = ((p, k, *run) for p in programs for k, run in enumerate(seeded.runs(p)))
@@ -118,8 +119,8 @@ def run_all(programs, jobs):
 
 
 def warn_once():
-    """Makes torch emit its once-per-process warnings now. Its loader unpickles the stale batches of a reset, rustloader
-    skips them, so the warnings would come at different steps."""
+    """Makes torch emit its once-per-process warnings now. torch's loader unpickles the stale batches of a reset, and
+    rustloader skips them, so the warnings would come at different steps."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.sparse_coo_tensor([[0]], [1.0], (2,))
@@ -128,8 +129,8 @@ def warn_once():
 
 
 def wait(under_way):
-    """The runs that have ended or are late, some time later."""
-    first = min(run.limit for run in under_way.values())
-    ready = select.select(list(under_way), [], [], max(0.0, first - time.monotonic()))[0]
+    """Waits, and returns the runs that have ended; if there are none, those past their limit."""
+    earliest = min(run.limit for run in under_way.values())
+    ready = select.select(list(under_way), [], [], max(0.0, earliest - time.monotonic()))[0]
     ended = [under_way[fd] for fd in ready if under_way[fd].read()]
     return ended or [run for run in under_way.values() if time.monotonic() > run.limit]

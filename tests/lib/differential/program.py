@@ -1,4 +1,4 @@
-"""What a program is, the values that its dimensions take, and which of them go together."""
+"""Programs, the values of their dimensions, and which values can be combined."""
 
 import dataclasses
 import json
@@ -81,14 +81,14 @@ DIMENSIONS = {
         "in a thread",
         "iterator class",
     ),
-    # The options beyond torch's, which only rustloader's loader gets.
+    # rustloader's own options, which only its loader gets.
     "dispatch": (None, "shared_queue"),
     "reorder_window": (None, 1, 3, 32, "64kB"),
     "worker_threads": (None, 3),
     "seed_by": (None, "batch", "sample"),
     "overlap_epochs": (None, True),
     "given": ("keyword", "install"),
-    # Whether our loader's dataset is a cached one.
+    # Whether the dataset of rustloader's loader is cached.
     "cache": (False, True),
 }
 
@@ -97,9 +97,9 @@ OPTIONS = ("dispatch", "reorder_window", "worker_threads", "seed_by", "overlap_e
 BATCHES = ("batch sampler", "list of batches", "array of batches")
 
 # Samplers whose order depends on no generator of the main process.
-UNMOVED = ("default", "sequential", "distributed", *BATCHES, "tensors", "odd indices")
+FIXED_ORDER = ("default", "sequential", "distributed", *BATCHES, "tensors", "odd indices")
 
-# What a program does that is the same with other workers if its random numbers are.
+# Patterns that give the same batches with any workers if the random numbers are the same.
 SEEDED_PATTERNS = (
     "full epochs",
     "break",
@@ -114,8 +114,8 @@ SEEDED_PATTERNS = (
     "in a thread",
 )
 
-# The start methods: fork in the large set, the others in a small one of their own.
-# "remote": torch's workers by forkserver, ours as on other machines, over connections; "ray": as actors of a cluster.
+# fork is tried with many programs, the other start methods with a few. "remote" and "ray": torch's workers start by
+# forkserver, rustloader's run as on other machines, over connections, or as actors of a cluster.
 START_METHODS = ("fork", "spawn", "forkserver", "remote", "ray")
 ELSEWHERE = ("remote", "ray")
 
@@ -157,39 +157,39 @@ class Program:
     given: str = "keyword"
     cache: bool = False
 
-    # --- what follows from the values
+    # --- Derived from the values
 
     @property
     def is_map(self):
         return self.dataset in MAP
 
     @property
-    def of_the_worker(self):
-        """Whether batches depend on which worker makes them, and on what it made before."""
+    def depends_on_worker(self):
+        """Whether batches depend on which worker makes them, and on what it made before them."""
         if self.init == "changes the dataset" or self.collate == "draws":
             return True
-        return any(kind in samples.OF_THE_WORKER for kind in self.samples)
+        return any(kind in samples.WORKER_DEPENDENT for kind in self.samples)
 
     @property
     def options(self):
-        """The options that it sets."""
+        """The options that the program sets."""
         return {name: getattr(self, name) for name in OPTIONS if getattr(self, name) is not None}
 
     @property
     def shares(self):
-        """Whether its workers share a queue, so that it is timing which of them makes a batch."""
+        """Whether the workers share a queue, so that timing decides which of them makes a batch."""
         return self.dispatch == "shared_queue" and self.is_map and self.num_workers > 0
 
     @property
     def has_window(self):
-        """Whether a window decides how far the sampler is ahead."""
+        """Whether a window decides how far ahead the sampler is."""
         return self.reorder_window is not None and self.num_workers > 0
 
     @property
     def overlaps(self):
-        """Whether workers may be asked for samples of the next epoch, which may not be used."""
-        known = self.sampler in ("default", "shuffle", "replacement", "subset")
-        return bool(self.overlap_epochs) and self.persistent and self.num_workers > 0 and self.is_map and known
+        """Whether workers may be asked for samples of the next epoch, which may remain unused."""
+        can_overlap = self.sampler in ("default", "shuffle", "replacement", "subset")
+        return bool(self.overlap_epochs) and self.persistent and self.num_workers > 0 and self.is_map and can_overlap
 
     @property
     def has_threads(self):
@@ -199,22 +199,22 @@ class Program:
 
     @property
     def is_seeded(self):
-        """Whether it draws what ``seed_by`` seeds: other numbers than with torch, the same with any workers."""
+        """Whether it draws what ``seed_by`` seeds: other numbers than with torch, but the same with any workers."""
         return self.seed_by is not None and (self.collate == "draws" or any(k in samples.DRAWN for k in self.samples))
 
     @property
     def sampler_draws(self):
-        """Whether walking the sampler moves a generator that the program can see, after the first index as well."""
+        """Whether the sampler draws from a generator that the program can see, also after the first index."""
         if self.sampler in ("lazy", "walk", "infinite"):
             return True
         return self.generator and self.sampler in ("random", "shuffle", "replacement")
 
     @property
     def breaks_off(self):
-        """Whether an epoch may end before its last batch, so that it is timing what the workers did beyond."""
+        """Whether an epoch may end before its last batch, so that timing decides what the workers did beyond it."""
         if self.is_endless or self.pattern == "subclass":  # a generator ends with an error
             return True
-        if self.persistent and self.pattern in ("pickled", "copied", "deep copied"):  # the copy has the same iterator
+        if self.persistent and self.pattern in ("pickled", "copied", "deep copied"):  # the copy shares the iterator
             return True
         return self.pattern in (
             "break",
@@ -227,15 +227,15 @@ class Program:
 
     @property
     def is_endless(self):
-        """Whether an epoch has no end: a broken worker answers each task with an error, and there are always more."""
+        """Whether an epoch has no end: the sampler has none, or a broken worker answers every task with an error."""
         return self.sampler == "infinite" or (not self.is_map and self.error_in in ("init", "iter"))
 
     @property
     def is_ordered(self):
         """Whether torch's order of batches is the same in every run.
 
-        It is not without `in_order`, and not when workers of an iterable dataset end at different tasks: then
-        it is timing which worker gets the next task.
+        It is not the same without `in_order`, nor if workers of an iterable dataset end at different tasks: then timing
+        decides which worker gets the next task.
         """
         if self.num_workers <= 1:
             return True
@@ -257,8 +257,8 @@ class Program:
         return (value,)
 
     @property
-    def is_about_smallness(self):
-        """Size 0 or 1, a batch_size beyond the data, an iterable without items: few batches are the point."""
+    def is_small_on_purpose(self):
+        """Whether few batches are the point: size 0 or 1, a batch_size beyond the data, or workers without samples."""
         return self.size <= 1 or self.value_of("batch_size") == ("larger",) or self.dataset == "empty shards"
 
     def json(self):
@@ -272,84 +272,84 @@ class Program:
         return cls(**values)
 
 
-def wrong_with_options(p):
-    """The same about options: what depends on how far the sampler is ahead, or on who makes a batch."""
+def why_invalid_with_options(p):
+    """Like `why_invalid`, for what options change: how far ahead the sampler is, and which worker makes a batch."""
     if p.given == "install" and not p.options:
         return "nothing to install"
     if p.overlap_epochs and p.given == "keyword" and not (p.persistent and p.num_workers and p.is_map):
-        return "overlap_epochs refuses it"
+        return "overlap_epochs refuses these settings"
     if p.overlaps and not p.is_ordered:
-        return "it is timing which worker makes a sample of the next epoch"
+        return "timing decides which worker makes a sample of the next epoch"
     if p.worker_threads and not p.is_map and p.given == "keyword":
         return "worker_threads refuses an iterable dataset"
     if "sample seed" in p.samples and not p.seed_by:
         return "there is no seed to ask for"
     if "around" in p.samples and p.seed_by:
-        return "it says how the worker's generators were seeded"
+        return "such a sample holds the seed of the worker's generators"
     if p.is_seeded:
-        return wrong_if_seeded(p)
+        return why_invalid_if_seeded(p)
     may_change = p.num_workers > 1 or p.pattern == "attributes"
-    if p.shares and (p.of_the_worker or p.error_in == "init") and may_change:
-        return "it is timing which worker makes a batch"
+    if p.shares and (p.depends_on_worker or p.error_in == "init") and may_change:
+        return "timing decides which worker makes a batch"
     if p.shares and p.error_in == "collate" and p.sampler == "list of batches" and may_change:
-        return "it is timing which sample the worker made before an empty batch"
-    if (p.shares or p.has_window) and p.of_the_worker and p.persistent and p.breaks_off:
-        return "it is timing what the worker made before"
+        return "timing decides which sample the worker made before an empty batch"
+    if (p.shares or p.has_window) and p.depends_on_worker and p.persistent and p.breaks_off:
+        return "timing decides what the worker made before"
     if p.has_threads and "draws" in p.samples:
-        return "it is timing which thread draws first"
+        return "timing decides which thread draws first"
     if p.has_threads and p.error_in == "collate" and (p.batch_size != 1 or p.sampler in BATCHES):
-        return "it is timing which sample of the batch was made last"
-    # A program takes a StopIteration of the dataset for the end of the epoch.
-    together = p.breaks_off or p.pattern in ("pickled", "copied", "deep copied") or p.error == "StopIteration"
-    if p.has_window and p.sampler_draws and together:
-        return "what an epoch that goes on, or was left, has drawn changes the next one"
+        return "timing decides which sample of the batch was made last"
+    # A program mistakes a StopIteration raised by the dataset for the end of the epoch.
+    carries_over = p.breaks_off or p.pattern in ("pickled", "copied", "deep copied") or p.error == "StopIteration"
+    if p.has_window and p.sampler_draws and carries_over:
+        return "the draws of an epoch that continues, or was abandoned, change the next one"
     if p.has_window and p.error_in == "sampler" and p.sampler != "eager":
-        return "the sampler fails when it is asked"
+        return "the window decides when the sampler is asked, and so when it fails"
     return None
 
 
-def wrong_if_seeded(p):
-    """Why a program that draws what seed_by seeds cannot be the same with other workers, or without."""
+def why_invalid_if_seeded(p):
+    """Why a program that draws what seed_by seeds may give other batches with other workers, or without workers."""
     if not p.is_map:
         return "the samples of an iterable dataset belong to their worker"
     if p.sampler == "eager" and p.batch_size is None:
         return "with workers, torch's loader walks such a sampler twice"
     if not set(p.samples) <= {*samples.DRAWN, *samples.SIMPLE}:
-        return "what a process sends to another is not always the same object as before"
+        return "values that one process sends to another may lose their identity"
     if p.collate not in ("default", "wrapped default", "list", "draws"):
-        return "tensors are sent in another way than they are made"
+        return "tensors may arrive with another layout than they were made with"
     if p.init == "changes the dataset" or p.error_in in ("init", "sampler") or p.error == "StopIteration":
-        return "without workers something else happens"
+        return "the program behaves differently without workers"
     if p.pattern not in SEEDED_PATTERNS:
-        return "without workers, or with fewer, the loader is at another place"
-    if p.persistent and p.sampler not in UNMOVED:
-        return "each epoch of other workers draws a base seed, which a sampler sees"
+        return "without workers, or with fewer, the loader is at another position"
+    if p.persistent and p.sampler not in FIXED_ORDER:
+        return "without persistent workers, each epoch draws a base seed, which changes the sampler's draws"
     if p.persistent and p.pattern in ("pickled", "copied", "deep copied", "dataset changed"):
         return "persistent workers have an earlier copy"
     if p.sampler_draws and (p.breaks_off or p.pattern in ("pickled", "copied", "deep copied")):
-        return "how far the sampler was asked decides what comes next"
+        return "how far ahead the sampler was asked decides what comes next"
     if p.has_threads and "draws" in p.samples:
         return "threads share their generators"
     return None
 
 
-def wrong_with_cache(p):
-    """The same about a cached dataset, which must always make the same samples."""
+def why_invalid_with_cache(p):
+    """Like `why_invalid`, for a cached dataset, which must always make the same samples."""
     if not p.is_map:
         return "only samples with indices are cached"
-    if p.of_the_worker or p.seed_by or "sample seed" in p.samples:
+    if p.depends_on_worker or p.seed_by or "sample seed" in p.samples:
         return "a sample is not always the same"
     if "views" in p.samples:
-        return "samples that are pickled lose what their tensors share"
+        return "tensors of a pickled sample no longer share memory"
     if p.pattern in ("pickled", "dataset changed") or p.init == "changes the dataset":
         return "the cache keeps what the dataset made before, and cannot be pickled"
     if p.error_in in ("dataset", "collate"):
-        return "a cached sample is not made, so that it does not fail"
+        return "a cached sample is not made again, so it does not fail"
     return None
 
 
-def wrong(p):
-    """Why a program makes no sense or is left out; None for a good one."""
+def why_invalid(p):
+    """Why a program is invalid or left out; None for a valid one."""
     iterable = not p.is_map
     if p.start_method != "fork" and (p.num_workers not in (1, 2) or p.epochs > 2):
         return "a worker that imports torch takes seconds to start"
@@ -362,17 +362,17 @@ def wrong(p):
     if custom_batches and p.batch_size != 1:
         return "a batch sampler excludes batch_size"
     if p.num_workers == 0 and (p.prefetch_factor or p.persistent or p.timeout or p.context != "none"):
-        return "an option of workers without workers"
+        return "an option for workers, but no workers"
     if p.num_workers == 0 and (p.init != "none" or p.error_in == "init"):
-        return "worker_init_fn without workers"
+        return "a worker_init_fn, but no workers"
     if (p.error_in == "nowhere") != (p.error == "none"):
         return "an error needs a place"
     if (p.error_in == "iter") and (p.is_map or p.num_workers == 0 or p.persistent):
-        # In a persistent second epoch it kills torch's worker (T24 in docs/parity.md).
+        # In the second epoch of a persistent worker, it kills torch's worker (T24 in docs/parity.md).
         return "errors of iter(dataset) are tried once for each worker"
     if p.error_in == "init" and p.persistent:
         # torch's worker goes on without its init function in the second epoch; rustloader repeats the error (T24).
-        return "an init function fails for good"
+        return "after its init function has failed, torch's persistent worker goes on in the next epoch"
     if p.error_in == "sampler" and p.sampler not in ("eager", "lazy", "walk", "infinite"):
         return "torch's samplers do not fail"
     if p.error_in == "init" and p.init == "none":
@@ -386,29 +386,29 @@ def wrong(p):
     if default_collate and any(kind in samples.OTHER for kind in p.samples):
         return "default_collate would walk into them"
     if default_collate and len(p.samples) > 1 and any(kind in samples.REFUSED for kind in p.samples):
-        return "one kind that is refused hides the others"
+        return "a kind that is refused hides the others"
     if p.sampler == "infinite" and p.pattern not in ("break", "again in mid-epoch", "two iterators", "nested loops"):
         return "an infinite sampler has no epoch"
     if p.sampler == "infinite" and p.size == 0:
         return "nothing to repeat"
-    if not p.is_ordered and p.of_the_worker and not p.is_seeded and (p.is_map or p.breaks_off):
-        return "it is timing which worker makes a batch"
+    if not p.is_ordered and p.depends_on_worker and not p.is_seeded and (p.is_map or p.breaks_off):
+        return "timing decides which worker makes a batch"
     if not p.is_ordered and p.error_in in ("init", "iter"):
-        return "it is timing which tasks the broken worker gets"
+        return "timing decides which tasks the broken worker gets"
     if not p.is_ordered and not p.is_map and p.warnings_raise:
-        return "it is timing which batches are lost to the warning"
+        return "timing decides which batches are lost to the warning"
     if not p.is_ordered and p.error == "StopIteration":
-        return "it is timing what came before what looks like the end"
+        return "timing decides what came before the apparent end"
     if not p.is_ordered and p.error_in == "sampler":
-        return "it is timing which batch torch's loader loses (T24)"
+        return "timing decides which batch torch's loader loses (T24)"
     if p.error == "group" and p.error_in in ("init", "iter"):
         return "torch's text for it does not name the worker, so that its later errors cannot be told apart"
     if not p.is_ordered and p.pattern == "subclass":
-        return "a generator ends with an error, and it is timing what came before"
+        return "a generator ends with an error, and timing decides what came before"
     if "cycle" in p.samples and (p.collate == "convert" or (p.collate == "default" and p.batch_size is None)):
         return "the recursion goes as deep as the stack allows"
     if p.structure == "alone" and len(p.samples) > 1:
         return "several kinds need a structure"
     if p.pattern == "two iterators" and p.persistent and not p.is_ordered:
         return "a reset of an unordered epoch"
-    return (p.cache and wrong_with_cache(p)) or wrong_with_options(p)
+    return (p.cache and why_invalid_with_cache(p)) or why_invalid_with_options(p)

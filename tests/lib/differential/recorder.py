@@ -1,4 +1,4 @@
-"""Writes down the calls that a loader makes: in memory in the main process, in a file of its own in each worker."""
+"""Records the calls that a loader makes: in memory in the main process, in a file of its own in each worker."""
 
 import json
 import multiprocessing
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-# Counts the calls of iter(loader) in main. A worker belongs to the one during which it was started.
+# Counts the calls of iter(loader) in main. A worker belongs to the call that started it.
 generation = 0
 
 
@@ -38,14 +38,15 @@ def about(info):
     if info is None:
         return [name]
     facts = [info.id, info.num_workers, info.seed, type(info.dataset).__name__]
-    # Newer versions of torch have these.
+    # Only newer versions of torch have these.
     facts += [repr(getattr(info, name, None)) for name in ("rng", "worker_method")]
-    kind = multiprocessing.current_process()
-    return [*facts, torch.initial_seed(), torch.get_num_threads(), name, type(kind).__name__, kind.name, kind.daemon]
+    process = multiprocessing.current_process()
+    facts += [torch.initial_seed(), torch.get_num_threads(), name]
+    return [*facts, type(process).__name__, process.name, process.daemon]
 
 
 class Recorder:
-    """Takes events: lists of plain values. Datasets, samplers and functions share one, and it travels with them."""
+    """Records events: lists of plain values. Datasets, samplers and functions share one, and are pickled with it."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -70,7 +71,7 @@ class Recorder:
     def _open(self):
         if self._file is None or self._file[0] != os.getpid():
             info = get_worker_info()
-            name = f"{generation}-{'nobody' if info is None else info.id}-{os.getpid()}"
+            name = f"{generation}-{'unknown' if info is None else info.id}-{os.getpid()}"
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             self._file = (os.getpid(), os.open(os.path.join(self.folder, name), flags, 0o600))
             self._write("worker", about(info), [])
@@ -86,31 +87,31 @@ class Recorder:
         return _same_or_new, (self.folder, self.main, generation)
 
 
-_made = {}
+_recorders = {}
 
 
 def make(folder):
-    """The recorder of this process."""
-    _made[folder] = Recorder(folder)
-    return _made[folder]
+    """Creates the recorder of this process."""
+    _recorders[folder] = Recorder(folder)
+    return _recorders[folder]
 
 
 def _same_or_new(folder, main, started):
     global generation
-    if folder not in _made:
+    if folder not in _recorders:
         generation = started
-        _made[folder] = recorder = Recorder(folder)
+        _recorders[folder] = recorder = Recorder(folder)
         recorder.main = main
-    return _made[folder]
+    return _recorders[folder]
 
 
 def workers(folder):
-    """What the workers wrote: {(generation, worker): events}."""
-    found = {}
+    """What the workers wrote: {"generation-worker": events}."""
+    events = {}
     for name in sorted(os.listdir(folder)):
         started, worker, _pid = name.split("-")
         with open(os.path.join(folder, name)) as f:
-            # The last line of a worker that was ended may be half a line.
+            # The last line of a worker that was killed may be incomplete.
             lines = [json.loads(line) for line in f if line.endswith("\n")]
-        found.setdefault(f"{started}-{worker}", []).extend(lines)
-    return found
+        events.setdefault(f"{started}-{worker}", []).extend(lines)
+    return events

@@ -1,4 +1,4 @@
-"""The samplers of programs: torch's, and the user's own. Most note their calls."""
+"""The samplers of programs: torch's, and user-defined ones. Most record their calls."""
 
 import itertools
 
@@ -8,12 +8,12 @@ from torch.utils import data
 from . import describe
 from .parts import Part
 
-# Tells the walks of samplers apart.
+# Numbers the walks of samplers.
 _walks = itertools.count()
 
 
-class Noting(Part, data.Sampler):
-    """Notes the calls on another sampler, whose indices it passes on."""
+class Recording(Part, data.Sampler):
+    """Records the calls to a sampler, and passes on its indices."""
 
     def __init__(self, program, recorder, inner):
         super().__init__(program, recorder)
@@ -45,9 +45,9 @@ class Noting(Part, data.Sampler):
             return index
 
 
-class Own(Part, data.Sampler):
+class UserSampler(Part, data.Sampler):
     """A user-defined sampler: `lazy` is a generator, `eager` draws everything in __iter__, `walk` is an iterator
-    that continues after an error, `infinite` the same without an end."""
+    that continues after an error, `infinite` is the same without an end."""
 
     shift = 0
 
@@ -95,11 +95,11 @@ def sampler(program, recorder, dataset, generator):
     """The arguments of the loader that choose the sampler."""
     p, n = program, program.size
 
-    def noting(inner):
-        return {"sampler": Noting(p, recorder, inner)}
+    def recording(inner):
+        return {"sampler": Recording(p, recorder, inner)}
 
     def batches(inner):
-        return {"batch_sampler": Noting(p, recorder, inner)}
+        return {"batch_sampler": Recording(p, recorder, inner)}
 
     kind = p.sampler
     if kind in ("default", "none"):
@@ -107,17 +107,17 @@ def sampler(program, recorder, dataset, generator):
     if kind == "shuffle":
         return {"shuffle": True}
     if kind == "sequential":
-        return noting(data.SequentialSampler(dataset))
+        return recording(data.SequentialSampler(dataset))
     if kind == "random":
-        return noting(data.RandomSampler(dataset, generator=generator))
+        return recording(data.RandomSampler(dataset, generator=generator))
     if kind == "replacement":
         return {"sampler": data.RandomSampler(dataset, replacement=True, num_samples=n + 3, generator=generator)}
     if kind == "subset":
         return {"sampler": data.SubsetRandomSampler(range(0, n, 2), generator=generator)}
     if kind == "weighted":
-        return noting(data.WeightedRandomSampler([float(1 + i % 3) for i in range(n)], n + 1, generator=generator))
+        return recording(data.WeightedRandomSampler([float(1 + i % 3) for i in range(n)], n + 1, generator=generator))
     if kind == "distributed":
-        return noting(data.DistributedSampler(dataset, num_replicas=2, rank=1, seed=p.seed))
+        return recording(data.DistributedSampler(dataset, num_replicas=2, rank=1, seed=p.seed))
     if kind == "batch sampler":
         return batches(data.BatchSampler(data.SequentialSampler(dataset), 3, drop_last=p.seed % 2 == 0))
     if kind == "list of batches":
@@ -127,7 +127,7 @@ def sampler(program, recorder, dataset, generator):
         whole = torch.arange(n - n % 2).reshape(n // 2, 2)
         return {"batch_sampler": whole if p.seed % 2 else whole.numpy()}
     if kind == "tensors":
-        return noting(torch.arange(n).flip(0))
+        return recording(torch.arange(n).flip(0))
     if kind == "odd indices":
         return {"sampler": list(itertools.islice(itertools.cycle([0, True, n - 1, -1]), n if n < 2 else n + 2))}
-    return noting(Own(p, recorder))
+    return recording(UserSampler(p, recorder))

@@ -1,8 +1,8 @@
 """The kinds of samples: sample i of a kind depends only on i, except where it draws random numbers or inspects state.
 
-`COLLATED` are the kinds that default_collate takes, `REFUSED` those that it does not, `OTHER` those that are only
+`COLLATED` are the kinds that default_collate accepts, `REFUSED` those that it refuses, `OTHER` those that are only
 tried with user-defined collate functions, because default_collate would walk into them.
-Not among them is what torch's loader gets wrong or hangs on: conj and neg views, quantized and mkldnn tensors,
+Left out is what torch's loader gets wrong or hangs on: conj and neg views, quantized and mkldnn tensors,
 objects that cannot be pickled.
 """
 
@@ -44,7 +44,7 @@ class Array(np.ndarray):
     """An array subclass."""
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = 1
     GREEN = 2
 
@@ -56,7 +56,7 @@ class Plain:
 
 
 def numbers(i, *shape, dtype=torch.float32):
-    """Random content from the index alone."""
+    """Random content that depends only on the index."""
     g = torch.Generator().manual_seed(i)
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(shape, generator=g, dtype=torch.complex64 if dtype.is_complex else torch.float64).to(dtype)
@@ -114,11 +114,11 @@ def around(_i):
 
 NAN = [0.0, -0.0, float("nan"), float("inf"), 5e-324]
 
-# Those whose content depends on which worker makes them, and on what it made before.
-OF_THE_WORKER = ("draws", "around")
-# Those that seed_by decides.
+# Kinds whose content depends on which worker makes them, and on what it made before.
+WORKER_DEPENDENT = ("draws", "around")
+# Kinds whose content seed_by decides.
 DRAWN = ("draws", "sample seed")
-# Those that are the same from a worker and without one.
+# Kinds that are the same with and without workers.
 SIMPLE = ("int", "float", "bool", "str", "bytes", "scalar", "f32", "f64", "dict")
 
 COLLATED = {
@@ -166,7 +166,7 @@ REFUSED = {
     "huge int": lambda i: 2**70 + i,
     "string array": lambda i: np.array([f"s{i}", "longer"]),
     "object array": lambda i: np.array([i, None, "x"], dtype=object),
-    "enum": lambda i: Colour(1 + i % 2),
+    "enum": lambda i: Color(1 + i % 2),
     "set": lambda i: {i, str(i)},
     "python complex": lambda i: complex(i, -0.0),
     "object": Plain,

@@ -1,9 +1,9 @@
-"""Makes a program that shows a difference smaller, one value at a time."""
+"""Shrinks a program that shows a difference, one value at a time."""
 
 import dataclasses
 
 from . import compare, processes
-from .program import Program, wrong
+from .program import Program, why_invalid
 
 
 def differs(program):
@@ -12,16 +12,16 @@ def differs(program):
 
 
 def shrink(program):
-    """A program with a difference of which no single value can be made simpler, and what differs there."""
-    found = differs(program)
-    going_on = bool(found)
-    while going_on:
-        going_on = False
+    """A program that still shows a difference, with no single value that can be made simpler, and its differences."""
+    differences = differs(program)
+    progress = bool(differences)
+    while progress:
+        progress = False
         for candidate in simpler(program):
-            if different := differs(candidate):
-                program, found, going_on = candidate, different, True
+            if remaining := differs(candidate):
+                program, differences, progress = candidate, remaining, True
                 break
-    return program, found
+    return program, differences
 
 
 def simpler(program):
@@ -37,12 +37,12 @@ def simpler(program):
             if name == "num_workers" and other == 0:
                 continue
             candidate = dataclasses.replace(program, **changed)
-            if wrong(candidate) is None:
+            if why_invalid(candidate) is None:
                 yield candidate
 
 
 def smaller(name, value, plain):
-    """Simpler values, the simplest first. No value is ever reached again: the search ends."""
+    """Simpler values, the simplest first. No value is reached twice, so the search ends."""
     if name in ("samples", "error_at"):
         return [(*value[:k], *value[k + 1 :]) for k in range(len(value))] if len(value) > 1 else []
     if isinstance(value, int) and not isinstance(value, bool):

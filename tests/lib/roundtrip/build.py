@@ -1,8 +1,8 @@
 """Builds the value that a description stands for.
 
-A description is a tuple of steps ``(operation, (earlier steps it works on, ...), *arguments)``; the value is that of
-the last step. It holds nothing but numbers, texts and tuples, so it travels as an index, is built again in any
-process, and its repr is a reproducer. A step that cannot be made stands as a :class:`NotMade`.
+A description is a tuple of steps ``(operation, (earlier steps it works on, ...), *arguments)``; its value is that of
+the last step. It consists of numbers, strings and tuples only, so it can be sent as an index and built in any process,
+and its repr reproduces it. A step that fails yields a :class:`NotMade`.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ __all__ = ["FOR_TORCH", "OPERATIONS", "NotMade", "build"]
 
 @dataclasses.dataclass(frozen=True)
 class NotMade:
-    """In the place of a value that torch or NumPy refused to make."""
+    """Stands for a value that torch or NumPy refused to create."""
 
     operation: str
     error: str
@@ -25,8 +25,8 @@ OPERATIONS = {
     "atom": lambda name: objects.ATOMS[name](),
     "nasty": lambda name: objects.NASTY[name](),
     "int": int,
-    "float": objects.nan,
-    # Not the description's own text: whether that is one object twice depends on how the index has travelled.
+    "float": objects.float_from_bits,
+    # A new string: whether two equal strings of the description are one object depends on how the index was sent.
     "str": lambda text: "".join(list(text)),
     **build_tensors.OPERATIONS,
     **build_arrays.OPERATIONS,
@@ -34,13 +34,13 @@ OPERATIONS = {
 }
 
 
-# Where torch's reducers will take the value apart: they move a tensor's memory, and an array over it would show what
-# comes to lie there next.
+# For values that torch's reducers pickle: they move a tensor's memory, and an array over it would show whatever lies
+# there next.
 FOR_TORCH = {**OPERATIONS, "numpy": build_tensors.numpy_apart}
 
 
 def build(description, operations=OPERATIONS):
-    """The value, made of nothing that was there before."""
+    """Builds the value from new objects only."""
     values = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

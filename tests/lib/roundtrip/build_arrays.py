@@ -10,7 +10,7 @@ from roundtrip.build_tensors import noise
 __all__ = ["ARRAY_DTYPES", "OPERATIONS"]
 
 RECORD = [("a", "i1"), ("b", ">f8", (2,)), ("c", "U3"), ("d", [("e", "f4")])]
-# By what np.dtype takes: the plain ones first.
+# {name: argument of np.dtype}, the plain ones first.
 ARRAY_DTYPES = {
     **{name: name for name in "float32 int64 uint8 bool int8 int16 int32 uint16 uint32 uint64".split()},
     **{name: name for name in "float16 float64 complex64 complex128 longdouble clongdouble".split()},
@@ -23,7 +23,7 @@ ARRAY_DTYPES = {
 
 
 def array(dtype, shape, seed, order="C"):
-    """Random bits; texts and times are made so that they are valid."""
+    """Random bits; valid values for bools, strings, records and long doubles."""
     kind = np.dtype(ARRAY_DTYPES[dtype])
     count = int(np.prod(shape, dtype=np.int64))
     raw = noise(count * kind.itemsize, seed)
@@ -32,36 +32,36 @@ def array(dtype, shape, seed, order="C"):
     if kind.kind in "USV":
         raw = np.frombuffer((raw % 50 + 65).tobytes(), np.uint8)
     if kind.kind == "U" or kind.names:
-        made = np.zeros(count, kind)
+        result = np.zeros(count, kind)
         for name in kind.names or [None]:
-            target = made if name is None else made[name]
+            target = result if name is None else result[name]
             target[...] = np.array("ab") if target.dtype.kind in "US" else 3
     elif kind.char in "gG":
-        made = noise(count, seed).astype(kind)  # ten bytes of sixteen count
+        result = noise(count, seed).astype(kind)  # ten of the sixteen bytes hold the value
     else:
-        made = np.frombuffer(bytearray(raw), kind) if count else np.zeros(0, kind)
-    made = np.array(made.reshape(shape), order=order)
-    if kind.char in "gG":  # the other six hold whatever was there
-        made.ravel(order="K").view(np.uint8).reshape(-1, 16)[:, 10:] = 0
-    return made
+        result = np.frombuffer(bytearray(raw), kind) if count else np.zeros(0, kind)
+    result = np.array(result.reshape(shape), order=order)
+    if kind.char in "gG":  # the other six are undefined
+        result.ravel(order="K").view(np.uint8).reshape(-1, 16)[:, 10:] = 0
+    return result
 
 
 def of_objects(*values):
-    made = np.empty(len(values), object)
-    made[:] = [None] * len(values)
+    result = np.empty(len(values), object)
+    result[:] = [None] * len(values)
     for i, value in enumerate(values):
-        made[i] = value
-    return made
+        result[i] = value
+    return result
 
 
 def record_of_objects(first, second):
-    made = np.zeros(2, [("o", object), ("n", "i4")])
-    made["o"][0], made["o"][1] = first, second
-    return made
+    result = np.zeros(2, [("o", object), ("n", "i4")])
+    result["o"][0], result["o"][1] = first, second
+    return result
 
 
 def cut(a, axis, start, stop, step):
-    """A slice whose step may go backwards."""
+    """A slice whose step may be negative."""
     axis %= a.ndim
     step = step % 7 - 3 or 1
     start, stop = start % (a.shape[axis] + 1), stop % (a.shape[axis] + 1)
@@ -76,16 +76,16 @@ def frozen(a):
 
 
 def masked(a, seed, hard):
-    made = np.ma.masked_array(a, mask=(noise(a.size, seed) & 1).astype(bool).reshape(a.shape))
+    result = np.ma.masked_array(a, mask=(noise(a.size, seed) & 1).astype(bool).reshape(a.shape))
     if hard:
-        made.harden_mask()
-    return made
+        result.harden_mask()
+    return result
 
 
 def noted(a, note):
-    made = a.view(objects.FrozenArray)
-    made.note = note and [note]
-    return made
+    result = a.view(objects.FrozenArray)
+    result.note = note and [note]
+    return result
 
 
 def unaligned(dtype, n, seed):
@@ -99,7 +99,7 @@ def memmap(n):
 
 def from_buffer(a):
     if a.dtype.hasobject or a.dtype.isalignedstruct:
-        raise TypeError("references and gaps are different in each process")
+        raise TypeError("references and padding differ between processes")
     return torch.frombuffer(a, dtype=torch.uint8)
 
 

@@ -19,10 +19,10 @@ def padded(parts, count):
     return [*parts, None, None, None][:count]
 
 
-def attributes(made, parts, names=("first", "second")):
+def attributes(result, parts, names=("first", "second")):
     for name, part in zip(names, parts, strict=False):
-        setattr(made, name, part)
-    return made
+        setattr(result, name, part)
+    return result
 
 
 def defaultdict(*parts):
@@ -38,16 +38,16 @@ def dict_subclass(*parts):
 
 
 def module(*parts):
-    """A torch module with parameters, buffers and whatever else."""
-    made = torch.nn.Module()
+    """A torch module with parameters, buffers and other attributes."""
+    result = torch.nn.Module()
     for i, part in enumerate(parts):
         if isinstance(part, torch.nn.Parameter):
-            made.register_parameter(f"p{i}", part)
+            result.register_parameter(f"p{i}", part)
         elif isinstance(part, torch.Tensor):
-            made.register_buffer(f"b{i}", part)
+            result.register_buffer(f"b{i}", part)
         else:
-            setattr(made, f"a{i}", part)
-    return made
+            setattr(result, f"a{i}", part)
+    return result
 
 
 def packed(*parts):
@@ -65,7 +65,7 @@ def deep(kind, depth, value):
 
 
 def tie(container, value):
-    """Puts a value into a container that is there already: the way to a cycle."""
+    """Puts a value into an existing container, which may create a cycle."""
     for kind, put in TIES.items():
         if isinstance(container, kind):
             put(container, value)
@@ -112,7 +112,7 @@ OPERATIONS = {
     "dict_subclass": dict_subclass,
     "namespace": lambda *parts: types.SimpleNamespace(**{f"n{i}": part for i, part in enumerate(parts)}),
     "exception": exception,
-    "call": lambda *parts: functools.partial(objects.nan, *parts),
+    "call": lambda *parts: functools.partial(objects.float_from_bits, *parts),
     "module": module,
     "packed": packed,
     "many": lambda part: [part] * 300,

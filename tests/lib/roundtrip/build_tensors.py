@@ -1,4 +1,4 @@
-"""Operations on tensors. Numbers that must lie in a range are taken modulo it, so that any will do."""
+"""Operations on tensors. Numbers that must lie in a range are taken modulo its size, so that any number is valid."""
 
 import contextlib
 import warnings
@@ -16,15 +16,15 @@ QUANTIZED = [n for n in ("quint8", "qint8", "qint32", "quint4x2", "quint2x4") if
 
 
 def _dtypes():
-    """Names of the dtypes that torch can make here."""
-    found = []
+    """Names of the dtypes of which torch can create tensors here."""
+    names = []
     for name, dtype in sorted(vars(torch).items()):
         if isinstance(dtype, torch.dtype) and str(dtype) == f"torch.{name}" and name not in QUANTIZED:
             with contextlib.suppress(RuntimeError, NotImplementedError, TypeError), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 torch.empty(4, dtype=dtype)
-                found.append(name)
-    return found
+                names.append(name)
+    return names
 
 
 DTYPES = _dtypes()
@@ -46,13 +46,13 @@ def fill(storage, seed, boolean=False):
 
 
 def tensor(dtype, shape, seed):
-    made = torch.empty(shape, dtype=getattr(torch, dtype))
-    fill(made.untyped_storage(), seed, dtype == "bool")
-    return made
+    result = torch.empty(shape, dtype=getattr(torch, dtype))
+    fill(result.untyped_storage(), seed, dtype == "bool")
+    return result
 
 
 def numbers(dtype, shape, seed):
-    """Small whole numbers, for what must be computed with."""
+    """Small integers, for operations that compute with them."""
     count = int(np.prod(shape))
     return torch.from_numpy((noise(count, seed) % 7).astype(np.int64)).to(getattr(torch, dtype)).reshape(shape)
 
@@ -89,7 +89,7 @@ def expand(t, n):
 
 
 def expand_ones(t, n):
-    """One row, shown n times."""
+    """The first row, n times."""
     return t[:1].expand(n, *t.shape[1:])
 
 
@@ -137,9 +137,9 @@ def with_grad(t):
 
 
 def labelled(t, label):
-    made = t.as_subclass(Labelled)
-    made.label = label
-    return made
+    result = t.as_subclass(Labelled)
+    result.label = label
+    return result
 
 
 def attributed(t, note):
@@ -151,8 +151,8 @@ def attributed(t, note):
 def sparse(layout, seed, coalesced=True):
     dense = numbers("float32", (4, 6), seed)
     if layout == "coo":
-        made = dense.to_sparse()
-        return made.coalesce() if coalesced else torch.sparse_coo_tensor(made.indices(), made.values(), made.shape)
+        coo = dense.to_sparse()
+        return coo.coalesce() if coalesced else torch.sparse_coo_tensor(coo.indices(), coo.values(), coo.shape)
     if layout == "hybrid":
         return numbers("int64", (3, 2, 4), seed).to_sparse(1)
     block = {"blocksize": (2, 2)} if layout in ("bsr", "bsc") else {}
@@ -168,11 +168,11 @@ def quantized(dtype, n, channels, seed):
     kind = getattr(torch, dtype)
     if channels:
         scales, zeros = torch.arange(1, n + 1) / 8, torch.zeros(n, dtype=torch.int64)
-        made = torch._empty_per_channel_affine_quantized((n, 4), scales=scales, zero_points=zeros, axis=0, dtype=kind)
+        result = torch._empty_per_channel_affine_quantized((n, 4), scales=scales, zero_points=zeros, axis=0, dtype=kind)
     else:
-        made = torch._empty_affine_quantized((n, 4), scale=0.5, zero_point=3, dtype=kind)
-    fill(made.untyped_storage(), seed)
-    return made
+        result = torch._empty_affine_quantized((n, 4), scale=0.5, zero_point=3, dtype=kind)
+    fill(result.untyped_storage(), seed)
+    return result
 
 
 def inference(dtype, shape, seed):
@@ -181,14 +181,14 @@ def inference(dtype, shape, seed):
 
 
 def numpy_apart(t):
-    """The same over a copy of the memory."""
+    """Like `t.numpy()`, over a copy of the memory."""
     copied = torch.empty(0, dtype=t.dtype).set_(t.untyped_storage().clone(), t.storage_offset(), t.shape, t.stride())
-    t.numpy()  # with its errors
+    t.numpy()  # for its errors
     return copied.numpy()
 
 
 def batch(samples, many, seed):
-    """What default_collate gives for `many` samples; in a worker it lies in shared memory."""
+    """What default_collate returns for `many` samples; in a worker, it lies in shared memory."""
     return default_collate([sample(samples, seed + i) for i in range(many)])
 
 
@@ -200,12 +200,12 @@ def sample(spec, seed):
     if kind in CONTAINERS:
         return CONTAINERS[kind](sample(part, seed + i) for i, part in enumerate(rest[0]))
     dtype, shape = rest
-    if kind == "ragged":  # only some of what can be stacked
+    if kind == "ragged":  # some of these cannot be stacked
         shape = (seed % 2 + 1, *shape)
-    made = tensor(dtype, shape, seed)
+    result = tensor(dtype, shape, seed)
     if kind == "transposed" and shape:
-        return made.transpose(0, -1)
-    return made.numpy() if kind == "array" else made
+        return result.transpose(0, -1)
+    return result.numpy() if kind == "array" else result
 
 
 SMALL = {
@@ -267,7 +267,7 @@ OPERATIONS = {
     "meta": lambda t: t.to("meta"),
     "quantized": quantized,
     "inference": inference,
-    "shared": lambda t: t.clone().share_memory_(),  # a clone: it frees the memory, which an array may view
+    "shared": lambda t: t.clone().share_memory_(),  # a clone: share_memory_() frees the memory, which an array may view
     "storage": lambda t: t.untyped_storage(),
     "typed_storage": lambda t: t.storage(),
     "numpy": lambda t: t.numpy(),

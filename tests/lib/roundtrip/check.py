@@ -13,16 +13,16 @@ from roundtrip.ways import Error, packed, packed_by_torch
 
 __all__ = ["Checker"]
 
-# How the packer runs in one process: with torch's C functions and without, and with large leaves that lie in
-# shared memory already.
-PACKER = [{}, {"exchange": False}, {"adopt": 4096}]
+# How the packer runs in one process: with torch's C functions, without them, and with large leaves that already lie in
+# shared memory.
+PACKER_OPTIONS = [{}, {"exchange": False}, {"adopt": 4096}]
 
 
 class Checker:
-    """Compares outcomes, counts what it saw, and checks again the batches that are kept.
+    """Compares outcomes, counts them, and checks that kept batches do not change.
 
     Args:
-        keep: how many later values a delivered value is kept for.
+        keep: the number of values that are kept.
     """
 
     def __init__(self, keep=40):
@@ -31,7 +31,7 @@ class Checker:
         self.outcomes = collections.Counter()
         self.intended = collections.Counter({intended.name: 0 for intended in INTENDED})
         self.in_trees = collections.Counter()
-        self.spoiled = []
+        self.corrupted = []
         self._keep = keep
         self._kept = collections.deque()
 
@@ -39,49 +39,54 @@ class Checker:
         """Sends indices as one epoch.
 
         Args:
-            loaders: both loaders.
+            loaders: the `Loaders` to send them through.
             indices: descriptions, or lists of them.
-            make: makes of an index what should arrive.
+            make: builds the expected value of an index.
         """
-        assert not self.spoiled, self.spoiled[0]
-        for index, (ours, theirs) in zip(indices, loaders.send(indices), strict=True):
-            self.hold(index, ours, theirs, lambda index=index: make(index), "workers")
+        assert not self.corrupted, self.corrupted[0]
+        for index, (actual, reference) in zip(indices, loaders.send(indices), strict=True):
+            self.check(index, actual, reference, lambda index=index: make(index), "workers")
 
     def through_packer(self, description):
         """Packs and unpacks a tree in this process."""
-        way = PACKER[zlib.crc32(repr(description).encode("utf-8", "surrogatepass")) % len(PACKER)]
-        ours, theirs = packed(description, **way), packed_by_torch(description)
-        self.hold(description, ours, theirs, lambda: build(description), f"packer {way or ''}".strip(), kept=False)
+        options = PACKER_OPTIONS[zlib.crc32(repr(description).encode("utf-8", "surrogatepass")) % len(PACKER_OPTIONS)]
+        actual, reference = packed(description, **options), packed_by_torch(description)
+        way = f"packer {options or ''}".strip()
+        self.check(description, actual, reference, lambda: build(description), way, kept=False)
 
-    def hold(self, index, ours, theirs, make_sent, way, kept=True):
-        """Raises an AssertionError that names all differences which are not intended."""
-        if isinstance(theirs, Error):
-            self.hold_error(index, ours, theirs, make_sent, way)
+    def check(self, index, actual, reference, make_sent, way, kept=True):
+        """Raises an AssertionError if the outcomes differ in a way that is not intended."""
+        if isinstance(reference, Error):
+            self.check_error(index, actual, reference, make_sent, way)
             return
-        if isinstance(ours, Error):
-            raise AssertionError(f"{way}: {ours.kind.__name__}: {ours.text}, and not a value\n{reproducer(index)}")
-        case = Case(Record(ours), Record(theirs), make_sent)
-        names, left = judge(case)
-        if left:
-            listed = "\n".join(map(str, left[:10]))
-            raise AssertionError(f"{way}: {len(left)} differences\n{listed}\n{reproducer(index)}")
+        if isinstance(actual, Error):
+            raise AssertionError(
+                f"{way}: got {actual.kind.__name__} ({actual.text}), expected a value\n{reproducer(index)}"
+            )
+        case = Case(Record(actual), Record(reference), make_sent)
+        names, unintended = judge(case)
+        if unintended:
+            listed = "\n".join(map(str, unintended[:10]))
+            raise AssertionError(f"{way}: {len(unintended)} differences\n{listed}\n{reproducer(index)}")
         self.count(index, "value", names, way)
-        wrong = check_writes(case.ours.leaves)
+        wrong = check_writes(case.actual.leaves)
         assert wrong is None, f"{way}: {wrong}\n{reproducer(index)}"
         if kept:
-            self.keep(index, case.ours)
+            self.keep(index, case.actual)
 
-    def hold_error(self, index, ours, theirs, make_sent, way):
-        """What torch cannot send is the same error from us, or arrives as it was."""
-        if isinstance(ours, Error):
-            text = f"{way}: {ours.kind.__name__} ({ours.text}), and not {theirs.kind.__name__} ({theirs.text})"
-            assert ours.kind is theirs.kind, f"{text}\n{reproducer(index)}"
+    def check_error(self, index, actual, reference, make_sent, way):
+        """What torch cannot send raises the same error with rustloader, or arrives as it was sent."""
+        if isinstance(actual, Error):
+            errors = (
+                f"got {actual.kind.__name__} ({actual.text}), expected {reference.kind.__name__} ({reference.text})"
+            )
+            assert actual.kind is reference.kind, f"{way}: {errors}\n{reproducer(index)}"
             self.count(index, "the same error", [], way)
             return
         sent = Record(make_sent())
-        _, left = judge(Case(Record(ours), sent, make_sent))
-        listed = "\n".join(map(str, left[:10]))
-        assert not left, f"{way}: differs from what was sent, torch: {theirs}\n{listed}\n{reproducer(index)}"
+        _, unintended = judge(Case(Record(actual), sent, make_sent))
+        listed = "\n".join(map(str, unintended[:10]))
+        assert not unintended, f"{way}: differs from what was sent; torch: {reference}\n{listed}\n{reproducer(index)}"
         self.count(index, "right where torch fails", [], way)
 
     def count(self, index, outcome, names, way):
@@ -94,25 +99,25 @@ class Checker:
                 self.steps.update({operation for operation, *_ in description})
 
     def keep(self, index, record):
-        """Keeps a value; overwrites some of those that are kept, and looks whether the others are as they were."""
+        """Keeps a value, after overwriting parts of every third one; checks the oldest values before dropping them."""
         leaves = [leaf for leaf in record.leaves if leaf.can_be_written]
         if self.trees % 3 == 0:
             for leaf in leaves[:4]:
                 np.copyto(leaf.view, 0x55)
         self._kept.append((index, record, [hash(leaf.content) for leaf in record.leaves]))
         while len(self._kept) > self._keep:
-            self.look_again(*self._kept.popleft())
+            self.recheck(*self._kept.popleft())
 
     def finish(self):
         """Checks everything that is still kept."""
         while self._kept:
-            self.look_again(*self._kept.popleft())
-        assert not self.spoiled, "\n".join(self.spoiled[:5])
+            self.recheck(*self._kept.popleft())
+        assert not self.corrupted, "\n".join(self.corrupted[:5])
 
-    def look_again(self, index, record, before):
+    def recheck(self, index, record, before):
         for leaf, was in zip(record.leaves, before, strict=True):
             if hash(leaf.content) != was:
-                self.spoiled.append(
+                self.corrupted.append(
                     f"{leaf.path or 'the root'} has changed since it was delivered\n{reproducer(index)}"
                 )
 

@@ -1,4 +1,4 @@
-"""A deep record of a value, and the differences of two records."""
+"""A deep record of a value, and the differences between two records."""
 
 import array
 import collections
@@ -42,7 +42,7 @@ SIMPLE = (
     torch.Size,
     torch.device,
 )
-# Compared with `is`, which is what == does with them.
+# Compared by identity, as == does.
 UNIQUE = (
     type(None),
     type(...),
@@ -54,7 +54,7 @@ UNIQUE = (
     torch.layout,
     torch.memory_format,
 )
-# Python makes and keeps these as it likes.
+# Python may create or reuse these objects as it likes.
 NO_IDENTITY = (int, float, *UNIQUE)
 
 VIEWS = {
@@ -73,16 +73,16 @@ VIEWS = {
 @dataclasses.dataclass(frozen=True)
 class Difference:
     path: str
-    what: str
-    ours: object
-    theirs: object
+    fact: str
+    actual: object
+    reference: object
 
     def __str__(self):
-        return f"{self.path or 'the root'}: {self.what}: {self.ours!r}, and not {self.theirs!r}"
+        return f"{self.path or 'the root'}: {self.fact}: got {self.actual!r}, expected {self.reference!r}"
 
 
 class Record:
-    """What can be seen of a value: {path: {what: fact}}, and its leaves."""
+    """What can be observed of a value, as {path: {fact: value}}, and its leaves."""
 
     def __init__(self, value):
         self.facts = {}
@@ -103,8 +103,8 @@ class Record:
                     self.facts[leaf.path]["alone"] = apart
 
     def _visit(self, path, value):
-        """Notes the facts of one object; the values in it that come next."""
-        self.objects[path] = value  # and with it lives on, so that no other object gets its address
+        """Records the facts of one object; returns the values in it, which are visited next."""
+        self.objects[path] = value  # keeps it alive, so that no other object gets its address
         if not isinstance(value, NO_IDENTITY):
             first = self._seen.setdefault(id(value), path)
             if first != path:
@@ -229,17 +229,17 @@ def way_of(kind):
 
 
 def attributes(value):
-    """What an object holds in its __dict__ and in its slots."""
-    found = [(f".{name}", item) for name, item in getattr(value, "__dict__", {}).items()]
+    """What an object has in its __dict__ and in its slots."""
+    items = [(f".{name}", item) for name, item in getattr(value, "__dict__", {}).items()]
     for kind in type(value).__mro__:
         if kind.__module__ in (objects.__name__, "sample_data"):
             slots = kind.__dict__.get("__slots__", ())
-            found += [(f".{name}", getattr(value, name)) for name in slots if hasattr(value, name)]
-    return found
+            items += [(f".{name}", getattr(value, name)) for name in slots if hasattr(value, name)]
+    return items
 
 
 def container(value, facts):
-    """What is neither tensor, array nor atom."""
+    """The parts of a value that is not a tensor, an array or an atom; adds its facts."""
     children = attributes(value)
     if isinstance(value, dict):
         for i, (key, item) in enumerate(value.items()):
@@ -287,7 +287,7 @@ def array_content(a):
     if a.dtype.names:
         return tuple(array_content(a[name]) for name in a.dtype.names)
     content = a.tobytes()
-    if a.dtype.char in "gG":  # ten bytes of sixteen count
+    if a.dtype.char in "gG":  # ten of the sixteen bytes hold the value
         content = np.frombuffer(content, np.uint8).reshape(-1, 16)[:, :10].tobytes()
     return digest(content)
 
@@ -333,18 +333,18 @@ def quantizer(t):
     )
 
 
-def differences(ours, theirs):
-    """What differs between rustloader's record and torch's."""
-    found = []
-    for path in dict.fromkeys([*theirs.facts, *ours.facts]):
-        a, b = ours.facts.get(path), theirs.facts.get(path)
+def differences(actual, reference):
+    """The differences between rustloader's record and torch's."""
+    result = []
+    for path in dict.fromkeys([*reference.facts, *actual.facts]):
+        a, b = actual.facts.get(path), reference.facts.get(path)
         if a is None or b is None:
-            found.append(Difference(path, "is there", a is not None, b is not None))
+            result.append(Difference(path, "present", a is not None, b is not None))
             continue
-        for what in dict.fromkeys([*b, *a]):
-            if not equal(a.get(what), b.get(what)):
-                found.append(Difference(path, what, a.get(what), b.get(what)))
-    return found
+        for fact in dict.fromkeys([*b, *a]):
+            if not equal(a.get(fact), b.get(fact)):
+                result.append(Difference(path, fact, a.get(fact), b.get(fact)))
+    return result
 
 
 def equal(a, b):

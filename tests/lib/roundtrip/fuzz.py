@@ -30,9 +30,9 @@ def main(argv=None):
     loaders = Loaders(workers=options.workers), Loaders(collate=True, workers=options.workers)
     try:
         if options.tree:
-            one(checker, loaders, ast.literal_eval(options.tree))
+            run_one(checker, loaders, ast.literal_eval(options.tree))
         else:
-            many(checker, loaders, options)
+            run_many(checker, loaders, options)
     finally:
         for pair in loaders:
             pair.close()
@@ -41,14 +41,14 @@ def main(argv=None):
 
 def arguments(argv):
     parser = argparse.ArgumentParser(prog="make stress KIND=batches", description=__doc__)
-    parser.add_argument("--trees", type=int, default=20_000, help="how many (%(default)s)")
-    parser.add_argument("--seed", type=int, default=int(time.time()), help="where to begin (the time)")
-    parser.add_argument("--workers", type=int, default=1, help="of each loader (%(default)s)")
-    parser.add_argument("--tree", help="only this description, as a failure prints it")
+    parser.add_argument("--trees", type=int, default=20_000, help="number of trees (%(default)s)")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="first seed (the time)")
+    parser.add_argument("--workers", type=int, default=1, help="workers of each loader (%(default)s)")
+    parser.add_argument("--tree", help="send only this description, as a failure prints it")
     return parser.parse_args(argv)
 
 
-def one(checker, loaders, index):
+def run_one(checker, loaders, index):
     if isinstance(index[0][0], str):
         checker.through_workers(loaders[0], [index])
         checker.through_packer(index)
@@ -56,7 +56,7 @@ def one(checker, loaders, index):
         checker.through_workers(loaders[1], [index], collated)
 
 
-def many(checker, loaders, options):
+def run_many(checker, loaders, options):
     start = time.monotonic()
     seed = options.seed
     while checker.trees < options.trees:
@@ -70,8 +70,8 @@ def many(checker, loaders, options):
     checker.finish()
 
 
-def hold(checker, loaders, trees, batch):
-    """Some trees at once, the samples of a batch, and the trees again through the packer."""
+def check(checker, loaders, trees, batch):
+    """Checks some trees sent together, the samples of a batch, and the trees again through the packer."""
     plain, collating = loaders
     checker.through_workers(plain, trees)
     checker.through_workers(collating, batch, collated)
@@ -80,7 +80,7 @@ def hold(checker, loaders, trees, batch):
 
 
 def by_hypothesis(checker, loaders, seed):
-    """Some examples of Hypothesis; a failure is made as small as it can be, and printed."""
+    """Checks some examples from Hypothesis, which shrinks a failure and prints it."""
     quick = settings(
         max_examples=EXAMPLES,
         database=None,
@@ -94,18 +94,18 @@ def by_hypothesis(checker, loaders, seed):
     @quick
     @given(forests(FOREST), samples())
     def holds(trees, batch):
-        hold(checker, loaders, trees, [batch])
+        check(checker, loaders, trees, [batch])
 
     holds()
 
 
 def at_random(checker, loaders, seed):
-    """As many trees of a plain random generator."""
+    """Checks as many examples from a plain random generator."""
     for i in range(EXAMPLES):
         numbers = [(seed * EXAMPLES + i) * FOREST + k for k in range(FOREST)]
         trees, batch = [random_tree(n) for n in numbers], random_samples(numbers[0])
         try:
-            hold(checker, loaders, trees, [batch])
+            check(checker, loaders, trees, [batch])
         except AssertionError as error:
             shrink(trees, error)
             raise
@@ -117,7 +117,7 @@ def shrink(trees, error):
 
     def fails(tree):
         try:
-            one(Checker(), loaders, tree)
+            run_one(Checker(), loaders, tree)
         except AssertionError:
             return True
         return False
@@ -127,10 +127,10 @@ def shrink(trees, error):
         for tree in filter(fails, trees):
             small = reduced(tree, fails)
             with contextlib.suppress(AssertionError):
-                one(Checker(), loaders, small)
+                run_one(Checker(), loaders, small)
             print(reproducer(small))
             return
-        print(f"None fails alone. Together: {trees!r}")
+        print(f"No tree fails alone. Together: {trees!r}")
     finally:
         loaders[0].close()
 

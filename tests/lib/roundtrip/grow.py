@@ -1,4 +1,4 @@
-"""Descriptions, grown step by step."""
+"""Grows descriptions step by step."""
 
 from roundtrip import weights
 from roundtrip.build_arrays import ARRAY_DTYPES
@@ -10,7 +10,7 @@ __all__ = ["Forester", "sample_steps"]
 
 
 def sample_of(draw, deep=2):
-    """The description of a sample that default_collate accepts, without some of the odder ones."""
+    """A specification for the operation "sample"; default_collate refuses some samples."""
     if deep and draw.chance(40):
         parts = tuple(sample_of(draw, deep - 1) for _ in range(draw.integer(0, 3)))
         return (draw.pick(["tuple", "dict", "list", "namedtuple"]), parts)
@@ -36,7 +36,7 @@ class Forester:
     def __init__(self, draw):
         self.draw = draw
         self.steps = []
-        self.kinds = []  # what each step is good for: "tensor", "array", "key", "batch", "container", ""
+        self.kinds = []  # the kind of each step's value: "tensor", "array", "key", "batch", "container", ""
         self.loose = []  # steps that nothing holds yet
         self.plain = False
 
@@ -56,10 +56,10 @@ class Forester:
 
     def some(self, kind):
         """An earlier step of a kind, preferring recent ones; created if there is none."""
-        found = [i for i, k in enumerate(self.kinds) if k == kind]
-        if not found:
+        steps = [i for i, k in enumerate(self.kinds) if k == kind]
+        if not steps:
             return {"tensor": self.tensor, "array": self.array, "key": self.key}[kind]()
-        i = found[-1 - min(self.draw.integer(0, len(found) - 1), self.draw.integer(0, len(found) - 1))]
+        i = steps[-1 - min(self.draw.integer(0, len(steps) - 1), self.draw.integer(0, len(steps) - 1))]
         # What is used only through its views is often not part of the batch itself.
         if i in self.loose and self.draw.chance(50):
             self.loose.remove(i)
@@ -130,7 +130,7 @@ class Forester:
             "unsqueeze": lambda: (n(0, 3),),
             "view_dtype": lambda: (self.dtype(),),
         }.get(how, tuple)()
-        if how == "piece":  # several pieces of one
+        if how == "piece":  # several pieces of one tensor
             for i in range(n(0, 2)):
                 self.add("tensor", how, [t], *arguments[:2], arguments[2] + i + 1)
         return self.add("tensor", how, [t], *arguments)
@@ -174,11 +174,11 @@ class Forester:
         return self.add("tensor", "inference", (), self.dtype(), self.shape(), self.seed())
 
     def batch(self):
-        """What default_collate gave, and parts of it."""
+        """What default_collate returns, and parts of it."""
         draw = self.draw
-        made = self.add("batch", "batch", (), sample_of(draw), draw.integer(1, 4), self.seed())
+        batch = self.add("batch", "batch", (), sample_of(draw), draw.integer(1, 4), self.seed())
         for _ in range(draw.integer(0, 2)):
-            picked = self.add("tensor", "part", [made], draw.integer(0, 3))
+            picked = self.add("tensor", "part", [batch], draw.integer(0, 3))
             if draw.chance(50):
                 self.add("tensor", "cut", [picked], 0, draw.integer(0, 2), draw.integer(0, 4), 0)
 
@@ -283,7 +283,7 @@ class Forester:
         return self.add("container", kind, parts)
 
     def root(self, family):
-        """A container of all that nothing holds yet, and of something that comes again."""
+        """A container of all values that nothing holds yet, and of some that it holds twice."""
         draw = self.draw
         if len(self.loose) == 1 and draw.chance(30):
             return

@@ -1,7 +1,7 @@
-"""The differences from torch's loader that are intended: one list, each with its reason and when it holds.
+"""The intended differences from torch's loader: one list, each with its reason and its condition.
 
-A predicate sees one difference and the whole case, and is as narrow as possible: what it accepts is correct in another
-way, which it checks.
+A condition is a predicate of one difference and the whole case. It is as narrow as possible: it checks that a result
+that differs is also correct.
 """
 
 import dataclasses
@@ -14,10 +14,10 @@ __all__ = ["INTENDED", "Case", "Intended", "judge"]
 
 
 class Case:
-    """One tree as it came from us and from torch, and (made on demand) as it was sent."""
+    """One tree as rustloader delivered it, as torch did, and (built on demand) as it was sent."""
 
-    def __init__(self, ours, theirs, make_sent):
-        self.ours, self.theirs = ours, theirs
+    def __init__(self, actual, reference, make_sent):
+        self.actual, self.reference = actual, reference
         self._make_sent = make_sent
         self._sent = None
 
@@ -28,35 +28,36 @@ class Case:
         return self._sent
 
     def tight(self, path):
-        """Whether the storage of a tensor that rustloader delivered holds nothing but what the batch shows of it."""
-        facts = self.ours.facts
+        """Whether the storage of a tensor that rustloader delivered holds only what the batch shows of it."""
+        facts = self.actual.facts
         on = [f for f in facts.values() if f.get("storage of") == facts[path].get("storage of")]
         spans = [span for span in map(span_of, on) if span is not None]
         if not spans:
             return facts[path]["nbytes"] == 0
         return min(s[0] for s in spans) == 0 and max(s[1] for s in spans) == facts[path]["nbytes"]
 
-    def parted_within(self, path):
-        """Whether the tensor overlaps another that torch delivers on the same storage, and rustloader on its own."""
-        ours, theirs = self.ours.facts, self.theirs.facts
-        leaves = {leaf.path: leaf for leaf in self.ours.leaves if leaf.kind == "tensor"}
+    def was_separated(self, path):
+        """Whether the tensor overlaps another that torch delivers on the same storage but rustloader on another."""
+        actual, reference = self.actual.facts, self.reference.facts
+        leaves = {leaf.path: leaf for leaf in self.actual.leaves if leaf.kind == "tensor"}
         return path in leaves and any(
-            theirs.get(other, {}).get("storage of") == theirs[path]["storage of"]
-            and ours[other]["storage of"] != ours[path]["storage of"]
+            reference.get(other, {}).get("storage of") == reference[path]["storage of"]
+            and actual[other]["storage of"] != actual[path]["storage of"]
             and overlap(leaves[path], leaf)
             for other, leaf in leaves.items()
         )
 
     def sharing(self, record):
-        """Which delivered tensors share memory: {path: name}. The name depends on what precedes it, so lazy conjugates
-        and negatives are left out, and so is what neither loader delivers: gradients, attributes of plain tensors."""
+        """Which delivered tensors share memory: {path: digest}. A digest depends on the tensors before it, so lazy
+        conjugates and negatives are left out, as is what neither loader delivers: gradients, attributes of plain
+        tensors."""
         leaves = {id(leaf.owner): leaf for leaf in record.leaves}
-        arrived = [leaf.path for leaf in self.ours.leaves if leaf.kind == "tensor" and not self.is_lazy(leaf.path)]
+        arrived = [leaf.path for leaf in self.actual.leaves if leaf.kind == "tensor" and not self.is_lazy(leaf.path)]
         places = map(self.sent_path, arrived) if record is self.sent else arrived
         return dict(zip(arrived, sharing([leaves[id(record.objects[path])] for path in places]), strict=True))
 
     def sent_path(self, path):
-        """Where the record of what was sent has an object: met first, perhaps, in what neither loader delivers."""
+        """The path of an object in the record of what was sent. It may lie in a part that neither loader delivers."""
         facts = self.sent.facts
         if path in facts and "same as" not in facts[path]:
             return path
@@ -67,17 +68,17 @@ class Case:
         return path
 
     def sent_facts(self, path):
-        """What was sent in this place."""
+        """The facts of what was sent at this path."""
         return self.sent.facts[self.sent_path(path)]
 
     def is_lazy(self, path):
-        """Whether a lazy conjugate or negative was sent in this place."""
+        """Whether a lazy conjugate or negative was sent at this path."""
         facts = self.sent_facts(path)
         return bool(facts.get("conj") or facts.get("neg"))
 
 
 def span_of(facts):
-    """First byte and end of what a tensor or storage shows of its storage; None if nothing."""
+    """The first byte and the end of what a tensor or storage shows of its storage; None if it shows nothing."""
     if "stride" not in facts:
         return (0, facts["nbytes"]) if facts["nbytes"] else None
     shape, item = facts["shape"], facts["dtype"].itemsize
@@ -93,90 +94,90 @@ class Intended:
     """A difference that is intended.
 
     Attributes:
-        name: what it is called in the counts.
-        reason: why it is so.
-        whats: the facts that differ.
-        holds: whether a difference is this one.
-        example: a description in which it is seen.
+        name: its name in the counts.
+        reason: why it is intended.
+        facts: the facts that differ.
+        holds: whether this explains a difference.
+        example: a description that shows it.
     """
 
     name: str
     reason: str
-    whats: set[str]
+    facts: set[str]
     holds: Callable[[object, Case], bool]
     example: tuple
 
 
 def own_storage(d, case):
-    ours, theirs = case.ours.facts[d.path], case.theirs.facts[d.path]
-    if d.what == "storage_offset" and span_of(ours) is None:
+    actual, reference = case.actual.facts[d.path], case.reference.facts[d.path]
+    if d.fact == "storage_offset" and span_of(actual) is None:
         return False
-    if d.what == "storage of" and case.parted_within(d.path):
+    if d.fact == "storage of" and case.was_separated(d.path):
         return False
     # What goes through torch's reducers keeps its storage, without the views that were separated from it.
-    whole = all(ours.get(what) == theirs.get(what) for what in ("nbytes", "storage_offset"))
-    return case.tight(d.path) or (whole and d.what == "storage of")
+    whole = all(actual.get(fact) == reference.get(fact) for fact in ("nbytes", "storage_offset"))
+    return case.tight(d.path) or (whole and d.fact == "storage of")
 
 
 def holes_closed(d, case):
     """A view with holes arrives dense, in the same order of dimensions."""
-    facts = case.ours.facts[d.path]
-    given = sorted((s, n) for n, s in zip(facts["shape"], d.theirs, strict=True) if n > 1 and s)
-    made = sorted((s, n) for n, s in zip(facts["shape"], d.ours, strict=True) if n > 1 and s)
+    facts = case.actual.facts[d.path]
+    original = sorted((s, n) for n, s in zip(facts["shape"], d.reference, strict=True) if n > 1 and s)
+    strides = sorted((s, n) for n, s in zip(facts["shape"], d.actual, strict=True) if n > 1 and s)
     dense, step = [], 1
-    for _, n in given:
+    for _, n in original:
         dense.append((step, n))
         step *= n
-    still = [bool(s) for n, s in zip(facts["shape"], d.theirs, strict=True) if n > 1]
+    still = [bool(s) for n, s in zip(facts["shape"], d.reference, strict=True) if n > 1]
     return (
-        made == dense
-        and still == [bool(s) for n, s in zip(facts["shape"], d.ours, strict=True) if n > 1]
+        strides == dense
+        and still == [bool(s) for n, s in zip(facts["shape"], d.actual, strict=True) if n > 1]
         and case.tight(d.path)
     )
 
 
 def resolved(d, case):
-    """The values as they were sent. Where others lie in the same memory, they still do."""
+    """The values arrive as they were sent. Tensors that share memory still do."""
     lazy = case.is_lazy(d.path)
-    if d.what == "shares":
-        return d.ours == "own" if lazy else case.sharing(case.ours)[d.path] == case.sharing(case.theirs)[d.path]
+    if d.fact == "shares":
+        return d.actual == "own" if lazy else case.sharing(case.actual)[d.path] == case.sharing(case.reference)[d.path]
     if not lazy:
         return False
-    if d.what in ("stride", "storage_offset"):
-        made = case.sent.objects[case.sent_path(d.path)].detach().resolve_conj().resolve_neg()
-        return d.ours == getattr(made, d.what)()
-    return d.ours == case.sent_facts(d.path)["content"]
+    if d.fact in ("stride", "storage_offset"):
+        expected = case.sent.objects[case.sent_path(d.path)].detach().resolve_conj().resolve_neg()
+        return d.actual == getattr(expected, d.fact)()
+    return d.actual == case.sent_facts(d.path)["content"]
 
 
 def as_in_the_worker(d, case):
     """Tensors share memory as they did in the worker."""
-    return case.sharing(case.ours)[d.path] == case.sharing(case.sent)[d.path]
+    return case.sharing(case.actual)[d.path] == case.sharing(case.sent)[d.path]
 
 
 def quantizer_kept(d, case):
-    return d.theirs is None and d.ours == case.sent_facts(d.path)["quantizer"]
+    return d.reference is None and d.actual == case.sent_facts(d.path)["quantizer"]
 
 
-def equal_atom(d, case):
-    """The same text twice: equal, and two objects."""
-    ours, theirs = case.ours.facts[d.path], case.theirs.facts[d.path]
-    first = theirs.get("same as")
-    return first is not None and ours["type"] in (str, bytes, complex) and ours == case.ours.facts[first]
+def equal_atoms(d, case):
+    """One object twice in the tree: equal, but two objects."""
+    actual, reference = case.actual.facts[d.path], case.reference.facts[d.path]
+    first = reference.get("same as")
+    return first is not None and actual["type"] in (str, bytes, complex) and actual == case.actual.facts[first]
 
 
-def strides_of_nothing(d, case):
-    """Only strides that no element hangs on."""
-    shape = case.ours.facts[d.path]["shape"]
+def irrelevant_strides(d, case):
+    """Only strides that no element's address depends on differ."""
+    shape = case.actual.facts[d.path]["shape"]
     moved = [n > 1 for n in shape]
-    return 0 in shape or all(a == b for a, b, m in zip(d.ours, d.theirs, moved, strict=True) if m)
+    return 0 in shape or all(a == b for a, b, m in zip(d.actual, d.reference, moved, strict=True) if m)
 
 
 VIEWED = (("tensor", (), "float32", (6, 8), 1), ("cut", (0,), 1, 2, 5, 0), ("list", (1,)))
 
 INTENDED = [
     Intended(
-        "a storage of what is shown",
-        "A view does not bring along all of its base: what lies in the storage of a delivered tensor is what the batch "
+        "storages of what is shown",
+        "A view does not bring along all of its base: the storage of a delivered tensor holds only what the batch "
         "shows of it. Tensors that share an element stay on one storage.",
         {"storage_offset", "nbytes", "storage of"},
         own_storage,
@@ -193,7 +194,7 @@ INTENDED = [
         "not in torch's shared memory",
         "The arena is shared memory, but not of the kind that torch's is_shared() asks for.",
         {"in shared memory"},
-        lambda d, case: (d.ours, d.theirs) == (False, True),
+        lambda d, case: (d.actual, d.reference) == (False, True),
         VIEWED,
     ),
     Intended(
@@ -210,8 +211,8 @@ INTENDED = [
         ),
     ),
     Intended(
-        "memory of two storages",
-        "Tensors made over one array share it in the worker. torch moves each storage for itself and parts them.",
+        "memory shared by storages",
+        "Tensors over one array share its memory in the worker. torch moves each storage separately, which ends that.",
         {"shares"},
         as_in_the_worker,
         (
@@ -236,26 +237,26 @@ INTENDED = [
         ),
     ),
     Intended(
-        "equal texts",
-        "In plain trees a text or bytes object under 1 KiB, or a complex number, that comes twice arrives as two equal "
-        "objects.",
+        "equal atoms",
+        "In plain trees a string or bytes object under 1 KiB, or a complex number, that occurs twice arrives as two "
+        "equal objects.",
         {"same as", "type", "value"},
-        equal_atom,
+        equal_atoms,
         (("str", (), "image"), ("list", (0, 0))),
     ),
     Intended(
         "who owns an array's memory",
-        "An array under 16 KiB owns its memory, and the base of a larger one holds a lease. From torch all but the "
-        "smallest lie in what the pickle has read.",
+        "An array under 16 KiB owns its memory, and the base of a larger one holds a lease. With torch, all but the "
+        "smallest lie in memory that the unpickler has read.",
         {"owns"},
-        lambda d, case: case.ours.facts[d.path]["writeable"] and case.ours.facts[d.path].get("alone", True),
+        lambda d, case: case.actual.facts[d.path]["writeable"] and case.actual.facts[d.path].get("alone", True),
         (("array", (), "float32", (2000,), 1, "C"), ("list", (0,))),
     ),
     Intended(
-        "strides of arrays that nothing hangs on",
-        "The strides of dimensions of one element, and of arrays without elements, are NumPy's to choose.",
+        "irrelevant strides of arrays",
+        "NumPy may choose any strides for dimensions of one element, and for arrays without elements.",
         {"strides"},
-        strides_of_nothing,
+        irrelevant_strides,
         (("array", (), "float32", (0, 3), 1, "C"), ("list", (0,))),
     ),
 ]
@@ -263,19 +264,19 @@ INTENDED = [
 
 def judge(case):
     """The names of the intended differences of a case, and the differences that are not intended."""
-    names, left = [], []
-    for d in differences(case.ours, case.theirs):
+    names, unintended = [], []
+    for d in differences(case.actual, case.reference):
         for intended in INTENDED:
-            if d.what in intended.whats and _holds(intended, d, case):
+            if d.fact in intended.facts and _holds(intended, d, case):
                 names.append(intended.name)
                 break
         else:
-            left.append(d)
-    return names, left
+            unintended.append(d)
+    return names, unintended
 
 
 def _holds(intended, difference, case):
     try:
         return intended.holds(difference, case)
-    except (KeyError, TypeError, ValueError):  # of another structure
+    except (KeyError, TypeError, ValueError):  # the structures differ
         return False

@@ -1,4 +1,4 @@
-"""Where the elements of tensors, storages and arrays lie, and which of them lie in the same place."""
+"""Where the elements of tensors, storages and arrays lie, and which of them share memory."""
 
 import dataclasses
 import math
@@ -37,7 +37,7 @@ class Leaf:
 
     @property
     def can_be_written(self):
-        """Not where the bytes are Python's references."""
+        """Whether the bytes may be overwritten: not if they are references to objects."""
         if self.kind == "tensor":
             return True
         return self.owner.flags.writeable and not self.owner.dtype.hasobject
@@ -56,12 +56,12 @@ class Leaf:
 
     def units(self, width):
         """Addresses of the pieces of `width` bytes, in the order of the elements."""
-        found = np.zeros((), np.int64)
+        addresses = np.zeros((), np.int64)
         for size, stride in zip(self.view.shape, self.view.strides, strict=True):
             if stride == 1:  # the bytes of an element
                 size, stride = size // width, width
-            found = found[..., None] + np.arange(size) * stride
-        return found.reshape(-1) + self.start
+            addresses = addresses[..., None] + np.arange(size) * stride
+        return addresses.reshape(-1) + self.start
 
 
 def bytes_of(storage):
@@ -98,39 +98,39 @@ def as_bytes(array):
 
 
 def clusters(leaves):
-    """Leaves whose bounds overlap, together; in the order in which they were given."""
+    """Groups the indices of leaves whose bounds overlap; in each group, they ascend."""
     order = sorted(range(len(leaves)), key=lambda i: leaves[i].bounds)
-    end, found = 0, []
+    end, groups = 0, []
     for i in order:
         low, high = leaves[i].bounds
         if low >= end:
-            found.append([])
-        found[-1].append(i)
+            groups.append([])
+        groups[-1].append(i)
         end = max(end, high)
-    return [sorted(cluster) for cluster in found]
+    return [sorted(group) for group in groups]
 
 
 def sharing(leaves):
-    """For each leaf which of its bytes were there before: "own", or a digest of where each was seen first."""
-    found = ["own"] * len(leaves)
+    """For each leaf, "own" if its bytes have not been seen before, or a digest of where each was seen first."""
+    result = ["own"] * len(leaves)
     for cluster in clusters(leaves):
         together = [leaves[i] for i in cluster]
         low, high = min(leaf.bounds[0] for leaf in together), max(leaf.bounds[1] for leaf in together)
         if len(cluster) == 1 and together[0].is_nested:
             continue
         width = common_width(together, low)
-        # For each place the leaf that shows it first, and the position there.
+        # For each place, the leaf that shows it first, and the position in that leaf.
         table = np.full((high - low) // width, -1)
         for i, leaf in zip(cluster, together, strict=True):
             at = (leaf.units(width) - low) // width
             names = np.arange(len(at)) * width + (i << 40)
             new = table[at] < 0
-            # Of several assignments to one place the last one stays: so the first position is assigned last.
+            # The last of several assignments to one place is kept, so the first position is assigned last.
             table[at[new][::-1]] = names[new][::-1]
             places = table[at]
             if not np.array_equal(places, names):
-                found[i] = digest(runs(places, width))
-    return found
+                result[i] = digest(runs(places, width))
+    return result
 
 
 def overlap(one, other):
@@ -145,29 +145,30 @@ def overlap(one, other):
 
 
 def common_width(leaves, low):
-    """The largest pieces that all elements of these leaves are made of, counted from an address."""
+    """The size of the largest pieces, counted from the address `low`, of which all elements consist."""
     return math.gcd(*[n for leaf in leaves for n in (leaf.start - low, leaf.view.shape[-1], *leaf.view.strides[:-1])])
 
 
 def alone(leaves):
-    """For each leaf whether nothing else lies between its first and its last byte."""
-    found = [False] * len(leaves)
+    """For each leaf, whether no other leaf lies between its first and its last byte."""
+    result = [False] * len(leaves)
     for cluster in clusters(leaves):
         if len(cluster) == 1:
-            found[cluster[0]] = True
-    return found
+            result[cluster[0]] = True
+    return result
 
 
-def runs(place, width):
+def runs(places, width):
     """Where runs of consecutive places begin, and how many bytes each has."""
-    breaks = np.flatnonzero(np.diff(place) != width) + 1
+    breaks = np.flatnonzero(np.diff(places) != width) + 1
     begins = np.concatenate([[0], breaks])
-    lengths = np.diff(np.concatenate([begins, [len(place)]])) * width
-    return np.stack([place[begins], lengths]).tobytes()
+    lengths = np.diff(np.concatenate([begins, [len(places)]])) * width
+    return np.stack([places[begins], lengths]).tobytes()
 
 
 def check_writes(leaves, most=3, room=1 << 18):
-    """Writes to some leaves: seen through all that lie there, and through no other. Returns an error, or None."""
+    """Writes to some leaves. Each write must be seen through all leaves that cover it, and no others. Returns an error
+    message, or None."""
     leaves = [leaf for leaf in leaves if leaf.can_be_written]
     if sum(leaf.view.size for leaf in leaves) > room:
         leaves = [leaf for leaf in leaves if leaf.view.size < room // 8]

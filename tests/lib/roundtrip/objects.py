@@ -23,7 +23,7 @@ from sample_data import Array, Labelled, Pair, Record, Unpicklable
 __all__ = ["ATOMS", "NASTY", "Array", "Labelled", "Pair", "Record"]
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = 1
     BLUE = "b"
 
@@ -141,8 +141,8 @@ class SlottedRecord:
     data: object
 
 
-def nan(bits):
-    """A float64 of these 64 bits."""
+def float_from_bits(bits):
+    """The float64 with these 64 bits."""
     return struct.unpack("<d", struct.pack("<Q", bits))[0]
 
 
@@ -165,8 +165,8 @@ ATOMS = {
     "inf": lambda: float("inf"),
     "-0.0": lambda: -0.0,
     "nan": lambda: float("nan"),
-    "nan payload": lambda: nan(0x7FF8000000001234),
-    "nan sign": lambda: nan(0xFFF0000000000001),
+    "nan payload": lambda: float_from_bits(0x7FF8000000001234),
+    "nan sign": lambda: float_from_bits(0xFFF0000000000001),
     "complex": lambda: complex(-0.0, float("inf")),
     "i64 min": lambda: -(2**63),
     "i64 max": lambda: 2**63 - 1,
@@ -192,15 +192,15 @@ ATOMS = {
     "date": lambda: datetime.date(1, 1, 1),
     "timedelta": lambda: datetime.timedelta(-1, 5),
     "UUID": lambda: uuid.UUID(int=5),
-    "enum": lambda: Colour.RED,
+    "enum": lambda: Color.RED,
     "flags": lambda: Flags.A | Flags.B,
     "range": lambda: range(1, 10, 3),
     "slice": lambda: slice(None, 2**70, -1),
     "type": lambda: collections.OrderedDict,
     "class": lambda: Record,
-    "function": lambda: nan,
+    "function": lambda: float_from_bits,
     "builtin": lambda: len,
-    "partial": lambda: functools.partial(nan, 5),
+    "partial": lambda: functools.partial(float_from_bits, 5),
     "getter": lambda: operator.itemgetter(1, "a"),
     "np.float16": lambda: np.float16(-0.0),
     "np.float64": lambda: np.float64("nan"),
@@ -228,7 +228,7 @@ ATOMS = {
     "KeyError": lambda: KeyError(),
 }
 
-# What cannot be sent, or not be loaded.
+# What cannot be sent, or cannot be loaded.
 NASTY = {
     "lambda": lambda: lambda: 0,
     "generator": lambda: (i for i in ()),

@@ -1,4 +1,4 @@
-"""Makes a failing description smaller."""
+"""Shrinks a failing description."""
 
 __all__ = ["prune", "reduced"]
 
@@ -13,7 +13,7 @@ def prune(steps):
 
     needed = {len(steps) - 1}
     for i in range(len(steps) - 1, -1, -1):
-        # What is tied to a container that is needed must stay, though nothing else asks for it.
+        # What is tied to a needed container must stay, even if no other step needs it.
         if i in needed or (steps[i][0] == "tie" and tied_to(i) in needed):
             needed.update([i, *steps[i][1]])
     numbers = {old: new for new, old in enumerate(sorted(needed))}
@@ -22,7 +22,7 @@ def prune(steps):
 
 
 def reduced(description, fails):
-    """A smaller description for which `fails` is true as well, as for this one."""
+    """A smaller description for which `fails` is still true."""
     tried = set()
     while True:
         for candidate in smaller(description):
@@ -36,7 +36,7 @@ def reduced(description, fails):
 
 
 def smaller(steps):
-    """Descriptions that are a little simpler, those that lose most first."""
+    """Slightly simpler descriptions, those that lose most first."""
     for i in range(1, len(steps)):
         yield prune(steps[:i])
     for i, (operation, parts, *rest) in enumerate(steps):
@@ -44,7 +44,7 @@ def smaller(steps):
             for many in (2, 1):  # a key and its value, or one
                 yield prune(change(steps, i, (operation, parts[:k] + parts[k + many :], *rest)))
     for i, (_, parts, *_) in enumerate(steps):
-        # In its place what it was made of, or nothing much.
+        # Replaces a step by one of its parts, or by None.
         for part in parts:
             yield prune(tuple((op, tuple(part if p == i else p for p in ps), *rest) for op, ps, *rest in steps))
         if i < len(steps) - 1:

@@ -11,7 +11,7 @@ __all__ = ["forests", "random_samples", "random_tree", "samples", "trees"]
 
 
 class Draw:
-    """Decisions, the simplest first: Hypothesis makes its examples smaller by making them 0."""
+    """Decisions. The simplest is 0, toward which Hypothesis shrinks its examples."""
 
     def __init__(self, integer):
         self.integer = integer
@@ -39,23 +39,23 @@ def integers(low, high):
 
 @st.composite
 def trees(draw):
-    """Descriptions."""
+    """A description."""
     return Forester(Draw(lambda low, high: draw(integers(low, high)))).tree()
 
 
 @st.composite
 def forests(draw, most):
-    """Up to `most` descriptions, to be under way at the same time."""
+    """Up to `most` descriptions that are sent together."""
     return draw(st.lists(trees(), min_size=1, max_size=most))
 
 
 def random_tree(seed):
-    """The description of a number."""
+    """The description that belongs to a seed."""
     return Forester(Draw(random.Random(seed).randint)).tree()
 
 
 def random_samples(seed):
-    """The descriptions of some samples."""
+    """Descriptions of some samples of one shape, which belong to a seed."""
     return sample_steps(Draw(random.Random(seed).randint))
 
 

@@ -19,7 +19,7 @@ __all__ = ["Error", "Loaders", "collated", "packed", "packed_by_torch"]
 
 @dataclasses.dataclass(frozen=True)
 class Error:
-    """What came in the place of a value."""
+    """The error raised instead of a value."""
 
     kind: type
     text: str
@@ -45,7 +45,7 @@ class Trees(Dataset):
         return build(description, self.operations)
 
 
-class Ready:
+class PickledValue:
     """A value that is already pickled; unpickling yields that value, or its error. An error raised while unpickling
     would leave torch's iterator waiting for a batch that has arrived."""
 
@@ -56,19 +56,19 @@ class Ready:
         return outcome, (pickle.loads, self.payload)
 
 
-class Pickled:
-    """A collate_fn that also does what torch's queue does in a thread: there an error is a batch that never comes,
-    here it is raised."""
+class PicklingCollate:
+    """A collate_fn that also pickles the batch. torch's queue does that in a thread, where an error means a batch that
+    never arrives; here it is raised."""
 
     def __init__(self, collate_fn):
         self.collate_fn = collate_fn
 
     def __call__(self, samples):
-        return Ready(bytes(ForkingPickler.dumps(self.collate_fn(samples))))
+        return PickledValue(bytes(ForkingPickler.dumps(self.collate_fn(samples))))
 
 
-class Waiting(Sampler):
-    """The indices of the next epoch."""
+class EpochIndices(Sampler):
+    """Yields the indices that are set for the next epoch."""
 
     def __init__(self):
         self.indices = []
@@ -82,47 +82,48 @@ def untouched(samples):
 
 
 class Loaders:
-    """Both loaders with workers that live as long as this does; an epoch is some trees.
+    """Both loaders, with workers that live as long as this object; an epoch sends some trees.
 
     Args:
-        collate: trees are samples, and the batches are what default_collate makes of them.
-        workers: of each loader.
+        collate: whether the trees are samples, and the batches what default_collate builds from them.
+        workers: number of workers of each loader.
     """
 
     def __init__(self, collate=False, workers=1):
-        build((("nested", (), "jagged", (1,), 1),))  # imports much, which each worker would do for itself
+        build((("nested", (), "jagged", (1,), 1),))  # for its imports, which each worker would repeat
         collate_fn = default_collate if collate else untouched
-        self.waiting = Waiting()
-        sampler = {"batch_sampler": self.waiting} if collate else {"sampler": self.waiting, "batch_size": None}
+        self.sampler = EpochIndices()
+        sampler = {"batch_sampler": self.sampler} if collate else {"sampler": self.sampler, "batch_size": None}
         options = {"num_workers": workers, "persistent_workers": True, **sampler}
-        self.ours = DataLoader(Trees(OPERATIONS), collate_fn=collate_fn, **options)
-        self.theirs = TorchDataLoader(Trees(FOR_TORCH), collate_fn=Pickled(collate_fn), timeout=60, **options)
+        self.rust_loader = DataLoader(Trees(OPERATIONS), collate_fn=collate_fn, **options)
+        self.torch_loader = TorchDataLoader(
+            Trees(FOR_TORCH), collate_fn=PicklingCollate(collate_fn), timeout=60, **options
+        )
 
     def send(self, indices):
-        """For each index our outcome and torch's."""
-        self.waiting.indices = list(indices)
-        return list(zip(self._epoch(self.ours), self._epoch(self.theirs), strict=True))
+        """The outcomes of rustloader and of torch for each index."""
+        self.sampler.indices = list(indices)
+        return list(zip(self._epoch(self.rust_loader), self._epoch(self.torch_loader), strict=True))
 
     def _epoch(self, loader):
         iterator = iter(loader)
-        outcomes = [outcome(next, iterator) for _ in self.waiting.indices]
-        for found in outcomes:
-            if isinstance(found, Error) and found.text.startswith(
-                "DataLoader "
-            ):  # of the loader itself: a death, a timeout
+        outcomes = [outcome(next, iterator) for _ in self.sampler.indices]
+        for result in outcomes:
+            # An error of the loader itself: a dead worker, a timeout.
+            if isinstance(result, Error) and result.text.startswith("DataLoader "):
                 self.close()
-                raise AssertionError(f"{type(loader).__module__}: {found.text}\n{self.waiting.indices!r}")
+                raise AssertionError(f"{type(loader).__module__}: {result.text}\n{self.sampler.indices!r}")
         return outcomes
 
     def close(self):
-        for loader in (self.ours, self.theirs):
+        for loader in (self.rust_loader, self.torch_loader):
             iterator, loader._iterator = loader._iterator, None
             if iterator is not None:
                 iterator._shutdown_workers()
 
 
 def collated(descriptions):
-    """What default_collate makes of samples."""
+    """The batch that default_collate builds from samples."""
     return default_collate([build(description) for description in descriptions])
 
 
@@ -130,7 +131,7 @@ def collated(descriptions):
 
 
 def packed(description, **options):
-    """A tree through the codec or, where it is not plain, through pickle and the codec beside it."""
+    """A tree after the codec or, if it is not plain, after pickle and the codec."""
     return outcome(_packed, description, options)
 
 
@@ -147,7 +148,7 @@ def _packed(description, options):
 
 
 def packed_by_torch(description):
-    """What torch's reducers make of a tree. Storages are copied as a whole, as if through shared memory."""
+    """A tree after torch's reducers. Storages are copied as a whole, as if through shared memory."""
     return outcome(_packed_by_torch, description)
 
 

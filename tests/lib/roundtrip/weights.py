@@ -1,10 +1,10 @@
-"""What random trees are made of, and how often."""
+"""The parts of random trees, and their weights."""
 
 LIMIT = 16 * 1024
 
 
 def weights(text):
-    """{name: weight} of "name weight, ..."."""
+    """Parses "name weight, ..." into {name: weight}."""
     return {name: int(weight) for name, weight in (pair.rsplit(" ", 1) for pair in text.split(", "))}
 
 
@@ -13,7 +13,7 @@ FAMILIES = weights(
     "atom 14, tensor 16, view 22, container 22, array 8, array_view 7, batch 6, odd_tensor 12, odd_array 5, tie 3, "
     "nasty 1"
 )
-# The same for trees that the codec takes as they are.
+# The same for plain trees, which the codec takes as they are.
 PLAIN_FAMILIES = weights("key 16, tensor 18, view 30, container 22, array 6, array_view 6, batch 8")
 
 VIEWS = weights(
@@ -41,7 +41,7 @@ ODD_ARRAYS = weights(
 # Leaves of the samples for default_collate.
 LEAVES = weights("tensor 8, array 3, transposed 2, ragged 1, int 3, float 3, np.float32 1, str 2, none 1")
 
-# Operations on arrays of some dtypes only.
+# Operations on arrays of certain dtypes only.
 FIELDS = {
     "array_field": ["record", "aligned", "titled"],
     "recarray": ["record", "aligned", "titled"],

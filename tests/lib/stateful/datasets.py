@@ -39,7 +39,7 @@ class Records(Dataset):
 
 
 class DrawingRecords(Records):
-    """Ignores the index: draws from torch's global generator, whose state is this dataset's."""
+    """Ignores the index and draws from torch's global generator, whose state is the dataset's state."""
 
     def __init__(self, size, with_generator=True):
         super().__init__(size)
@@ -57,7 +57,7 @@ class DrawingRecords(Records):
 
 
 class CountingRecords(Records):
-    """Counts its samples, in its state as well; sample: (index, samples made before)."""
+    """Counts its samples, also in its state. A sample is (index, number of samples made before it)."""
 
     made = 0
 
@@ -73,7 +73,7 @@ class CountingRecords(Records):
 
 
 class SlowRecords(Records):
-    """One sample takes a second."""
+    """Sample `slow` takes half a second."""
 
     def __init__(self, size, slow):
         super().__init__(size)
@@ -89,7 +89,7 @@ class SlowRecords(Records):
 
 
 class RecordIterator:
-    """An iterator over `size` records with a state; `draws`: of random ones."""
+    """An iterator with a state over `size` records, which are random if `draws` is true."""
 
     def __init__(self, size, draws, with_generator):
         self.size, self.draws, self.with_generator = size, draws, with_generator
@@ -128,7 +128,7 @@ class Shards(IterableDataset):
 
 
 class GeneratorShards(IterableDataset):
-    """The same with a generator; the dataset has the state, and begins at it once."""
+    """Like Shards, with a generator; the dataset has the state, and resumes from it once."""
 
     def __init__(self, sizes):
         self.sizes, self.i, self.resumed = sizes, 0, None
@@ -151,7 +151,7 @@ class GeneratorShards(IterableDataset):
 
 
 class LazyGenerator(GeneratorShards):
-    """The same, and __iter__ is a generator function: it begins with the first sample."""
+    """Like GeneratorShards, but __iter__ is a generator function, whose body starts with the first sample."""
 
     def __iter__(self):
         self.i, self.resumed = self.resumed or 0, None
@@ -159,7 +159,7 @@ class LazyGenerator(GeneratorShards):
 
 
 class Restarting(GeneratorShards):
-    """The same, and its state after the end is that of the beginning."""
+    """Like GeneratorShards, but its state after the end is that of the beginning."""
 
     def records(self):
         yield from super().records()
@@ -167,7 +167,7 @@ class Restarting(GeneratorShards):
 
 
 class StatelessShards(IterableDataset):
-    """The same without a state."""
+    """Like Shards, without a state."""
 
     def __init__(self, sizes):
         self.sizes = sizes
@@ -219,7 +219,7 @@ class CountedIterations(IterableDataset):
 
 
 class BothStateful(IterableDataset):
-    """The dataset has a state, and its iterator another one."""
+    """The dataset has a state, and its iterator has another."""
 
     def __init__(self, size):
         self.size, self.epochs = size, 0
@@ -236,7 +236,7 @@ class BothStateful(IterableDataset):
 
 
 class GrowingState(IterableDataset):
-    """Its state gets a key with each sample, and loses some."""
+    """Its state gains a key with each sample, and loses some."""
 
     def __init__(self, size):
         self.size, self.i, self.seen, self.resumed = size, 0, {}, False
@@ -304,7 +304,7 @@ class IteratorWithState(Sampler):
 
 
 class SamplerWithState(IteratorWithState):
-    """The same with the state in the sampler itself; its iterator is a generator."""
+    """Like IteratorWithState, with the state in the sampler itself; its iterator is a generator."""
 
     i, resumed = 0, None
 
@@ -325,7 +325,7 @@ class SamplerWithState(IteratorWithState):
 
 
 class OwnIteratorWithState(IteratorWithState):
-    """The same, and the sampler is its own iterator: each call of iter() but the one after a load begins again."""
+    """Like SamplerWithState, but its own iterator: each call of iter() restarts it, except the one after a load."""
 
     i, resumed, calls = 0, False, 0
 
@@ -351,7 +351,7 @@ class OwnIteratorWithState(IteratorWithState):
 
 
 class WithoutState(IteratorWithState):
-    """The same without a state."""
+    """Like IteratorWithState, without a state."""
 
     def __iter__(self):
         return iter(self.all())

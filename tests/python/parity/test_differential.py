@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 from differential import compare, generate, play, processes, shrink
-from differential.program import Program, wrong
+from differential.program import Program, why_invalid
 from support import OLD_TORCH, finish, start_script
 
 # With every version of torch, the attributes of our iterator are those of 2.15, and differ from an old version's.
@@ -155,7 +155,7 @@ def test_a_run_that_dies_is_a_difference(records, monkeypatch):
 def test_the_same_seed_makes_the_same_programs():
     first, second = ([next(generator) for _ in range(20)] for generator in map(generate.Generator, "aa"))
     assert first == second
-    assert all(wrong(program) is None and Program.from_json(program.json()) == program for program in first)
+    assert all(why_invalid(program) is None and Program.from_json(program.json()) == program for program in first)
 
 
 def test_a_difference_is_shrunk_to_what_it_needs(monkeypatch):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from stateful.model import generate, play, shrink
-from stateful.model.program import Program, Settings, changed, wrong
+from stateful.model.program import Program, Settings, changed, why_invalid
 from support import HERE
 
 pytestmark = pytest.mark.ours
@@ -115,7 +115,7 @@ def test_programs_are_valid_and_differ():
     assert len({program.json() for program in programs}) == 300
     for program in programs:
         assert Program.from_json(program.json()) == program
-        assert wrong(program.settings) is None and shrink.valid(program)
+        assert why_invalid(program.settings) is None and shrink.valid(program)
     names = {step[0] for program in programs for step in program.steps}
     assert names == {"iter", "next", "end", "save", "resume", "kill", "interrupt"}
     for field in dataclasses.fields(Settings):

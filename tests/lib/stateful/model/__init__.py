@@ -1,1 +1,1 @@
-"""Random programs of a StatefulDataLoader, compared with a list of batches; ``python -m stateful.model --help``."""
+"""Random programs that use a StatefulDataLoader, compared with a model: ``python -m stateful.model --help``."""

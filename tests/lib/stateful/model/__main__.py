@@ -14,12 +14,12 @@ def arguments():
     parser = argparse.ArgumentParser(
         prog="python -m stateful.model", description="Runs random programs of a StatefulDataLoader against a model."
     )
-    parser.add_argument("--programs", type=int, default=100, help="how many")
-    parser.add_argument("--seed", type=int, default=1, help="number of the first program")
-    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    parser.add_argument("--programs", type=int, default=100, help="number of programs")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the first program")
+    parser.add_argument("--jobs", type=int, default=2, help="number of processes at the same time")
     parser.add_argument("--limit", type=float, default=100.0, help="seconds after which a program counts as stuck")
     parser.add_argument("--seconds", type=float, help="stop after this many seconds")
-    parser.add_argument("--replay", help="run this program alone: the JSON that a failure was printed with")
+    parser.add_argument("--replay", help="run only this program: the JSON that is printed with a failure")
     parser.add_argument("--no-shrink", dest="shrink", action="store_false", help="print failures as they are")
     return parser.parse_args()
 

@@ -1,11 +1,12 @@
-"""Makes random programs."""
+"""Generates random programs."""
 
 import random
 
-from .program import DATASETS, SAMPLERS, Program, Settings, changed, wrong
+from .program import DATASETS, SAMPLERS, Program, Settings, changed, why_invalid
 
-# An interrupt in the Python code of a sampler, or of a dataset without workers, ends what that had under way.
-UNINTERRUPTED = ("sequential", "shuffle", "shuffle with generator", "distributed")
+# Interrupts come with these samplers only: in the Python code of others, or of a dataset without workers, an interrupt
+# would abort what that code does.
+INTERRUPTIBLE = ("sequential", "shuffle", "shuffle with generator", "distributed")
 WAYS = ("dict", "json", "pickle", "torch")
 
 
@@ -15,18 +16,18 @@ def program(seed):
     settings = valid(draws, lambda: first_settings(draws))
     steps = [("save", "now", 0)] if draws.random() < 0.05 else []
     steps.append(("iter",))
-    present = settings
+    current = settings
     for _ in range(draws.randint(3, 12)):
-        step = next_step(draws, present)
+        step = next_step(draws, current)
         if step[0] == "resume":
-            present = changed(present, step[2])
+            current = changed(current, step[2])
         steps.append(step)
     steps += [("end",), ("iter",), ("end",)] if draws.random() < 0.5 else [("end",)]
     return Program(settings, tuple(steps), seed)
 
 
 def valid(draws, make):
-    while wrong(settings := make()) is not None:
+    while why_invalid(settings := make()) is not None:
         pass
     return settings
 
@@ -50,12 +51,12 @@ def first_settings(draws):
         seed_by=draws.choice(["worker", "worker", "batch", "sample"]),
         errors=tuple(i for i in indices if draws.random() < 0.1) if is_map and draws.random() < 0.25 else (),
         slow=tuple(i for i in indices if draws.random() < 0.2) if draws.random() < 0.4 else (),
-        **loaders_own(draws),
+        **changeable_settings(draws),
     )
 
 
-def loaders_own(draws):
-    """What may change from loader to loader."""
+def changeable_settings(draws):
+    """Settings that may change from loader to loader."""
     workers = draws.choice([0, 0, 1, 1, 1, 2, 2, 2, 2, 3, 4])
     prefetch = draws.choice([1, 2, 2, 3])
     return {
@@ -71,8 +72,8 @@ def loaders_own(draws):
 
 def next_step(draws, settings):
     kind = draws.choices(["next", "end", "iter", "save", "resume", "kill", "interrupt"], [34, 9, 5, 24, 22, 2, 4])[0]
-    # One that comes while a sample's error is raised takes its place.
-    uncertain = not settings.num_workers or settings.errors or settings.sampler not in UNINTERRUPTED
+    # An interrupt that comes while a sample's error is raised replaces the error.
+    uncertain = not settings.num_workers or settings.errors or settings.sampler not in INTERRUPTIBLE
     if kind == "interrupt" and uncertain:
         kind = "next"
     if kind in ("next", "interrupt"):
@@ -90,13 +91,13 @@ def next_step(draws, settings):
 
 
 def changes(draws, settings):
-    """Values of another loader that may load the state."""
+    """Changes to the settings of another loader that may load the state."""
     while True:
-        own = loaders_own(draws)
+        own = changeable_settings(draws)
         if draws.random() < 0.3:
             own = {name: own[name] for name in ("every",)}
         elif settings.is_bound:
             own["num_workers"] = settings.num_workers
-        found = {name: value for name, value in own.items() if value != getattr(settings, name)}
-        if wrong(changed(settings, found)) is None:
-            return found
+        result = {name: value for name, value in own.items() if value != getattr(settings, name)}
+        if why_invalid(changed(settings, result)) is None:
+            return result

@@ -16,16 +16,16 @@ from torch.utils.data import (
 import rustloader
 from rustloader.fetch import seeds
 from rustloader.stateful_dataloader import StatefulDataLoader
-from rustloader.stateful_dataloader.sampler import RandomSampler as OtherRandomSampler
+from rustloader.stateful_dataloader.sampler import RandomSampler as StatefulRandomSampler
 from stateful.datasets import IteratorWithState, SamplerWithState, WithoutState
 
 
 class SampleError(Exception):
-    """What a sample raises."""
+    """The error that a sample raises."""
 
 
 def noise():
-    """What the sample draws under seed_by, and its seed."""
+    """The sample's seed and a random number; None for seed_by="worker"."""
     if seeds.current() is None:
         return None
     return [rustloader.sample_seed(), draw(None)]
@@ -41,7 +41,7 @@ def worker_id():
 
 
 class Mapped(Dataset):
-    """Sample i: [i, the samples that this copy of the dataset made before if it counts them, noise]."""
+    """Sample i is [i, count, noise]; `count` is how many samples this copy of the dataset has made, if known."""
 
     def __init__(self, settings):
         self.settings = settings
@@ -78,7 +78,7 @@ class StatefulMapped(Mapped):
 
 
 class Streamed(IterableDataset):
-    """Sample i of worker w: [i, w, noise]."""
+    """Sample i of worker w is [i, w, noise]."""
 
     def __init__(self, settings):
         self.settings = settings
@@ -161,7 +161,7 @@ BATCH = 3
 
 
 def sampler_arguments(settings, generator):
-    """The arguments of a loader that give it its sampler."""
+    """The arguments of a loader that choose its sampler."""
     n, kind = settings.length, settings.sampler
     if kind == "sequential":
         return {}
@@ -177,7 +177,7 @@ def sampler_arguments(settings, generator):
         "subset": lambda: SubsetRandomSampler(range(0, n, 2), generator),
         "weighted": lambda: WeightedRandomSampler(torch.arange(1, n + 1.0), n),
         "weighted with generator": lambda: WeightedRandomSampler(torch.arange(1, n + 1.0), n, generator=generator),
-        "torchdata random": lambda: OtherRandomSampler(range(n), generator=generator),
+        "torchdata random": lambda: StatefulRandomSampler(range(n), generator=generator),
         "custom": lambda: WithoutState(n),
         "custom iterator state": lambda: IteratorWithState(n),
         "custom state": lambda: SamplerWithState(n),
@@ -216,16 +216,15 @@ def make_loader(settings, generator):
 
 def make_reference(settings, generator):
     """torch's loader, for the order of the indices."""
-    kind = torch.utils.data.DataLoader
     if settings.sampler == "torchdata random":
-        settings_of_torchs = dict(sampler=Permutations(settings.length, generator))
+        sampler = dict(sampler=Permutations(settings.length, generator))
     else:
-        settings_of_torchs = sampler_arguments(settings, generator)
-    return kind(range(settings.length), **batch_arguments(settings), **settings_of_torchs)
+        sampler = sampler_arguments(settings, generator)
+    return torch.utils.data.DataLoader(range(settings.length), **batch_arguments(settings), **sampler)
 
 
 class Permutations(torch.utils.data.Sampler):
-    """torchdata's RandomSampler: a permutation an epoch."""
+    """Yields the order of torchdata's RandomSampler: one permutation per epoch."""
 
     def __init__(self, n, generator):
         self.n, self.generator = n, generator

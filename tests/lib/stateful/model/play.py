@@ -20,12 +20,12 @@ from . import parts
 from .program import changed
 from .reference import ERROR, Reference
 
-# Batches that `state_dict(back=n)` goes back at most.
+# The most batches that `state_dict(back=n)` goes back.
 BACK = 9
 
 
 class Wrong(Exception):
-    """The loader has not done what the model says."""
+    """The loader does not behave as the model does."""
 
 
 @dataclasses.dataclass
@@ -38,9 +38,9 @@ class Place:
         log: (ordinal, batch) of what was delivered, in the order of delivery.
         first: Length of `log` when the current iterator began.
         following: The index batches of the next epoch, once this one has ended.
-        counts: Samples made at the end of the epoch, a number for each worker; None if not known.
-        generator: State of the reference's generator, with the draws of the next epoch if this one has ended.
-        drawn: The same without those.
+        counts: Samples made by the end of the epoch, one number per worker; None if not known.
+        generator: State of the reference's generator, after the draws of the next epoch if this one has ended.
+        drawn: The same, before those draws.
         is_ordered: Whether the batches come in the order of `expected`.
     """
 
@@ -66,7 +66,7 @@ class Place:
         return dataclasses.replace(self, log=list(self.log), counts=self.counts and list(self.counts), **changes)
 
     def before(self, back):
-        """The place `back` batches ago; None if the iterator had not delivered as many."""
+        """The place `back` batches ago; None if the iterator has not delivered that many."""
         log = list(self.log)
         while back:
             if len(log) == self.first:
@@ -82,9 +82,9 @@ def is_error(batch):
 def run(program):
     """Raises Wrong, or whatever the loader raises, if the program does not do what it should."""
     player = Player(program)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        player.told = told
+        player.caught = caught
         try:
             for number, step in enumerate(program.steps):
                 player.number = number
@@ -105,14 +105,14 @@ class Player:
         self.saved = None
         self.iterator = None
         self.dead = self.in_next = False
-        self.told = []
+        self.caught = []
         self.make()
 
     def close(self):
         self.iterator = self.loader = None
 
     def make(self):
-        """A loader in what might be another process."""
+        """Creates a loader, with other states of the generators, as in another process."""
         self.close()
         torch.manual_seed(self.random.getrandbits(40))
         self.generator = torch.Generator().manual_seed(self.random.getrandbits(40))
@@ -121,22 +121,22 @@ class Player:
     # Epochs
 
     def reseed(self, epoch):
-        """As a program seeds its generators for an epoch that follows a broken one."""
+        """Seeds the generators, as a program does for an epoch that does not follow a complete one."""
         torch.manual_seed(1000 * self.seed + epoch)
         self.generator.manual_seed(2000 * self.seed + epoch)
         self.reference.generator.manual_seed(2000 * self.seed + epoch)
 
-    def tell_epoch(self, epoch):
+    def set_epoch(self, epoch):
         if hasattr(self.loader.sampler, "set_epoch"):
             self.loader.sampler.set_epoch(epoch)
 
-    def drawn(self, epoch, keeps_workers):
-        """The reference's index batches; torch's generator stays as it is."""
+    def draw_indices(self, epoch, keeps_workers):
+        """Draws the reference's index batches; torch's generator keeps its state."""
         state = torch.get_rng_state()
         self.reference.set_epoch(epoch)
-        found = self.reference.indices(keeps_workers)
+        indices = self.reference.indices(keeps_workers)
         torch.set_rng_state(state)
-        return found
+        return indices
 
     def keeps_workers(self):
         return self.settings.persistent and self.iterator is not None
@@ -151,16 +151,16 @@ class Player:
             indices = place.following
         else:
             self.reseed(epoch)
-            indices = self.drawn(epoch, self.keeps_workers())
+            indices = self.draw_indices(epoch, self.keeps_workers())
         self.begin(epoch, indices, not place.finished and place.epoch >= 0)
 
-    def begin(self, epoch, indices, after_broken):
+    def begin(self, epoch, indices, after_abandoned):
         """Calls iter() for a whole epoch."""
         settings = self.settings
         number = max(settings.num_workers, 1)
         if settings.num_workers and not self.settings.persistent:
             counts = [0] * number
-        elif after_broken or (self.place.epoch >= 0 and self.place.counts is None):
+        elif after_abandoned or (self.place.epoch >= 0 and self.place.counts is None):
             counts = None
         else:
             counts = list(self.place.counts or [0] * number)
@@ -169,9 +169,9 @@ class Player:
         expected = self.reference.batches(epoch, indices, after)
         self.place = Place(epoch, expected, counts=after if known else None)
         self.place.generator = self.place.drawn = self.reference.generator.get_state()
-        self.tell_epoch(epoch)
+        self.set_epoch(epoch)
         self.iterator = self.iterator if settings.persistent else None
-        self.told.clear()
+        self.caught.clear()
         self.iterator = iter(self.loader)
         self.dead = False
 
@@ -187,7 +187,7 @@ class Player:
             pass
 
     def take(self, call=None):
-        """One answer; False if there is none."""
+        """Takes one answer; returns False if there is none."""
         if self.iterator is None or self.dead:
             return False
         if self.place.finished:
@@ -210,10 +210,10 @@ class Player:
             if self.comparable(expected) == self.comparable(batch):
                 place.log.append((ordinal, expected))
                 return
-        raise Wrong(f"epoch {place.epoch}: {batch} came, and {[batch for _, batch in candidates[:8]]} is expected")
+        raise Wrong(f"epoch {place.epoch}: got {batch}, expected one of {[batch for _, batch in candidates[:8]]}")
 
     def comparable(self, batch):
-        """A batch without the counts of samples, if those are not known."""
+        """The batch, without the counts of samples if those are not known."""
         if self.place.counts is not None or self.settings.dataset != "stateful map" or is_error(batch):
             return batch
         if self.settings.batch_size is None and not self.settings.sampler.startswith("batch sampler"):
@@ -223,16 +223,16 @@ class Player:
     def note_end(self):
         place = self.place
         if place.remaining():
-            raise Wrong(f"epoch {place.epoch} ended, and {[b for _, b in place.remaining()[:8]]} did not come")
-        texts = [str(warning.message) for warning in self.told]
+            raise Wrong(f"epoch {place.epoch} ended without {[b for _, b in place.remaining()[:8]]}")
+        texts = [str(warning.message) for warning in self.caught]
         empty = any("an epoch of 0 batches" in text for text in texts)
         if place.expected and empty != (place.first == len(place.log)):
             raise Wrong(f"{len(place.log)} delivered, {place.first} of them before this loader; warnings: {texts}")
         following = place.epoch + 1
         torch.manual_seed(1000 * self.seed + following)
-        place.following = self.drawn(following, self.keeps_workers())
+        place.following = self.draw_indices(following, self.keeps_workers())
         place.generator = self.reference.generator.get_state()
-        self.tell_epoch(following)
+        self.set_epoch(following)
 
     # States
 
@@ -240,7 +240,7 @@ class Player:
         if way == "now" or self.iterator is None or self.place.finished or self.dead:
             self.save_now(back)
         elif way == "thread":
-            self.save_while(self.take_beside_thread)
+            self.save_while(self.take_with_thread)
         else:
             self.save_while(self.take_with_handler)
 
@@ -253,7 +253,7 @@ class Player:
                 self.loader.state_dict(back=back)
             except ValueError:
                 return
-            raise Wrong(f"state_dict(back={back}) is possible after {len(self.place.log) - self.place.first} answers")
+            raise Wrong(f"state_dict(back={back}) succeeded after {len(self.place.log) - self.place.first} answers")
         self.keep(self.loader.state_dict(back=back) if back else self.loader.state_dict(), place.copy())
 
     def keep(self, state, place):
@@ -265,7 +265,7 @@ class Player:
         self.saved = state, copy.deepcopy(state), place
 
     def save_while(self, take):
-        """Takes a state while `next` runs: it may count the batch that comes, or not."""
+        """Takes a state while `next` runs: it may or may not count the batch that arrives."""
         before = self.place.copy()
         states = []
         take(states)
@@ -277,12 +277,12 @@ class Player:
         after = self.place
         number = state["_num_yielded"] if "_num_yielded" in state else state["_snapshot"]["_snapshot_step"]
         if not before.log and self.settings.sampler == "torchdata random":
-            return  # its iterator may have been in the making, and the state says nothing of its order then
+            return  # if its iterator is still being created, the state does not contain its order
         numbers = [sum(not is_error(batch) for _, batch in place.log) for place in (before, after)]
         if number not in numbers:
-            raise Wrong(f"the state says {number} batches, and {numbers} were delivered before and after the call")
+            raise Wrong(f"the state counts {number} batches, but {numbers} were delivered before and after the call")
         if numbers[0] == numbers[1] and (len(before.log) != len(after.log) or after.finished):
-            return  # an error or the end: the number does not say which of both it is
+            return  # an error or the end: the number does not tell which of the two places it is
         self.keep(state, (before if number == numbers[0] else after).copy())
 
     def state(self, states):
@@ -291,7 +291,7 @@ class Player:
         except BaseException as error:
             states.append((None, error))
 
-    def take_beside_thread(self, states):
+    def take_with_thread(self, states):
         thread = threading.Thread(target=self.state, args=(states,))
         thread.start()
         try:
@@ -299,7 +299,7 @@ class Player:
         finally:
             thread.join(60)
         if thread.is_alive():
-            raise Wrong("state_dict() of another thread did not return")
+            raise Wrong("state_dict() in another thread did not return")
 
     def take_with_handler(self, states):
         with self.alarm(lambda *_: states or self.state(states)):
@@ -321,7 +321,7 @@ class Player:
             self.save_now(0)
         state, untouched, place = self.saved
         if not same(state, untouched):
-            raise Wrong("a state has changed after it was taken")
+            raise Wrong("a state changed after it was taken")
         if not same_loader:
             self.settings = changed(self.settings, changes)
             self.make()
@@ -332,17 +332,17 @@ class Player:
         loaded = transport(state, way)
         self.loader.load_state_dict(loaded)
         if not same(self.loader.state_dict(), loaded):
-            raise Wrong("state_dict() after load_state_dict() is another state")
+            raise Wrong("state_dict() after load_state_dict() returns another state")
         self.iterator = None
         self.dead = False
-        self.told.clear()
+        self.caught.clear()
         if place.epoch < 0:
             self.reference.base_seed = None
             self.iter()
         elif place.finished:
             self.begin(place.epoch + 1, place.following, False)
         else:
-            self.tell_epoch(place.epoch)
+            self.set_epoch(place.epoch)
             self.iterator = iter(self.loader)
 
     # Faults
@@ -384,7 +384,7 @@ class Player:
                 if box:
                     self.note(box.pop())
                 elif not self.place.remaining():
-                    # The end may have come, or comes now.
+                    # The end was reached, or comes now.
                     taken = self.take()
             finally:
                 self.in_next = False

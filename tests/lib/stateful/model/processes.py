@@ -1,4 +1,4 @@
-"""A clean process for each program: forked from this one, which has torch imported, and ended at a limit."""
+"""A clean process for each program: forked from this one, which has imported torch, and killed at a time limit."""
 
 import contextlib
 import faulthandler
@@ -46,7 +46,7 @@ class Run:
         return 0
 
     def failure(self):
-        """What went wrong, or None."""
+        """Ends the run and describes its failure, or returns None."""
         late = time.monotonic() > self.end
         with contextlib.suppress(ProcessLookupError):
             if late:
@@ -65,7 +65,7 @@ class Run:
 
 
 def run_all(programs, jobs, limit):
-    """Runs programs, `jobs` at a time; yields (program, what went wrong or None) as they end."""
+    """Runs programs, `jobs` at a time; yields (program, failure or None) as they end."""
     programs, running = iter(programs), {}
     try:
         while True:

@@ -19,17 +19,17 @@ SAMPLERS = (
     "batch sampler",
     "batch sampler state",
 )
-# Another loader may have other values of these when it loads a state.
+# Settings that may change when another loader loads a state.
 CHANGING = ("num_workers", "dispatch", "reorder_window", "prefetch_factor", "persistent", "every", "in_order")
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A loader.
+    """The settings of a loader.
 
     Attributes:
         sizes: Samples of each worker's part of an iterable dataset; their sum is the length of a map-style one.
-        errors: Indices of the samples that raise; of a map-style dataset only.
+        errors: Indices of the samples that raise; for map-style datasets only.
         slow: Indices of samples that take some milliseconds.
     """
 
@@ -59,7 +59,7 @@ class Settings:
 
     @property
     def is_bound(self):
-        """Whether a state goes on with the same num_workers only."""
+        """Whether a state can be resumed only with the same num_workers."""
         return self.dataset != "map"
 
     @property
@@ -71,13 +71,14 @@ class Settings:
 class Program:
     """Settings and steps: (name, argument, ...).
 
-    ("iter",): begins an epoch, whatever the current one has left.
+    ("iter",): begins an epoch, whatever is left of the current one.
     ("next", n): takes up to n answers, batches or errors.
-    ("end",): takes all that are left, and the end.
-    ("save", way, back): takes a state. Ways: "now", "thread" and "handler", both while `next` runs.
+    ("end",): takes all remaining answers, and the end.
+    ("save", way, back): takes a state. Ways: "now", "thread" and "handler", the last two while `next`
+        runs.
     ("resume", way, changes, same): loads the last state, into the same loader if `same` is true, and begins. Ways:
         "dict", "json", "pickle", "torch".
-    ("kill", worker): kills it, and takes what `next` still has to give.
+    ("kill", worker): kills the worker, and takes what `next` still delivers.
     ("interrupt", n): takes up to n answers while Ctrl-C is pressed.
     """
 
@@ -101,15 +102,15 @@ def changed(settings, changes):
     return dataclasses.replace(settings, **changes)
 
 
-def wrong(settings):
-    """Why there is no such loader, or None."""
+def why_invalid(settings):
+    """Why no loader has these settings, or None."""
     workers = settings.num_workers
     if settings.drop_last and settings.batch_size is None:
         return "batch_size=None and drop_last"
     if not settings.is_map and (settings.sampler != "sequential" or settings.errors):
         return "an iterable dataset has no sampler, and here no errors"
     if settings.is_map and settings.length == 0 and settings.sampler != "sequential":
-        return "some samplers have to have samples"
+        return "some samplers need samples"
     if settings.persistent and not workers:
         return "persistent without workers"
     if settings.sampler.startswith("batch sampler") and (settings.batch_size != 1 or settings.drop_last):
@@ -117,11 +118,11 @@ def wrong(settings):
     if not workers and (settings.dispatch, settings.reorder_window) != ("round_robin", None):
         return "without workers nothing is dispatched"
     if settings.dispatch == "shared_queue" and settings.dataset != "map":
-        return "a dataset with a state, or an iterable one, has round robin"
+        return "a dataset with a state, or an iterable one, needs round robin"
     if settings.reorder_window is not None and settings.reorder_window < settings.prefetch_factor * workers:
         return "a window that is too small"
     if settings.sampler == "torchdata random" and settings.batch_size is None:
         return "it draws as often as iter() is called, which is twice with workers"
     if settings.sampler.startswith("weighted") and not settings.in_order:
-        return "with repeated samples nothing tells which of them came"
+        return "repeated samples cannot be told apart"
     return None

@@ -1,4 +1,4 @@
-"""What a loader has to deliver: lists of batches, made with torch's own loader and a few lines."""
+"""The batches that a loader must deliver, from torch's own loader and a few lines of code."""
 
 import torch
 
@@ -10,11 +10,11 @@ ERROR = "error"
 
 
 class Reference:
-    """The epochs of one chain of loaders, each of which goes on where another one was.
+    """The epochs of one chain of loaders, each of which resumes from an earlier one.
 
     Args:
-        settings: Those of the first loader. What may change from loader to loader does not change batches, except
-            `num_workers` of datasets that are bound to it, which does not change.
+        settings: Those of the first loader. The settings that change from loader to loader do not affect the batches:
+            `num_workers` does not change if the dataset is bound to it.
     """
 
     def __init__(self, settings):
@@ -22,7 +22,7 @@ class Reference:
         self.generator = torch.Generator().manual_seed(0)
         self.loader = parts.make_reference(settings, self.generator) if settings.is_map else None
         self.iterator = None
-        # That of the first epoch counts for seed_by.
+        # The base seed of the first epoch, which seed_by uses.
         self.base_seed = None
 
     def set_epoch(self, epoch):
@@ -34,29 +34,29 @@ class Reference:
         """The index batches of an epoch that begins now, drawn as torch draws them."""
         if self.loader is None:
             if not keeps_workers:
-                self.note(int(torch.empty((), dtype=torch.int64).random_()))
+                self.keep_base_seed(int(torch.empty((), dtype=torch.int64).random_()))
             return []
         if keeps_workers:
             self.iterator._reset(self.loader)
         else:
             self.iterator = iter(self.loader)
-            self.note(self.iterator._base_seed)
+            self.keep_base_seed(self.iterator._base_seed)
         return list(self.iterator._sampler_iter)
 
-    def note(self, base_seed):
+    def keep_base_seed(self, base_seed):
         if self.base_seed is None:
             self.base_seed = base_seed
 
     def batches(self, epoch, indices, counts):
         """The batches of an epoch. `counts` holds the samples that each worker's copy of the dataset has made, and is
-        brought forward."""
+        updated."""
         if self.settings.is_map:
             return [self.batch(epoch, ordinal, index, counts) for ordinal, index in enumerate(indices)]
         workers = range(max(self.settings.num_workers, 1))
-        parts = [self.stream(epoch, worker) for worker in workers]
+        streams = [self.stream(epoch, worker) for worker in workers]
         # The workers take turns until each has ended.
-        turns = range(max(map(len, parts)))
-        return [part[turn] for turn in turns for part in parts if turn < len(part)]
+        turns = range(max(map(len, streams)))
+        return [stream[turn] for turn in turns for stream in streams if turn < len(stream)]
 
     def batch(self, epoch, ordinal, index, counts):
         settings = self.settings
@@ -84,7 +84,7 @@ class Reference:
         return batches
 
     def drawing(self, worker, epoch, ordinal):
-        """A function of a sample's place and ordinal that draws as the sample does, by the function of
+        """A function of a sample's place and ordinal that draws what the sample draws, with the seeds of
         docs/reproducibility.md."""
         by = self.settings.seed_by
         generator = torch.Generator()

@@ -1,11 +1,11 @@
-"""Makes a program that fails smaller, and prints it as a script."""
+"""Shrinks a program that fails, and prints it as a script."""
 
 import dataclasses
 
 from . import processes
-from .program import Settings, changed, wrong
+from .program import Settings, changed, why_invalid
 
-# A failure that depends on the moment may need several runs.
+# A failure that depends on timing may need several runs.
 TRIES = 4
 
 
@@ -17,27 +17,27 @@ def failure_of(program, limit):
 
 
 def shrink(program, failure, limit):
-    """A program that fails as well and of which nothing can be left out, and what goes wrong then."""
+    """A program that fails in the same way and that cannot be made simpler, and its failure."""
     limit = min(limit, 20.0)
-    going_on = True
-    while going_on:
-        going_on = False
+    progress = True
+    while progress:
+        progress = False
         for candidate in filter(valid, simpler(program)):
-            found = failure_of(candidate, limit)
-            if found is not None and kind(found) == kind(failure):
-                program, failure, going_on = candidate, found, True
+            next_failure = failure_of(candidate, limit)
+            if next_failure is not None and kind(next_failure) == kind(failure):
+                program, failure, progress = candidate, next_failure, True
                 break
     return program, failure
 
 
 def kind(failure):
-    """What sort of failure it is: the type of the error."""
+    """The kind of failure: the type of the error."""
     lines = [line for line in failure.splitlines() if line and not line.startswith((" ", "in step"))]
     return lines[-1].split(":")[0] if lines else ""
 
 
 def simpler(program):
-    """Programs with a step less, with fewer batches, or with one setting at its default."""
+    """Programs with one step fewer, with fewer batches, or with one setting at its default."""
     steps, settings = program.steps, program.settings
     for number in range(len(steps) - 1, -1, -1):
         yield dataclasses.replace(program, steps=steps[:number] + steps[number + 1 :])
@@ -69,13 +69,13 @@ def simpler_steps(step):
 
 
 def valid(program):
-    """Whether there are such loaders, and each may load the state of the one before."""
+    """Whether such loaders exist, and each may load the state of the one before."""
     settings = program.settings
     for step in (("resume", "dict", {}, False), *program.steps):
         if step[0] == "resume":
             following = changed(settings, step[2])
             bound = settings.is_bound and following.num_workers != settings.num_workers
-            if bound or wrong(following) is not None:
+            if bound or why_invalid(following) is not None:
                 return False
             settings = following
         if step[0] == "interrupt" and not settings.num_workers:
