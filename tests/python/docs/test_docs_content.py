@@ -108,8 +108,8 @@ def test_the_index_of_examples_names_each_program():
 @pytest.mark.parametrize("page", PAGES)
 def test_plain_english(page):
     lines = enumerate(PAGES[page].read_text().splitlines(), 1)
-    found = [f"{page}:{number}: {match[0]!r}" for number, line in lines for match in HOUSE_WORDS.finditer(line)]
-    assert not found, found
+    matches = [f"{page}:{number}: {match[0]!r}" for number, line in lines for match in HOUSE_WORDS.finditer(line)]
+    assert not matches, matches
 
 
 @pytest.mark.parametrize("text", ["for so long as", "no seals can be had", "12 us a batch", "whoever builds it"])

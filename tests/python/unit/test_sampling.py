@@ -178,7 +178,7 @@ def plain(value):
 
 @pytest.mark.parametrize("kind", [*KINDS, "other"])
 @pytest.mark.parametrize("asked", [False, True])
-def test_an_epoch_from_its_begin_is_torchs(kind, asked):
+def test_an_epoch_from_its_beginning_is_torchs(kind, asked):
     rng = random.Random(kind)
     for seed in range(60):
         plan = random_plan(rng, kind)

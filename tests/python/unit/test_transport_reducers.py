@@ -50,7 +50,7 @@ KINDS = {
 
 @pytest.mark.parametrize("n", [3, 100_000])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_p25_reducers_that_users_registered_are_honoured(kind, n):
+def test_p25_reducers_that_users_registered_are_honored(kind, n):
     sample = KINDS[kind](n)
     with registered(kind, as_text):
         got = send(sample, [sample, 1], {"a": (sample,)}, Record("r", sample))
@@ -65,7 +65,7 @@ def test_p25_a_reducer_of_arrays_leaves_tensors_alone():
     assert got[1] == "reduced 3.0" and got[2].requires_grad and torch.equal(got[0], torch.arange(50_000))
 
 
-def test_p25_reducers_in_copyregs_table_are_honoured():
+def test_p25_reducers_in_copyregs_table_are_honored():
     copyreg.pickle(np.ndarray, as_text)
     try:
         assert send([np.ones(2)], {"x": np.ones(50_000)}) == [["reduced 2.0"], {"x": "reduced 50000.0"}]
@@ -77,7 +77,7 @@ def register_in_worker(worker_id):
     ForkingPickler.register(torch.Tensor, as_text)
 
 
-def test_p25_reducers_that_a_worker_registered_are_honoured():
+def test_p25_reducers_that_a_worker_registered_are_honored():
     assert send([torch.ones(4)], worker_init_fn=register_in_worker) == [["reduced 4.0"]]
     assert REDUCERS[torch.Tensor] is reductions.reduce_tensor
 
@@ -117,7 +117,7 @@ def bytes_to_storage(text):
 
 
 @pytest.mark.parametrize("wrap", [list, lambda tensors: Record("r", tensors)], ids=["plain", "pickled"])
-def test_p25_a_reducer_of_storages_is_honoured(wrap):
+def test_p25_a_reducer_of_storages_is_honored(wrap):
     sent = [torch.arange(4, dtype=torch.uint8), torch.nn.Parameter(torch.tensor([1, 2], dtype=torch.uint8), False)]
     with registered(torch.UntypedStorage, bytes_as_text):
         (got,) = send(wrap(sent))
