@@ -1,4 +1,4 @@
-"""docs/compatibility.md stays true: each library of `make ecosystem` has its row, each row its example and its test."""
+"""docs/compatibility.md is accurate: each library of `make ecosystem` has a row, and each row an example and a test."""
 
 import ast
 import re
@@ -12,18 +12,18 @@ DOCUMENT = (ROOT / "docs" / "compatibility.md").read_text()
 REQUIREMENTS = (ROOT / "tests" / "ecosystem" / "requirements.txt").read_text()
 TESTS = ast.parse((ROOT / "tests" / "ecosystem" / "test_examples.py").read_text())
 
-# The decorators of a test, and the ways to switch that it goes through.
+# The decorators of tests, and the ways to switch that they cover.
 WAYS = {"ways": "install, run", "ways_and_import": "import, install, run"}
 
 
 def rows():
-    """The cells of each row of the first table, with those of the row above where a cell is empty."""
+    """The cells of each row of the first table; where the first is empty, each empty cell repeats the one above it."""
     table = re.search(r"^\| library \|.*\n\|---.*\n((?:\|.*\n)+)", DOCUMENT, re.MULTILINE)[1]
     above = None
     for line in table.splitlines():
         cells = re.split(r"\s*\|\s*", line)[1:-1]
         assert len(cells) == 6, line
-        above = cells if cells[0] else [cell or over for cell, over in zip(cells, above, strict=True)]
+        above = cells if cells[0] else [cell or inherited for cell, inherited in zip(cells, above, strict=True)]
         yield above
 
 

@@ -1,4 +1,4 @@
-"""Limits and environment variables are defined in one place; copies agree with it."""
+"""Limits and environment variables are defined in one place, and copies of them agree with it."""
 
 import re
 import tomllib
@@ -19,7 +19,7 @@ NAMES = [
     config.NUMPY_ARENA.name,
     *(variable.name for variable in config.SECONDS),
 ]
-OF_TESTS = {"RUSTLOADER_FAILPOINT", "RUSTLOADER_MEMORY_ROOT"}
+TEST_VARIABLES = {"RUSTLOADER_FAILPOINT", "RUSTLOADER_MEMORY_ROOT"}
 
 
 def test_the_page_lists_every_variable_with_its_default():
@@ -32,8 +32,8 @@ def test_the_page_lists_every_variable_with_its_default():
 
 
 def test_the_sources_name_no_other_variable():
-    """Texts of the Rust core name one as well."""
-    assert known_variables() - OF_TESTS == set(NAMES)
+    """The Rust core names variables too, in messages."""
+    assert known_variables() - TEST_VARIABLES == set(NAMES)
 
 
 @pytest.mark.parametrize("variable", config.SECONDS, ids=lambda variable: variable.name)

@@ -1,8 +1,8 @@
-"""The documentation: its Python runs, the commands and options in it exist, its links lead somewhere.
+"""The documentation: its Python runs, its commands and options exist, and its links resolve.
 
-Every block of code names its language: `python` runs, page by page, in a process of its own, after docs_given.py;
-`sh` is checked command by command; `text` is not code (output, a drawing). One that cannot be tested begins with
-`# Not run by the tests: why`, for readers to see, and is skipped here by that reason.
+Every block of code names its language. `python` runs, each page in its own process, with the names of docs_given.py.
+`sh` is checked command by command. `text` is not code (output, a drawing). A block that cannot be tested begins with
+`# Not run by the tests: why`, so that readers see the reason, and is skipped here with that reason.
 """
 
 import functools
@@ -24,16 +24,16 @@ FOLDERS = ("*.md", "docs/**/*.md", "examples/*.md", ".github/**/*.md")
 PAGES = {str(path.relative_to(ROOT)): path for folder in FOLDERS for path in sorted(ROOT.glob(folder))}
 LANGUAGES = {"python", "sh", "text"}
 NOT_RUN = "# Not run by the tests: "
-# Of a page that starts more workers than this machine has cores.
+# Torch's warning on a page that starts more workers than this machine has cores.
 MANY_WORKERS = "'ignore', 'This DataLoader will create', UserWarning"
-# Python's own of a fork beside a thread, such as that of metrics.
+# Python's warning about a fork while another thread runs, such as the metrics thread.
 THREADS = "'ignore', '.*multi-threaded', DeprecationWarning"
-# Commands of other packages, which are not looked into.
-OTHERS = {"git", "cd", "conda"}
+# Commands of other packages, which are not checked.
+OTHER_COMMANDS = {"git", "cd", "conda"}
 # Variables of the C library.
-OTHERS_VARIABLES = {"MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_"}
-# Files and modules that stand for the reader's own.
-READERS = {"train.py", "mypackage.train", "mypackage.data:train_loader", "train.py:make_loader"}
+LIBC_VARIABLES = {"MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_"}
+# Placeholders for the reader's own files and modules.
+PLACEHOLDERS = {"train.py", "mypackage.train", "mypackage.data:train_loader", "train.py:make_loader"}
 
 
 class Block(NamedTuple):
@@ -50,18 +50,18 @@ class Block(NamedTuple):
 
 def blocks(page):
     """The fenced blocks of a page. The remaining lines are not code, whatever they look like."""
-    found, opened = [], None
+    result, opening = [], None
     for number, line in enumerate(PAGES[page].read_text().splitlines(), 1):
         fence = re.fullmatch(r"( *)(`{3,}|~{3,})\s*(.*)", line)
-        if opened is None and fence:
-            opened, body = (number, *fence.groups()), []
-        elif opened and fence and fence[2].startswith(opened[2]) and not fence[3]:
-            found.append(Block(page, opened[0] + 1, opened[3].split(" ")[0], "".join(body)))
-            opened = None
-        elif opened:
-            body.append(line.removeprefix(opened[1]) + "\n")
-    assert opened is None, f"{page}:{opened[0]}: a fence without an end"
-    return found
+        if opening is None and fence:
+            opening, body = (number, *fence.groups()), []
+        elif opening and fence and fence[2].startswith(opening[2]) and not fence[3]:
+            result.append(Block(page, opening[0] + 1, opening[3].split(" ")[0], "".join(body)))
+            opening = None
+        elif opening:
+            body.append(line.removeprefix(opening[1]) + "\n")
+    assert opening is None, f"{page}:{opening[0]}: an unclosed fence"
+    return result
 
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
@@ -88,7 +88,7 @@ def test_a_block_that_is_not_run_says_why(block):
 
 
 def page_script(page):
-    """The Python of a page as one script whose lines have the numbers that they have in the page."""
+    """The Python of a page as one script that keeps the line numbers of the page."""
     lines = [""] * len(PAGES[page].read_text().splitlines())
     lines[0] = (
         f"import warnings; warnings.simplefilter('error'); warnings.filterwarnings({MANY_WORKERS}); "
@@ -106,7 +106,7 @@ def page_script(page):
 def test_the_python_of_a_page_runs(page, tmp_path):
     script = tmp_path / (page.replace("/", "_").replace(".", "_") + ".py")
     status, out, err = run_script(page_script(page), 550, file=script, head="", fresh=False, cwd=tmp_path)
-    # Nor does the loader say anything in the log.
+    # The loader does not log anything either.
     assert (status, err) == (0, ""), f"{page}\n{out}{err}"
 
 
@@ -129,18 +129,18 @@ def commands(block):
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "sh" and b.not_run is None], ids=place)
 def test_the_commands_of_a_block_exist(block):
-    found = list(commands(block))
-    assert found
-    for words in found:
+    parsed = list(commands(block))
+    assert parsed
+    for words in parsed:
         check_command(words)
 
 
 def check_command(words):
     while (variable := re.match(r"([A-Za-z_]+)=", words[0])) is not None:
-        assert variable[1] in known_variables() | OTHERS_VARIABLES, variable[1]
+        assert variable[1] in known_variables() | LIBC_VARIABLES, variable[1]
         words = words[1:]
     name, *rest = words
-    if name in OTHERS:
+    if name in OTHER_COMMANDS:
         return
     if name == "make":
         check_make(rest)
@@ -150,20 +150,20 @@ def check_command(words):
         assert rest[0] == "pip", words
         check_pip(rest[1:])
     elif name == "rustloader":
-        check_ours(rest)
+        check_rustloader(rest)
     elif name in ("python", "torchrun", "accelerate"):
-        at = [k for k in range(len(rest)) if rest[k : k + 2] == ["-m", "rustloader"]]
-        if at:
-            check_launcher(name, rest[: at[0]])
-            check_ours(rest[at[0] + 2 :])
+        starts = [k for k in range(len(rest)) if rest[k : k + 2] == ["-m", "rustloader"]]
+        if starts:
+            check_launcher(name, rest[: starts[0]])
+            check_rustloader(rest[starts[0] + 2 :])
         else:
-            assert name == "python" and is_there(rest[0]), words
+            assert name == "python" and is_file(rest[0]), words
             check_script(rest)
     else:
         raise AssertionError(f"no check for {words}")
 
 
-# The changelog names what earlier versions had.
+# The changelog names targets of earlier versions.
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
 def test_the_make_targets_in_the_text_exist(page):
     for command in re.findall(r"`(make [^`\n]+)`", PAGES[page].read_text()):
@@ -190,8 +190,8 @@ def check_pip(words):
     assert words[0] == "install"
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for word in words[1:]:
-        what = re.fullmatch(r"(\.|rustloader)(?:\[(.*)\])?", word)
-        assert what and set((what[2] or "").split(",")) <= {"", *extras}, word
+        match = re.fullmatch(r"(\.|rustloader)(?:\[(.*)\])?", word)
+        assert match and set((match[2] or "").split(",")) <= {"", *extras}, word
 
 
 def check_launcher(name, words):
@@ -202,35 +202,35 @@ def check_launcher(name, words):
         assert words == {"python": [], "accelerate": ["launch"]}[name]
 
 
-def check_ours(words):
-    """Words after `python -m rustloader`."""
+def check_rustloader(words):
+    """Checks the words after `python -m rustloader`."""
     if words[0].startswith("-"):
         assert words[0] in ("--help", "--version"), words
         return
     command, *rest = words
-    ours, scripts = parser.script_arguments(words) if command in ("run", "trace") else (words, [])
-    options = {word.partition("=")[0] for word in ours[1:] if word.startswith("-")}
+    own, script_words = parser.script_arguments(words) if command in ("run", "trace") else (words, [])
+    options = {word.partition("=")[0] for word in own[1:] if word.startswith("-")}
     assert options <= known_options("rustloader", command) | {"-m"}, words
-    if command in ("doctor", "top") or "--help" in words or ours[-1] == "merge":
+    if command in ("doctor", "top") or "--help" in words or own[-1] == "merge":
         return
-    # All else than a name of a file is a value of an option.
-    assert any(map(is_there, rest)), f"{words}: name a file, or one of {sorted(READERS)}"
+    # The other words are values of options.
+    assert any(map(is_file, rest)), f"{words}: name a file, or one of {sorted(PLACEHOLDERS)}"
     if command in ("run", "trace"):
-        check_script([ours[-1], *scripts])
+        check_script([own[-1], *script_words])
 
 
-def is_there(name):
-    return name in READERS or (ROOT / name).is_file()
+def is_file(name):
+    return name in PLACEHOLDERS or (ROOT / name).is_file()
 
 
 def check_script(words):
-    """The repository's script accepts the options that it is given."""
+    """Checks that a script of the repository accepts its options."""
     script, *rest = words
-    if script not in READERS:
+    if script not in PLACEHOLDERS:
         source = (ROOT / script).read_text()
-        # Options that several scripts have lie in modules beside them, and in the harness.
-        beside = (ROOT / script).parent.glob("*.py")
-        files = [path for path in beside if re.search(rf"^(from|import) {path.stem}\b", source, re.M)]
+        # Options that scripts share are defined in modules next to them, and in the harness.
+        siblings = (ROOT / script).parent.glob("*.py")
+        files = [path for path in siblings if re.search(rf"^(from|import) {path.stem}\b", source, re.M)]
         files += (ROOT / "python/rustloader/tools/harness").glob("*.py") if "tools.harness" in source else []
         source += "".join(path.read_text() for path in files)
         assert all(word.partition("=")[0] in source for word in rest if word.startswith("-")), words
@@ -245,15 +245,15 @@ def known_options(module, *command):
 
 @functools.cache
 def known_variables():
-    """Environment variables that our sources name."""
+    """The environment variables that the sources name."""
     sources = [*ROOT.glob("python/**/*.py"), *ROOT.glob("src/**/*.rs")]
     return {name for path in sources for name in re.findall(r"RUSTLOADER_[A-Z_]+", path.read_text())}
 
 
 def test_the_reference_has_all_environment_variables():
-    of_tests = {"RUSTLOADER_FAILPOINT", "RUSTLOADER_MEMORY_ROOT"}
-    told = set(re.findall(r"^\| `(RUSTLOADER_[A-Z_]+)` \|", PAGES["docs/options.md"].read_text(), re.MULTILINE))
-    assert told == known_variables() - of_tests
+    test_variables = {"RUSTLOADER_FAILPOINT", "RUSTLOADER_MEMORY_ROOT"}
+    documented = set(re.findall(r"^\| `(RUSTLOADER_[A-Z_]+)` \|", PAGES["docs/options.md"].read_text(), re.MULTILINE))
+    assert documented == known_variables() - test_variables
 
 
 @pytest.mark.parametrize(
@@ -287,29 +287,29 @@ def without_code(text):
 
 
 def anchors(path):
-    """The anchors of a page's headings, as GitHub makes them in the root, and mkdocs in docs/."""
-    found = set()
+    """The anchors of a page's headings, as GitHub builds them in the root, and mkdocs in docs/."""
+    result = set()
     text = re.sub(r"^( *)(```|~~~).*?^\1\2 *$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
     for title in re.findall(r"^#+ +(.*?) *$", text, re.MULTILINE):
         slug = re.sub(r"[^\w\s-]", "", title.replace("`", "")).strip().lower()
-        found.add(re.sub(r"[-\s]+", "-", slug) if path.parent == ROOT / "docs" else slug.replace(" ", "-"))
-    return found | set(re.findall(r"^::: (\S+)", text, re.MULTILINE))  # mkdocstrings gives each object one
+        result.add(re.sub(r"[-\s]+", "-", slug) if path.parent == ROOT / "docs" else slug.replace(" ", "-"))
+    return result | set(re.findall(r"^::: (\S+)", text, re.MULTILINE))  # mkdocstrings gives each object an anchor
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
-    here = PAGES[page]
-    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(here.read_text())):
+    source = PAGES[page]
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(source.read_text())):
         if re.match(r"https?://", target):
             continue
         file, _, anchor = target.partition("#")
-        path = (here.parent / file).resolve() if file else here
+        path = (source.parent / file).resolve() if file else source
         assert path.exists() and path.is_relative_to(ROOT), f"{page}: {target}"
         assert not anchor or anchor in anchors(path), f"{page}: {target}: no such heading"
 
 
 def test_the_site_has_every_page():
-    """What mkdocs itself checks (`make docs`), where it is not installed."""
+    """mkdocs checks this too (`make docs`), but it is not always installed."""
     nav = re.search(r"^nav:\n((?: +- .*\n)+)", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)[1]
     assert sorted(re.findall(r": (\S+\.md)$", nav, re.MULTILINE)) == sorted(
         str(path.relative_to(ROOT / "docs")) for path in PAGES.values() if path.parent == ROOT / "docs"

@@ -1,4 +1,4 @@
-"""What the documentation has to hold: README's length, words that a search finds, every public name, plain English."""
+"""The content of the documentation: the README's length, search terms, every public name, plain English."""
 
 import ast
 import importlib
@@ -19,10 +19,10 @@ from rustloader.tools.harness import report
 pytestmark = pytest.mark.ours
 
 README = PAGES["README.md"]
-OF_SITE = [name for name in PAGES if name.startswith("docs/")]
-# What people search for, and would miss.
+SITE_PAGES = [name for name in PAGES if name.startswith("docs/")]
+# Terms that users search for.
 TERMS = ["conda", "uv", "Docker", "Slurm", "Colab", "Jupyter", "memory leak", "benchmark", "free-threaded", "/dev/shm"]
-# Words of the house in the place of English, and rates such as "5 us a batch".
+# House words: phrases that are not idiomatic English, and rates such as "5 us a batch".
 HOUSE_WORDS = re.compile(
     r"\bso (?:long|many|often|much)\b|\bwhat is said\b|\b(?:is|can be|to be|cannot be) had\b|\bwhoever\b"
     r"|\b(?:no|some|any)body\b|\bat the most\b|\bof (?:ours|theirs)\b"
@@ -32,7 +32,7 @@ HOUSE_WORDS = re.compile(
 
 
 def table_rows(text):
-    """The cells of each row of Markdown tables, without those of dashes."""
+    """The cells of each row of the Markdown tables, without the rows of dashes."""
     rows = [re.split(r"\s*(?<!\\)\|\s*", line.strip())[1:-1] for line in text.splitlines() if line.startswith("|")]
     return [cells for cells in rows if not all(re.fullmatch(r":?-+:?", cell) for cell in cells)]
 
@@ -53,8 +53,8 @@ def test_the_readme_begins_with_what_it_is_then_shows_it():
     text = README.read_text()
     order = ["# rustloader", "![", "<!-- demo -->", "## Install", "## Use", "## Try it", "## When it helps"]
     order += ["## What it does that torch does not", "## Proof", "## Limits", "## Links"]
-    found = [text.index(part) for part in order]
-    assert found == sorted(found)
+    positions = [text.index(part) for part in order]
+    assert positions == sorted(positions)
     assert text.count("<!-- demo -->") == 2
     assert re.search(r"torch(?:,? no| without) workers", text.split("<!-- demo -->")[1])
 
@@ -66,15 +66,15 @@ def test_the_package_index_gets_absolute_links():
     finally:
         sys.path.remove(str(ROOT / "scripts"))
     text = README.read_text()
-    made = absolute(text, "https://host.example/owner/name/", "v0.1.0")
+    result = absolute(text, "https://host.example/owner/name/", "v0.1.0")
     targets = re.findall(r"\]\(([^)\s]+)\)", text)
     assert all((ROOT / target.partition("#")[0]).exists() for target in targets if not target.startswith("http"))
-    assert re.findall(r"\]\((?!https://)([^)]*)\)", made) == []
-    assert "](https://host.example/owner/name/blob/v0.1.0/docs/installing.md)" in made
-    assert re.search(r"!\[[^]]*\]\(https://host\.example/owner/name/raw/v0\.1\.0/docs/demo\.png\)", made)
-    assert absolute(made, "https://elsewhere.example/x/y", "main") == made
-    kept = "[a](#anchor) [b](https://host.example/) [c](mailto:a@host.example)"
-    assert absolute(kept, "https://host.example/owner/name", "main") == kept
+    assert re.findall(r"\]\((?!https://)([^)]*)\)", result) == []
+    assert "](https://host.example/owner/name/blob/v0.1.0/docs/installing.md)" in result
+    assert re.search(r"!\[[^]]*\]\(https://host\.example/owner/name/raw/v0\.1\.0/docs/demo\.png\)", result)
+    assert absolute(result, "https://elsewhere.example/x/y", "main") == result
+    unchanged = "[a](#anchor) [b](https://host.example/) [c](mailto:a@host.example)"
+    assert absolute(unchanged, "https://host.example/owner/name", "main") == unchanged
     # HTML would not be rewritten.
     assert not re.search(r"<(?:img|a)\s", text)
 
@@ -85,7 +85,7 @@ def test_the_package_index_gets_absolute_links():
 @pytest.mark.parametrize("term", TERMS)
 def test_a_search_finds(term):
     pattern = re.compile(rf"(?<![\w-]){re.escape(term)}(?![\w-])", re.IGNORECASE)
-    pages = [name for name in OF_SITE if name != "docs/changelog.md" and pattern.search(PAGES[name].read_text())]
+    pages = [name for name in SITE_PAGES if name != "docs/changelog.md" and pattern.search(PAGES[name].read_text())]
     assert pages, f"no page of docs/ says {term!r}"
 
 
@@ -93,7 +93,7 @@ def test_every_page_stands_in_one_of_the_four_groups():
     nav = yaml.load((ROOT / "mkdocs.yml").read_text(), yaml.SafeLoader)["nav"]
     assert [name for group in nav for name in group] == ["Start", "Guide", "Reference", "Internals"]
     pages = [file for group in nav for entries in group.values() for entry in entries for file in entry.values()]
-    assert sorted(pages) == sorted(name.removeprefix("docs/") for name in OF_SITE)
+    assert sorted(pages) == sorted(name.removeprefix("docs/") for name in SITE_PAGES)
 
 
 def test_the_index_of_examples_names_each_program():
@@ -108,8 +108,8 @@ def test_the_index_of_examples_names_each_program():
 @pytest.mark.parametrize("page", PAGES)
 def test_plain_english(page):
     lines = enumerate(PAGES[page].read_text().splitlines(), 1)
-    found = [f"{page}:{number}: {match[0]!r}" for number, line in lines for match in HOUSE_WORDS.finditer(line)]
-    assert not found, found
+    matches = [f"{page}:{number}: {match[0]!r}" for number, line in lines for match in HOUSE_WORDS.finditer(line)]
+    assert not matches, matches
 
 
 @pytest.mark.parametrize("text", ["for so long as", "no seals can be had", "12 us a batch", "whoever builds it"])
@@ -124,9 +124,9 @@ def test_house_words_are_found(text):
 def test_the_page_of_the_command_line_has_every_option_and_no_other(command):
     text = re.search(rf"^## `{command}`\n(.*?)(?=^## |\Z)", PAGES["docs/cli.md"].read_text(), re.M | re.S)[1]
     tables = "\n".join("|".join(cells) for cells in table_rows(text) if cells[0].startswith("`--"))
-    shown = set(re.findall(r"^`(--[a-z-]+)", tables, re.M)) or set(re.findall(r"`(--[a-z-]+)`", text))
-    there = {option for option in known_options("rustloader", command) if option.startswith("--")} - {"--help"}
-    assert shown == there
+    documented = set(re.findall(r"^`(--[a-z-]+)", tables, re.M)) or set(re.findall(r"`(--[a-z-]+)`", text))
+    existing = {option for option in known_options("rustloader", command) if option.startswith("--")} - {"--help"}
+    assert documented == existing
 
 
 def test_the_page_of_the_command_line_has_every_command():
@@ -138,9 +138,9 @@ def test_the_page_of_the_command_line_has_every_command():
 
 
 def test_every_public_name_is_on_the_api_page():
-    ours = {name for name in rustloader._OURS if not name.startswith("_")}
-    shown = {path.rpartition(".")[2] for path in re.findall(r"^::: (\S+)", PAGES["docs/api.md"].read_text(), re.M)}
-    assert ours <= shown, ours - shown
+    public = {name for name in rustloader._OURS if not name.startswith("_")}
+    documented = {path.rpartition(".")[2] for path in re.findall(r"^::: (\S+)", PAGES["docs/api.md"].read_text(), re.M)}
+    assert public <= documented, public - documented
 
 
 def test_every_object_of_the_api_page_exists():
@@ -149,50 +149,50 @@ def test_every_object_of_the_api_page_exists():
         assert hasattr(importlib.import_module(module), name), path
 
 
-def torchs_arguments():
-    arguments = dict(inspect.signature(torch.utils.data.DataLoader.__init__).parameters)
-    del arguments["self"]
-    return arguments
+def torch_parameters():
+    parameters = dict(inspect.signature(torch.utils.data.DataLoader.__init__).parameters)
+    del parameters["self"]
+    return parameters
 
 
 def test_the_migration_table_has_every_argument_with_its_default():
     rows = table_rows(section("docs/migration.md", "Arguments"))[1:]
-    told = {name.strip("`"): default.strip("`") for name, _, _, default in rows}
+    documented = {name.strip("`"): default.strip("`") for name, _, _, default in rows}
     defaults = {
-        name: "required" if argument.default is inspect.Parameter.empty else repr(argument.default)
-        for name, argument in torchs_arguments().items()
+        name: "required" if parameter.default is inspect.Parameter.empty else repr(parameter.default)
+        for name, parameter in torch_parameters().items()
     }
-    if "in_order" not in defaults:  # of torch 2.6 and newer
-        del told["in_order"]
-    assert told == defaults
+    if "in_order" not in defaults:  # new in torch 2.6
+        del documented["in_order"]
+    assert documented == defaults
 
 
 def test_the_site_shows_the_loaders_signature():
-    """Of scripts/docs_signature.py, whose griffe is not installed here."""
+    """Reads the source of scripts/docs_signature.py: griffe, which it imports, is not installed here."""
     source = (ROOT / "scripts" / "docs_signature.py").read_text()
     namespace = {}
     signature = ast.literal_eval(re.search(r'SIGNATURE = (""".*?""")', source, re.DOTALL)[1])
     exec(f"from __future__ import annotations\n{signature}", namespace)
     shown = dict(inspect.signature(namespace["__init__"]).parameters)
     del shown["self"]
-    arguments = torchs_arguments()
-    if "in_order" not in arguments:
+    expected = torch_parameters()
+    if "in_order" not in expected:
         del shown["in_order"]
-    assert [(name, one.default, one.kind) for name, one in shown.items()] == [
-        (name, one.default, one.kind) for name, one in arguments.items()
+    assert [(name, parameter.default, parameter.kind) for name, parameter in shown.items()] == [
+        (name, parameter.default, parameter.kind) for name, parameter in expected.items()
     ]
 
 
 def test_the_site_shows_what_the_stateful_loader_has_besides():
     source = (ROOT / "scripts" / "docs_signature.py").read_text()
-    more = ast.literal_eval(re.search(r"^STATEFUL = (.*)", source, re.MULTILINE)[1])
+    own = ast.literal_eval(re.search(r"^STATEFUL = (.*)", source, re.MULTILINE)[1])
     namespace = {}
-    exec(f"from __future__ import annotations\ndef shown(*, {more}): ...", namespace)
+    exec(f"from __future__ import annotations\ndef shown(*, {own}): ...", namespace)
     plain = inspect.signature(rustloader.DataLoader).parameters
     stateful = inspect.signature(rustloader.StatefulDataLoader).parameters
     shown = inspect.signature(namespace["shown"]).parameters
-    assert {name: (one.default, one.kind) for name, one in shown.items()} == {
-        name: (one.default, one.kind) for name, one in stateful.items() if name not in plain
+    assert {name: (parameter.default, parameter.kind) for name, parameter in shown.items()} == {
+        name: (parameter.default, parameter.kind) for name, parameter in stateful.items() if name not in plain
     }
 
 
@@ -200,17 +200,18 @@ def test_the_site_shows_what_the_stateful_loader_has_besides():
 
 
 def test_the_users_page_quotes_the_performance_log():
-    """Nothing is rounded or picked from elsewhere: both loaders with persistent workers, and their ratio."""
+    """The figures are the log's, unrounded: both loaders with persistent workers, and their ratio."""
     compared = {cells[0]: cells for cells in table_rows(section("docs/performance-log.md", "The comparison"))}
     goals = {cells[0]: cells for cells in table_rows(section("docs/performance-log.md", "Against the goals"))}
     head, *rows = table_rows(section("docs/performance.md", "Some figures"))
     ratios = ["over torch with workers", "over the faster torch"]
     assert head == ["batch", "torch without workers", "torch", "rustloader", *ratios] and len(rows) > 4
-    for batch, alone, torchs, ours, ratio, over_faster in rows:
-        assert [f"{torchs} us", f"{ours} us", ratio] == compared[batch][5:8]
-        assert alone == goals[batch][-1]
-        without, with_workers, mine = (float(cell.replace(",", "")) for cell in (alone, torchs, ours))
-        assert over_faster == f"{min(without, with_workers) / mine:.1f}x"
+    for batch, *figures, ratio, over_faster in rows:
+        without_workers, with_workers, own = figures
+        assert [f"{with_workers} us", f"{own} us", ratio] == compared[batch][5:8]
+        assert without_workers == goals[batch][-1]
+        *torch_times, own_time = (float(figure.replace(",", "")) for figure in figures)
+        assert over_faster == f"{min(torch_times) / own_time:.1f}x"
 
 
 def test_the_comparison_writes_into_the_performance_log(tmp_path, monkeypatch):
@@ -231,7 +232,7 @@ def test_the_comparison_writes_into_the_performance_log(tmp_path, monkeypatch):
 
 
 def test_the_citation_is_valid():
-    """By the required fields of the Citation File Format 1.2.0, and those that are used."""
+    """It has the fields that Citation File Format 1.2.0 requires, and otherwise only the fields listed here."""
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation.keys() >= {"cff-version", "message", "title", "authors"}
     allowed = {"cff-version", "message", "type", "title", "abstract", "authors", "license", "keywords"}

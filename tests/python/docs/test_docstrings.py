@@ -1,4 +1,4 @@
-"""The docstrings of the public names: their examples run, and the API page can be made of them."""
+"""The docstrings of the public names: their examples run, and the API page can be built from them."""
 
 import ast
 import doctest
@@ -43,20 +43,20 @@ DOCUMENTED = dict(documented())
 
 
 def sections(text):
-    """The sections of a docstring in Google's style: what stands under each, dedented."""
-    found, name = {"": []}, ""
+    """The sections of a docstring in Google's style, dedented, by their headings."""
+    result, name = {"": []}, ""
     for line in inspect.cleandoc(text).splitlines():
         if line in SECTIONS:
-            assert line not in found, f"{line} stands there twice"
+            assert line not in result, f"{line} occurs twice"
             name = line
-            found[name] = []
+            result[name] = []
         else:
-            found[name].append(line)
-    return {name: textwrap.dedent("\n".join(lines)).strip() for name, lines in found.items()}
+            result[name].append(line)
+    return {name: textwrap.dedent("\n".join(lines)).strip() for name, lines in result.items()}
 
 
 def entries(section):
-    """The names before the colons."""
+    """The names of the entries of a section, which stand before the colons."""
     return [line.split(":")[0] for line in section.splitlines() if line and not line.startswith(" ")]
 
 
@@ -67,7 +67,7 @@ def test_the_first_line_says_what_it_does(name):
 
 
 WITH_EXAMPLES = [
-    # This one shows a loader that falls back to torch's loop.
+    # Its example shows a loader that falls back to torch's own iterator.
     pytest.param(name, marks=pytest.mark.handover) if name == "Fallback" else name
     for name, value in DOCUMENTED.items()
     if not isinstance(value, property)
@@ -77,14 +77,14 @@ WITH_EXAMPLES = [
 @pytest.mark.parametrize("name", WITH_EXAMPLES)
 def test_the_examples_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = doctest.DocTestFinder(recurse=False).find(
+    tests = doctest.DocTestFinder(recurse=False).find(
         DOCUMENTED[name], name, module=False, globs={"rustloader": rustloader, "torch": torch}
     )
-    assert len(found) == 1 and found[0].examples, "it has no example"
-    said = []
+    assert len(tests) == 1 and tests[0].examples, "it has no example"
+    output = []
     runner = doctest.DocTestRunner(optionflags=doctest.FAIL_FAST | doctest.REPORT_NDIFF)
-    runner.run(found[0], out=said.append)
-    assert runner.failures == 0, "".join(said)
+    runner.run(tests[0], out=output.append)
+    assert runner.failures == 0, "".join(output)
 
 
 @pytest.mark.parametrize("name", CALLABLES)
@@ -93,7 +93,7 @@ def test_each_parameter_is_described_and_no_other(name):
     parameters = [p for p in inspect.signature(value).parameters if p not in ("self", "args", "kwargs")]
     described = sections(value.__doc__)
     if name == "DataLoader":
-        # torch's, some of which older versions lack, and those that torch does not have.
+        # Args are torch's parameters, some of which older versions lack; Keyword Args are those that torch lacks.
         own = entries(described["Keyword Args:"])
         assert parameters[-len(own) :] == own == options.keywords()
         assert set(parameters) - {*own} <= set(entries(described["Args:"]))
@@ -116,7 +116,7 @@ def test_only_sections_that_the_api_page_knows(name):
     assert set(headings) <= set(SECTIONS), headings
     for heading, section in sections(text).items():
         if heading in ("Args:", "Keyword Args:", "Attributes:", "Raises:"):
-            # One name each: "TypeError, ValueError: ..." would be taken for one.
+            # One name per entry: "TypeError, ValueError: ..." would be read as one name.
             assert all(re.fullmatch(r"\w+", entry) for entry in entries(section)), entries(section)
 
 
@@ -138,7 +138,7 @@ PHRASES = re.compile(
 
 
 def words_to_rewrite(source):
-    """Yields the docstrings that begin as questions do, and the docstrings and comments with a banned phrase."""
+    """Yields docstrings that begin with a question word, and docstrings and comments with a banned phrase."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             text = ast.get_docstring(node) or ""

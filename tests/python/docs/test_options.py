@@ -24,7 +24,7 @@ pytestmark = pytest.mark.ours
 
 FIELDS = [] if TORCH_MODE else dataclasses.fields(rustloader.Options)
 NAMES = [field.name for field in FIELDS]
-# A value of each option that is not torch's default, and its text.
+# For each option, a value that is not torch's default, and that value as text.
 OTHER = {
     "in_order": (False, "0"),
     "prefetch_factor": (3, "3"),
@@ -63,7 +63,7 @@ def test_the_functions_take_the_fields(module, function):
     assert inspect.signature(function).return_annotation is returned
     assert hints.pop("return") is (returned or type(None))
     assert hints == typing.get_type_hints(rustloader.Options)
-    # What the site shows is found by this line: scripts/docs_signature.py.
+    # scripts/docs_signature.py finds the functions by this line.
     assert inspect.getsource(function).startswith("@options.takes(options.Options)\n")
     for name in NAMES:
         assert f"{name}: {options.option_of(name).text}" in re.sub(r"\s+", " ", function.__doc__)
@@ -78,7 +78,7 @@ def test_the_functions_refuse_what_is_no_field(module):
 
 
 def test_the_site_gets_parameters_and_descriptions_without_the_package():
-    """What scripts/docs_signature.py does, whose griffe is not installed here."""
+    """Runs a part of scripts/docs_signature.py: griffe, which the whole imports, is not installed here."""
     source = (ROOT / "scripts" / "docs_signature.py").read_text()
     load = re.search(r"^def options_module\(.*?\n(?=\n\n)", source, re.DOTALL | re.MULTILINE)[0]
     namespace = {"__file__": str(ROOT / "scripts" / "docs_signature.py")}
@@ -106,13 +106,13 @@ def test_the_environment_and_the_flags_of_run_take_the_fields():
 
 def test_the_page_has_every_option_with_its_type_and_flag():
     rows = re.findall(r"^\| `(\w+)` \| (.+?) \|.*\| `([^`]+)` \|$", PAGES["docs/options.md"].read_text(), re.MULTILINE)
-    shown = {name: (re.findall(r"`(\w+)`", kind), flag.split()) for name, kind, flag in rows}
-    wanted = {}
+    documented = {name: (re.findall(r"`(\w+)`", kind), flag.split()) for name, kind, flag in rows}
+    expected = {}
     for field in FIELDS:
         kinds = [kind for kind in typing.get_args(field.type) if kind not in (type(None), BaseContext)]
         option = options.option_of(field.name)
-        wanted[field.name] = ([kind.__name__ for kind in kinds], [*filter(None, [option.flag, option.metavar])])
-    assert shown == wanted
+        expected[field.name] = ([kind.__name__ for kind in kinds], [*filter(None, [option.flag, option.metavar])])
+    assert documented == expected
 
 
 def test_options_give_way_to_what_differs_from_torchs_defaults():
@@ -143,8 +143,8 @@ def test_cores_in_the_form_of_the_command_line(text):
 @pytest.mark.parametrize("text", ["0", "12", "0.5", "0.00001", "1e-3"])
 def test_numbers_of_errors_in_the_form_of_the_command_line(text):
     parse = options.option_of("max_errors").kind.parse
-    again = parse(option_values.text_of(parse(text)))
-    assert again == parse(text) and type(again) is (int if text.isdecimal() else float)
+    reparsed = parse(option_values.text_of(parse(text)))
+    assert reparsed == parse(text) and type(reparsed) is (int if text.isdecimal() else float)
 
 
 def test_an_option_that_no_loader_has_leaves_loaders_alone():
@@ -288,11 +288,11 @@ def test_sizes():
 
 def test_a_loader_takes_the_options_that_torch_does_not_have():
     own = options.keywords()
-    torchs = inspect.signature(TorchDataLoader).parameters
-    ours = inspect.signature(rustloader.DataLoader).parameters
-    assert list(ours) == [*torchs, *own]
-    assert all(ours[name] == torchs[name] for name in torchs)
-    assert [ours[name].annotation for name in own] == [field.type for field in FIELDS if field.name in own]
+    torch_parameters = inspect.signature(TorchDataLoader).parameters
+    parameters = inspect.signature(rustloader.DataLoader).parameters
+    assert list(parameters) == [*torch_parameters, *own]
+    assert all(parameters[name] == torch_parameters[name] for name in torch_parameters)
+    assert [parameters[name].annotation for name in own] == [field.type for field in FIELDS if field.name in own]
     plain = rustloader.DataLoader(range(2))
     assert vars(plain).keys() == vars(TorchDataLoader(range(2))).keys()
     values = {name: OTHER[name][0] for name in own}

@@ -1,4 +1,4 @@
-"""What is shipped: an extension without debug lines, its symbols beside a release, the package's metadata."""
+"""Release artifacts: an extension without debug information, its symbols in a separate file, the package's metadata."""
 
 import csv
 import hashlib
@@ -25,23 +25,23 @@ INFO = "rustloader-0.1.0.dist-info"
 
 
 def sections(path):
-    """Names and contents of the sections of an ELF file of 64 bits."""
+    """The contents of the sections of a 64-bit ELF file, by name."""
     data = pathlib.Path(path).read_bytes()
     assert data[:6] == b"\x7fELF\x02\x01"
     (start,) = struct.unpack_from("<Q", data, 40)
     size, count, names = struct.unpack_from("<HHH", data, 58)
-    heads = [struct.unpack_from("<IIQQQQ", data, start + i * size) for i in range(count)]
-    text = heads[names][4]
-    nothing = 8  # SHT_NOBITS
+    headers = [struct.unpack_from("<IIQQQQ", data, start + i * size) for i in range(count)]
+    text = headers[names][4]
+    nobits = 8  # SHT_NOBITS
 
-    def content(head):
-        return b"" if head[1] == nothing else data[head[4] : head[4] + head[5]]
+    def content(header):
+        return b"" if header[1] == nobits else data[header[4] : header[4] + header[5]]
 
-    return {data[text + h[0] : data.index(b"\0", text + h[0])].decode(): content(h) for h in heads}
+    return {data[text + h[0] : data.index(b"\0", text + h[0])].decode(): content(h) for h in headers}
 
 
-def debug_sections(found):
-    return {name for name in found if name.startswith((".debug_", ".zdebug_"))}
+def debug_sections(names):
+    return {name for name in names if name.startswith((".debug_", ".zdebug_"))}
 
 
 def test_the_extension_has_no_debug_lines_but_names():
@@ -49,7 +49,7 @@ def test_the_extension_has_no_debug_lines_but_names():
     found = sections(path)
     assert not debug_sections(found), "built with another profile than `release` (make build)?"
     assert path.stat().st_size < 3 << 20
-    # A backtrace can still name the functions.
+    # The names of functions remain, for backtraces.
     assert b"rustloader6engine" in found[".strtab"]
 
 
@@ -58,8 +58,8 @@ def test_each_build_strips_but_that_of_a_release():
     assert (profiles["release"]["debug"], profiles["release"]["strip"]) == (False, "debuginfo")
     dist = dict(profiles["dist"])
     assert (dist.pop("inherits"), dist.pop("debug"), dist.pop("strip")) == ("release", "line-tables-only", "none")
-    assert dist == {}, "the code of a release is that of `make build`"
-    # pip's own build takes maturin's default, the profile `release`.
+    assert dist == {}, "a release must have the same code as `make build`"
+    # A build by pip uses maturin's default profile, `release`.
     maturin = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["maturin"]
     assert not {"profile", "strip", "cargo-extra-args"} & maturin.keys()
     makefile = (ROOT / "Makefile").read_text()
@@ -81,7 +81,7 @@ def test_symbols_are_a_part_of_a_release_and_do_not_go_to_pypi():
 
 @pytest.fixture
 def wheel(tmp_path):
-    """A wheel whose extension is a small one with debug lines."""
+    """A wheel with a small extension that has debug information."""
     source, extension = tmp_path / "small.c", tmp_path / "small.so"
     source.write_text("int small_function(int x) {\n    return x + 1;\n}\n")
     compiler = shutil.which("cc") or shutil.which("gcc")
@@ -128,7 +128,7 @@ def test_the_symbols_of_a_wheel_are_split_off(wheel, tmp_path):
     assert done.returncode == 1 and "has no debug information to split off: build it with --profile dist" in done.stderr
 
     if shutil.which("gdb") is None:
-        return  # what follows asks gdb itself
+        return  # the remaining checks run gdb
 
     def gdb():
         command = ["gdb", "-batch", "-nx", "-ex", "info line small_function", extension]
@@ -156,8 +156,8 @@ def test_the_classifiers_are_the_pythons_that_are_tested():
     assert named == sorted({*re.findall(r'"(3\.\d+)"', "\n".join(re.findall(r"python: .*", tests)))})
 
 
-# Read from the source: PyO3 leaves the slot out of an extension for the stable ABI of 3.11, which no free-threaded
-# Python loads. What pip builds there from the sdist is not for the stable ABI, and has it.
+# The test reads the source: PyO3 omits the slot from an extension for the stable ABI of 3.11, which no free-threaded
+# Python loads. There, pip builds an extension from the sdist without the stable ABI, and that one has the slot.
 def test_the_module_says_that_it_needs_the_gil():
     source = (ROOT / "src" / "python" / "mod.rs").read_text()
     assert re.findall(r"#\[pymodule(.*)\]\nmod (\w+)", source) == [("(gil_used = true)", "_core")]

@@ -1,4 +1,4 @@
-"""docs/parity.md stays true: every id has its row, every row its status and its tests, every test exists."""
+"""docs/parity.md is accurate: every ID has one row, every row has a status and tests, and every test exists."""
 
 import ast
 import re
@@ -35,8 +35,8 @@ TESTS = {f"{path.name}::{name}" for path in (ROOT / "tests" / "python").rglob("t
 
 
 def test_every_id_has_one_row():
-    named = [first for first, _, _ in ROWS if re.fullmatch(r"[PST]\d+", first)]
-    assert sorted(named) == sorted(IDS)
+    listed = [first for first, _, _ in ROWS if re.fullmatch(r"[PST]\d+", first)]
+    assert sorted(listed) == sorted(IDS)
 
 
 def test_every_row_has_a_status_and_tests_that_exist():
@@ -49,5 +49,5 @@ def test_every_row_has_a_status_and_tests_that_exist():
 
 
 def test_every_id_that_a_test_names_is_one():
-    named = {found.upper() for name in TESTS for found in re.findall(r"_([pst]\d+)(?=_)", name)}
+    named = {id_.upper() for name in TESTS for id_ in re.findall(r"_([pst]\d+)(?=_)", name)}
     assert named == IDS

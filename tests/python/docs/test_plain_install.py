@@ -1,5 +1,5 @@
 """A plain installation: the wheel in a bare environment with torch and NumPy alone. The development environment imports
-the package from the source tree, beside fifty others, and shows neither what the wheel lacks nor all noise at exit."""
+the package from the source tree, among fifty others, and hides what the wheel lacks and some of the output at exit."""
 
 import contextlib
 import fcntl
@@ -27,31 +27,31 @@ WITH_EXTRAS = {"docs/decoding.md", "docs/metrics.md"}
 
 
 def needed(names):
-    """The installed distributions that these need, themselves included."""
-    found, todo = {}, [*names]
+    """The named distributions and their dependencies, as far as they are installed."""
+    result, todo = {}, [*names]
     while todo:
         name = re.sub(r"[-_.]+", "-", todo.pop()).lower()
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            if name not in found:
-                found[name] = importlib.metadata.distribution(name)
-                required = (it for it in found[name].requires or () if "extra ==" not in it)
+            if name not in result:
+                result[name] = importlib.metadata.distribution(name)
+                required = (it for it in result[name].requires or () if "extra ==" not in it)
                 todo += [re.match(r"[\w.-]+", it)[0] for it in required]
-    return found.values()
+    return result.values()
 
 
 def make_plain(folder):
-    """An environment with links to the torch and the NumPy of this one, and rustloader's wheel as pip installs it."""
+    """Creates an environment with links to torch and NumPy of this one, and installs rustloader's wheel with pip."""
     environment = dict(os.environ, PYO3_PYTHON=sys.executable)
 
     def run(*command):
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
 
-    # `make build` has compiled it: this packs it.
+    # `make build` has compiled the extension; this packs it.
     run(sys.executable, "-m", "maturin", "build", "--release", "--out", folder / "wheel")
     run(sys.executable, "-m", "venv", "--without-pip", "--clear", folder / "venv")
     (packages,) = folder.glob("venv/lib/python*/site-packages")
-    # Several distributions may have parts of the same package.
+    # Several distributions may install parts of the same package.
     files = [(file.parts[0], it) for it in needed(["torch", "numpy"]) for file in it.files]
     for top, distribution in dict(files).items():
         if top not in ("..", "__pycache__") and not top.endswith(".pth"):
@@ -63,9 +63,9 @@ def make_plain(folder):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """The folder with the programs of the environment, made once for all processes of a run."""
+    """The environment's bin folder. The environment is created once for all processes of a test run."""
     if shutil.which("cargo") is None or importlib.util.find_spec("maturin") is None:
-        reason = "cargo or maturin is missing, which pack the wheel"
+        reason = "cargo or maturin is missing, and packing the wheel needs both"
         (pytest.fail if os.environ.get("RUSTLOADER_REQUIRE_ALL") else pytest.skip)(reason)
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "plain-install"
@@ -79,7 +79,7 @@ def plain(tmp_path_factory):
 
 
 def clean_environment(**more):
-    """Without what the tests set for this process."""
+    """The environment variables, without those that the tests set for this process."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("RUSTLOADER_STALL", "PYTHON"))}
     return {**kept, **more}
 
@@ -92,14 +92,14 @@ def start(plain):
     def start(source, **kw):
         return server.start(source, clean_environment(PYTHONPATH=HERE), **kw)
 
-    # The tests look for processes that they leave behind: the server is there before the first of them.
+    # Each test checks that no new process is left behind, so the server starts before the first test.
     assert finish(start("")) == (0, "", "")
     yield start
     server.close()
 
 
-def called(plain, *command, folder, **variables):
-    """The exit status and the outputs of a program of the plain environment."""
+def run_program(plain, *command, folder, **variables):
+    """Runs a program of the plain environment: (exit status, stdout, stderr)."""
     done = subprocess.run(
         [plain / command[0], *command[1:]],
         cwd=folder,
@@ -122,7 +122,7 @@ loader = rustloader.DataLoader(range(4), num_workers=1)
 print([int(x) for x in loader], rustloader.engine_batches())
 """
     (tmp_path / "script.py").write_text(source)
-    status, out, err = called(plain, "python", "script.py", folder=tmp_path)
+    status, out, err = run_program(plain, "python", "script.py", folder=tmp_path)
     lines = ["[] ['site-packages', False]", "['_core.abi3.so', '_core.pyi', 'py.typed']", "[0, 1, 2, 3] 4"]
     assert (status, out.splitlines(), err) == (0, lines, "")
 
@@ -131,14 +131,14 @@ print([int(x) for x in loader], rustloader.engine_batches())
     "page", [page for page in PAGES if page not in WITH_EXTRAS and any(b.language == "python" for b in blocks(page))]
 )
 def test_the_python_of_a_page_runs(start, page, tmp_path):
-    """As in test_docs.py."""
+    """The test of test_docs.py, in the plain environment."""
     script = tmp_path / (page.replace("/", "_").replace(".", "_") + ".py")
     script.write_text(page_script(page))
     status, out, err = finish(start(script.read_text(), file=script, folder=tmp_path), 550)
     assert (status, err) == (0, ""), f"{page}\n{out}{err}"
 
 
-# Objects in variables of the main module. Each source leaves them there.
+# Sources that leave objects in variables of the main module.
 KEPT = {
     "persistent workers": """
     loader = DataLoader(range(8), num_workers=1, persistent_workers=True)
@@ -178,7 +178,7 @@ KEPT = {
     installed = rustloader.installed(); installed.__enter__()
     iterator = iter(torch.utils.data.DataLoader(range(8), num_workers=1)); next(iterator)""",
 }
-# What else keeps them. A C extension may keep the main module, and what it has outlives the names of all modules then.
+# What else keeps the objects. A C extension may keep the main module, whose objects then outlive all module globals.
 KEEPERS = {
     "the main module": "",
     "a main module that is kept": """
@@ -190,21 +190,21 @@ KEEPERS = {
 }
 
 
-def ended(start, source, folder):
-    """How a script ends: (exit status, stdout, stderr)."""
+def run_to_end(start, source, folder):
+    """Runs a script: (exit status, stdout, stderr)."""
     lines = source.strip("\n").splitlines()
     return finish(
         start(HEAD + "import rustloader\n" + "\n".join(it.removeprefix("    ") for it in lines), folder=folder)
     )
 
 
-# A fork server takes seconds to start.
+# A fork server takes seconds to start, so it runs with one keeper only.
 CASES = [(kept, keeper) for kept in KEPT for keeper in KEEPERS if kept != "forkserver" or "kept" in keeper]
 
 
 @pytest.mark.parametrize(("kept", "keeper"), CASES)
 def test_what_the_main_module_keeps_ends_without_a_word(start, kept, keeper, tmp_path):
-    assert ended(start, f"{KEPT[kept]}\n{KEEPERS[keeper]}", tmp_path) == (0, "", "")
+    assert run_to_end(start, f"{KEPT[kept]}\n{KEEPERS[keeper]}", tmp_path) == (0, "", "")
 
 
 def test_a_forked_child_ends_without_a_word_too(start, tmp_path):
@@ -213,11 +213,11 @@ def test_a_forked_child_ends_without_a_word_too(start, tmp_path):
     pid = os.fork()
     if pid:
         print(os.waitpid(pid, 0)[1])"""
-    assert ended(start, source, tmp_path) == (0, "0\n", "")
+    assert run_to_end(start, source, tmp_path) == (0, "0\n", "")
 
 
 def test_an_iterator_that_an_exit_handler_makes_ends_without_a_word(start, tmp_path):
-    """After the end of all other workers."""
+    """The handler runs after all other workers have ended."""
     source = f"""
     import atexit
     from rustloader.workers import group
@@ -228,10 +228,10 @@ def test_an_iterator_that_an_exit_handler_makes_ends_without_a_word(start, tmp_p
         iterator = iter(DataLoader(range(8), num_workers=1)); next(iterator)
     atexit.register(group._end_all)
     {KEEPERS["a main module that is kept"]}"""
-    assert ended(start, source, tmp_path) == (0, "", "")
+    assert run_to_end(start, source, tmp_path) == (0, "", "")
 
 
-# Ways out: the source, the exit status, and the end of stderr.
+# Ways to exit: the source, the exit status, and the end of stderr.
 WAYS = {
     "sys.exit": ("sys.exit(3)", 3, None),
     "os._exit": ("os._exit(3)", 3, None),
@@ -249,7 +249,7 @@ def test_each_way_out_says_what_python_says_and_no_more(start, way, tmp_path):
     live = iter(batches); next(live)
     pids = [worker.pid for one in (loader._iterator, iterator, live._inner) for worker in getattr(one, "_workers", ())]
     print(*pids, flush=True)"""
-    status, out, err = ended(start, f"{holders}\n{more}\n    {source}", tmp_path)
+    status, out, err = run_to_end(start, f"{holders}\n{more}\n    {source}", tmp_path)
     assert status == expected, err
     if last is None:
         assert err == ""
@@ -271,7 +271,7 @@ def make():
 if __name__ == "__main__":
     print(sum(len(batch) for batch in torch.utils.data.DataLoader(Squares(), num_workers=1)), rustloader.is_installed())
 """
-# Commands, and what their output has.
+# Commands, and a part of their output.
 COMMANDS = {
     "--help": "doctor",
     "--version": "rustloader",
@@ -285,28 +285,30 @@ COMMANDS = {
 
 def test_each_command_works_and_writes_to_stdout_alone(plain, tmp_path):
     (tmp_path / "loaders.py").write_text(LOADERS)
-    # The script and the module are the same program: one of them for each command.
+    # The script and the module are the same program, so the commands alternate between them.
     ways = [("rustloader",), ("python", "-m", "rustloader")]
 
-    def call(number, command):
-        return command, *called(plain, *ways[number % 2], *command.split(), folder=tmp_path)
+    def run_command(number, command):
+        return command, *run_program(plain, *ways[number % 2], *command.split(), folder=tmp_path)
 
     with ThreadPoolExecutor(2) as pool:
-        answers = [*pool.map(call, range(len(COMMANDS)), COMMANDS)]
-    for command, status, out, err in answers:
+        results = [*pool.map(run_command, range(len(COMMANDS)), COMMANDS)]
+    for command, status, out, err in results:
         assert (status, err) == (0, "") and COMMANDS[command] in out, f"{command}: {status}\n{out}{err}"
         if "--json" in command:
             assert json.loads(out)
-    # Without the packages of the extra `cli`, top says what it can as plain text.
-    status, out, err = called(plain, "rustloader", "top", "--once", folder=tmp_path)
+    # Without the packages of the extra `cli`, top prints plain text.
+    status, out, err = run_program(plain, "rustloader", "top", "--once", folder=tmp_path)
     assert status in (0, 2) and "Traceback" not in err, err
 
 
-def test_a_wrong_variable_is_one_line_of_each_command(plain, tmp_path):
+def test_a_wrong_variable_is_a_one_line_error_of_each_command(plain, tmp_path):
     for command in (["rustloader", "doctor"], ["python", "-m", "rustloader", "--version"]):
-        status, out, err = called(plain, *command, folder=tmp_path, RUSTLOADER_INSTALL="nonsense")
+        status, out, err = run_program(plain, *command, folder=tmp_path, RUSTLOADER_INSTALL="nonsense")
         assert (status, out, err.count("\n")) == (2, "", 1), err
         assert err.startswith("rustloader: RUSTLOADER_INSTALL must be 1, 0, or options"), err
         assert err.endswith(". Change RUSTLOADER_INSTALL, or unset it.\n"), err
-    status, _, err = called(plain, "python", "-c", "import rustloader", folder=tmp_path, RUSTLOADER_INSTALL="nonsense")
+    status, _, err = run_program(
+        plain, "python", "-c", "import rustloader", folder=tmp_path, RUSTLOADER_INSTALL="nonsense"
+    )
     assert status == 1 and "\nValueError: RUSTLOADER_INSTALL must be 1, 0, or options" in err

@@ -1,4 +1,4 @@
-"""The number of workers that follows from an epoch's figures, and from those of many epochs."""
+"""The number of workers that is decided from the figures of one epoch, and from those of many."""
 
 import dataclasses
 import itertools
@@ -19,8 +19,8 @@ MS = 1e-3
 
 
 def epoch(workers, per_batch, pace, batches=200, share=0.0, own=0.0, bandwidth=math.inf, **more):
-    """An epoch of a loop that takes a batch every `pace` milliseconds, of which `own` are in next(). A worker makes one
-    in `per_batch` milliseconds, or storage gives `bandwidth` batches per second to all of them."""
+    """An epoch of a loop that takes a batch every `pace` milliseconds, of which `own` are in next(). A worker produces
+    one in `per_batch` milliseconds, unless storage limits all workers to `bandwidth` batches per second."""
     each = max(per_batch * MS, workers / bandwidth)
     rate = max(pace * MS, each / workers)
     busy = each * batches
@@ -49,7 +49,7 @@ def test_a_limit_that_holds_the_number_below_the_need_is_named():
 
 
 def run(workers, epochs, figures, cores=64, limits=()):
-    """The numbers of workers of so many epochs; `figures` makes those of epoch n with a number of workers."""
+    """The number of workers of each epoch; `figures(n, workers)` returns the figures of epoch n."""
     counts, history = [workers], History()
     for number in range(epochs - 1):
         decision = decide(figures(number, counts[-1]), cores, limits, history)
@@ -67,18 +67,18 @@ def run(workers, epochs, figures, cores=64, limits=()):
     [
         (2, 75, 10, 8),  # 7.5
         (2, 70, 10, 8),
-        (4, 10, 10, 2),  # exactly one, and a spare
+        (4, 10, 10, 2),  # exactly one is busy, and one is spare
         (16, 20, 10, 3),
         (2, 19, 10, 2),
         (2, 21, 10, 2),  # within 10 %
-        (2, 22, 10, 2),  # as well, although the loop waits for 9 % of its time
+        (2, 22, 10, 2),  # also within 10 %, although the loop waits for 9 % of its time
         (2, 23, 10, 3),
-        (3, 19, 10, 3),  # one less would leave too little
+        (3, 19, 10, 3),  # one fewer would leave no reserve
         (8, 72, 10, 8),
         (8, 60, 10, 8),
         (8, 55, 10, 8),
         (8, 50, 10, 6),
-        (2, 300, 10, 8),  # four times as many at most
+        (2, 300, 10, 8),  # at most four times as many
         (8, 300, 10, 32),
     ],
 )
@@ -95,9 +95,9 @@ def test_processor_time_bounds_workers_that_compute():
     assert target(2, 75, 10, share=1.0, cores=4) == 4
     assert target(2, 75, 10, share=0.5, cores=3) == 6
     assert target(2, 75, 10, share=0.1, cores=2) == 8
-    # More workers than cores that all compute.
+    # More workers than cores, and all of them compute.
     assert target(16, 75, 10, share=1.0, cores=4) == 4
-    # A worker that is slightly over one core by the accuracy of the clocks still has a core of its own.
+    # Clocks are inaccurate: a worker measured at slightly more than one core counts as one core.
     assert target(4, 75, 10, share=1.05, cores=4) == 4
     assert target(8, 75, 10, share=4.0, cores=8) == 2
 
@@ -153,13 +153,13 @@ def test_a_loop_without_a_training_step_takes_what_there_is():
 
 
 def test_workers_that_gain_nothing_are_taken_back_for_good():
-    """Storage gives 50 batches per second, to however many workers."""
+    """Storage delivers 50 batches per second, regardless of the number of workers."""
     counts = run(2, 50, lambda n, workers: epoch(workers, 40, 5, bandwidth=50))
     assert counts == [2, 8] + [2] * 48
 
 
 def test_a_part_of_the_gain_is_worth_the_workers():
-    """Storage gives 100 batches per second, which four workers can take."""
+    """Storage delivers 100 batches per second, which four workers can consume."""
     counts = run(2, 50, lambda n, workers: epoch(workers, 40, 5, bandwidth=100))
     assert counts == [2, 8, 17] + [8] * 47
 
@@ -198,7 +198,7 @@ def test_it_settles_and_never_swings(start, need, share, cores, noise):
     changes = [b - a for a, b in itertools.pairwise(counts) if a != b]
     assert len(changes) <= 6
     assert sum(a * b < 0 for a, b in itertools.pairwise(changes)) <= 1
-    # From the number that it settles on no epoch of the second half gains.
+    # After ten epochs, the number takes at most two values.
     assert len(set(counts[10:])) <= 2
     allowed = cores / share if share * 64 > cores else 64
     least = min(need, max(1, int(allowed)), max(cores, min(16 * cores, 64)))

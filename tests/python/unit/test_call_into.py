@@ -1,4 +1,4 @@
-"""`_core.call_into`, and the rules that its documentation gives: no error of a signal handler loses a value."""
+"""`_core.call_into` and the rules in its documentation: an error from a signal handler loses no value."""
 
 import ast
 import dis
@@ -47,12 +47,12 @@ def test_errors_pass_and_append_nothing():
 
 
 def runs_handlers(name):
-    """Whether Python runs signal handlers after a bytecode of this name. The next test holds it against Python."""
+    """True if Python runs signal handlers after a bytecode of this name. The next test compares this with Python."""
     return "CALL" in name or name == "RESUME" or "JUMP_BACKWARD" in name
 
 
 def test_where_python_runs_handlers():
-    # In a process of its own: pytest-timeout has the alarm of this one.
+    # This needs its own process: pytest-timeout uses the alarm of this one.
     status, out, err = run_script("""
         import collections, dis
         found = collections.Counter()
@@ -83,10 +83,10 @@ def test_where_python_runs_handlers():
 
 
 class Interrupts:
-    """Raises KeyboardInterrupt at the n-th place of some modules where Python would run a signal handler."""
+    """Raises KeyboardInterrupt at the n-th point in some modules at which Python would run a signal handler."""
 
     def __init__(self, at, files):
-        self.at, self.files, self.places, self.where, self.last = at, files, 0, None, {}
+        self.at, self.files, self.points, self.where, self.last = at, files, 0, None, {}
 
     def __call__(self, frame, event, _):
         if not frame.f_code.co_filename.startswith(self.files):
@@ -96,8 +96,8 @@ class Interrupts:
             before = self.last.get(frame)
             self.last[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
             if before is not None and runs_handlers(before):
-                self.places += 1
-                if self.places == self.at:
+                self.points += 1
+                if self.points == self.at:
                     self.where = f"{frame.f_code.co_qualname}, line {frame.f_lineno}"
                     raise KeyboardInterrupt
         return self
@@ -112,31 +112,31 @@ class Interrupts:
 
 
 def with_interrupts(make, at, files):
-    """The items of an iterator, and where the interrupt was; None if there is no such place."""
-    iterator, interrupts, got = make(), Interrupts(at, files), []
+    """The items of an iterator, and the point of the interrupt, or None if there are fewer points."""
+    iterator, interrupts, items = make(), Interrupts(at, files), []
     while True:
         try:
-            got.append(interrupts.next(iterator))
+            items.append(interrupts.next(iterator))
         except KeyboardInterrupt:
             continue
         except StopIteration:
-            return got, interrupts.where
+            return items, interrupts.where
 
 
-def losses(make, files=None, places=5):
-    """Where an interrupt changes what an iterator yields."""
-    expected, found = list(make()), []
+def losses(make, files=None, least=5):
+    """The points at which an interrupt changes what an iterator yields."""
+    expected, result = list(make()), []
     for at in itertools.count(1):
-        got, where = with_interrupts(make, at, files or str(PACKAGE))
+        items, where = with_interrupts(make, at, files or str(PACKAGE))
         if where is None:
-            assert at > places
-            return found
-        if got != expected:
-            found.append(where)
+            assert at > least
+            return result
+        if items != expected:
+            result.append(where)
 
 
 class Safe:
-    """Hands items on as the documentation says."""
+    """Passes items on, by the rules of the documentation."""
 
     def __init__(self, items):
         self.items, self.kept, self.count = iter(items), [], 0
@@ -174,7 +174,7 @@ def test_a_value_is_lost_only_without_the_rules():
 
 
 class Counted:
-    """A sampler with a state."""
+    """A sampler that has a state."""
 
     def __init__(self, size):
         self.size, self.at = size, 0
@@ -194,7 +194,7 @@ class Counted:
 
 
 def recorded():
-    # Not in torch's BatchSampler: an error ends its generator.
+    # Without torch's BatchSampler, because an error ends its generator.
     index_sampler = Counted(3)
     return sampling(index_sampler, iter(index_sampler), None, 0, (), 1, map_style=True).iterator
 
@@ -227,15 +227,15 @@ def test_no_index_is_lost(make):
     assert losses(make) == []
 
 
-def endless(of=lambda batches, torchs: torchs):
-    """The first index batches of an iterable dataset's loader."""
+def constant_batches(wrap=lambda batches, iterator: iterator):
+    """The first index batches of a loader over an iterable dataset."""
     batches = BatchSampler(dataloader._InfiniteConstantSampler(), 2, False)
-    return itertools.islice(of(batches, iter(batches)), 5)
+    return itertools.islice(wrap(batches, iter(batches)), 5)
 
 
 def test_no_error_ends_the_index_batches_of_an_iterable_dataset():
-    assert losses(endless, dataloader.__file__), "torch's generators end"
-    assert losses(lambda: endless(stream), places=0) == []
+    assert losses(constant_batches, dataloader.__file__), "torch's generators end"
+    assert losses(lambda: constant_batches(stream), least=0) == []
 
 
 def test_no_error_ends_the_index_batches_in_order():
@@ -246,23 +246,33 @@ def test_no_error_ends_the_index_batches_in_order():
 
 
 MARK = "# Atomic for signal handlers"
-STEPS = [path for path in PACKAGE.rglob("*.py") if MARK in path.read_text()] if rustloader is not None else []
-OTHER = (ast.Call, ast.For, ast.While, ast.With, ast.comprehension, ast.Yield, ast.YieldFrom, ast.Import, ast.Assert)
+MARKED = [path for path in PACKAGE.rglob("*.py") if MARK in path.read_text()] if rustloader is not None else []
+NOT_ATOMIC = (
+    ast.Call,
+    ast.For,
+    ast.While,
+    ast.With,
+    ast.comprehension,
+    ast.Yield,
+    ast.YieldFrom,
+    ast.Import,
+    ast.Assert,
+)
 
 
-@pytest.mark.parametrize("path", STEPS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", MARKED, ids=lambda path: path.stem)
 def test_steps_have_no_call(path):
     text = path.read_text()
-    lists = [found for node in ast.walk(ast.parse(text)) for _, found in ast.iter_fields(node)]
-    blocks = [it for it in lists if isinstance(it, list) and it and isinstance(it[0], ast.stmt)]
+    fields = [value for node in ast.walk(ast.parse(text)) for _, value in ast.iter_fields(node)]
+    blocks = [it for it in fields if isinstance(it, list) and it and isinstance(it[0], ast.stmt)]
     for number, line in enumerate(text.splitlines(), 1):
         if MARK in line:
-            # The rest of the block whose next statement is the first one below the mark.
+            # The rest of each block below the mark. The rest that starts first is the step.
             rests = [block[at:] for block in blocks for at, it in enumerate(block) if it.lineno > number]
             step = min(rests, key=lambda rest: rest[0].lineno)
-            calls = [found for it in step for found in ast.walk(it) if isinstance(found, OTHER)]
+            calls = [node for it in step for node in ast.walk(it) if isinstance(node, NOT_ATOMIC)]
             assert not calls, f"line {calls[0].lineno}"
 
 
 def test_there_are_steps():
-    assert len(STEPS) > 4
+    assert len(MARKED) > 4

@@ -25,14 +25,14 @@ LIMIT = 16 * 1024
 WAYS = pytest.mark.parametrize("exchange", [True, False], ids=["c-api", "capsule"])
 
 
-def back(obj: Any, **options: Any) -> Any:
+def roundtrip(obj: Any, **options: Any) -> Any:
     plain, result = _roundtrip(obj, **options)
     assert plain, f"not plain: {type(obj)}"
     return result
 
 
 def each(check: Callable[[Any], None], cases: Iterable[Any]) -> None:
-    """Makes a check of each case; an error has a note that names the case."""
+    """Checks each case; an error gets a note that names the case."""
     for case in cases:
         try:
             check(case)
@@ -62,12 +62,12 @@ def raw_bytes(storage: torch.UntypedStorage) -> bytes:
 
 
 def every_dtype() -> list[torch.dtype]:
-    found = (getattr(torch, name) for name in dir(torch))
-    return sorted({d for d in found if isinstance(d, torch.dtype)}, key=str)
+    values = (getattr(torch, name) for name in dir(torch))
+    return sorted({d for d in values if isinstance(d, torch.dtype)}, key=str)
 
 
-def travels(name: str) -> bool:
-    """Whether this torch has the dtype and takes it from DLPack (torch 2.6 does not take float8)."""
+def is_supported(name: str) -> bool:
+    """True if this torch has the dtype and imports it through DLPack (torch 2.6 does not import float8)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return hasattr(torch, name) and is_plain_leaf(torch.empty(1, dtype=getattr(torch, name)))
@@ -80,7 +80,7 @@ DLPACK = [
         "complex64 complex128 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz "
         "float8_e8m0fnu float4_e2m1fn_x2"
     ).split()
-    if travels(name)
+    if is_supported(name)
 ]
 assert len(DLPACK) >= 16
 
@@ -98,7 +98,7 @@ def check_dtype(name: str, count: int) -> None:
         raw = torch.randint(0, 2 if name == "bool" else 256, (count * size,), dtype=torch.uint8)
         want = torch.empty(count, dtype=dtype)
         want.untyped_storage().copy_(raw.untyped_storage())
-        got = back([want])[0]
+        got = roundtrip([want])[0]
     assert got.dtype is dtype
     assert got.shape == want.shape
     assert raw_bytes(got.untyped_storage()) == raw_bytes(raw.untyped_storage())
@@ -153,7 +153,7 @@ def test_other_dtypes_are_left_to_pickle() -> None:
 def test_layouts(make: Any, exchange: bool) -> None:
     base = torch.arange(48.0).reshape(6, 8)
     want = make(base)
-    got = back({"x": want}, exchange=exchange)["x"]
+    got = roundtrip({"x": want}, exchange=exchange)["x"]
     check_tensor(got, want)
     if want.numel() and is_dense(want):
         assert got.stride() == want.stride()
@@ -193,7 +193,7 @@ def check_random_view(seed: int) -> None:
             want = want[(slice(None),) * dim + (slice(None, None, 2),)]
         elif want.size(dim):
             want = want.select(dim, want.size(dim) - 1)
-    got = back((want,))[0]
+    got = roundtrip((want,))[0]
     check_tensor(got, want)
     if want.numel() and is_dense(want):
         assert got.stride() == want.stride()
@@ -204,7 +204,7 @@ def check_random_view(seed: int) -> None:
 )
 def test_large_layouts(make: Any) -> None:
     want = make(torch.arange(600.0 * 400).reshape(600, 400))
-    got = back([want])[0]
+    got = roundtrip([want])[0]
     assert torch.equal(got, want)
     assert got._base is None
     assert got.untyped_storage().nbytes() == want.numel() * 4
@@ -216,18 +216,18 @@ def test_large_layouts(make: Any) -> None:
 def test_windows_keep_their_strides(count: int) -> None:
     base = torch.arange(float(count))
     want = base.unfold(0, 3, 1)
-    got = back([want])[0]
+    got = roundtrip([want])[0]
     check_tensor(got, want)
     assert got.stride() == want.stride()
     got[0, 1] = -1
     assert got[1, 0] == -1 and base[1] == 1
     want = torch.zeros(4).as_strided((3, 2), (1, 1))
-    check_tensor(back(want), want)
+    check_tensor(roundtrip(want), want)
 
 
 def test_large_expanded_copies_its_extent_once() -> None:
     want = torch.arange(3.0).expand(100_000_000_000, 3)
-    got = back(want)
+    got = roundtrip(want)
     assert (got.shape, got.stride(), got.untyped_storage().nbytes()) == (want.shape, (0, 1), 12)
 
 
@@ -270,13 +270,13 @@ def test_no_error_is_left_behind() -> None:
 def test_inference_tensors() -> None:
     with torch.inference_mode():
         x = torch.ones(3)
-    assert torch.equal(back(x), x)
+    assert torch.equal(roundtrip(x), x)
 
 
 @pytest.mark.parametrize("count", [5, 100_000])
 def test_delivered_tensors_are_ordinary(count: int) -> None:
     x = torch.arange(float(count))
-    got = back(x)
+    got = roundtrip(x)
     got.add_(1)
     assert torch.equal(x, torch.arange(float(count)))
     assert got._version == 1
@@ -287,16 +287,16 @@ def test_delivered_tensors_are_ordinary(count: int) -> None:
     assert torch.equal(view, torch.arange(1.0, count) + 1)
     view.requires_grad_().sum().backward()
     assert view.grad is not None
-    array = back(x).numpy()
+    array = roundtrip(x).numpy()
     assert array.flags.writeable
     array[:] = 3
     assert array.sum() == 3 * count
-    copied = back(back(x))
+    copied = roundtrip(roundtrip(x))
     assert torch.equal(copied, x)
 
 
 def test_tensors_die_on_other_threads() -> None:
-    held = [back(torch.full((n,), 7.0)) for n in (3, 50_000) for _ in range(50)]
+    held = [roundtrip(torch.full((n,), 7.0)) for n in (3, 50_000) for _ in range(50)]
 
     def drop() -> None:
         while held:
@@ -317,11 +317,11 @@ def test_memory_is_given_back() -> None:
     x = torch.zeros(4_000_000)
     a = np.zeros(4_000_000, np.float32)
     for exchange in (True, False):
-        back([x, a], exchange=exchange)
+        roundtrip([x, a], exchange=exchange)
         before = resident()
         for _ in range(20):
-            back([x, a], exchange=exchange)
-        # 640 MB went through; the allocator may keep a few of the 16 MB pieces.
+            roundtrip([x, a], exchange=exchange)
+        # 640 MB passed through; the allocator may keep a few of the 16 MB pieces.
         assert resident() - before < 200 << 20
 
 
@@ -368,7 +368,7 @@ VALUES = [
 @pytest.mark.parametrize("indices", [False, True])
 def test_values(indices: bool) -> None:
     def check(value: Any) -> None:
-        got = back(value, indices=indices)
+        got = roundtrip(value, indices=indices)
         assert repr(got) == repr(value)
         assert types_of(got) == types_of(value)
 
@@ -385,7 +385,7 @@ def types_of(value: Any) -> Any:
 
 def test_nan_keeps_its_bits() -> None:
     nan = struct.unpack("<d", struct.pack("<Q", 0x7FF8000000001234))[0]
-    assert struct.pack("<d", back([nan])[0]) == struct.pack("<d", nan)
+    assert struct.pack("<d", roundtrip([nan])[0]) == struct.pack("<d", nan)
 
 
 class MyInt(int):
@@ -439,42 +439,42 @@ def test_identity() -> None:
     tensors = torch.zeros(3), torch.zeros(0), torch.zeros(50_000), torch.zeros(5).as_strided((3, 3), (1, 1))
     arrays = np.zeros(3), np.zeros(0), np.zeros(50_000)
     for twice in ([1], (1,), {"a": 1}, [], {}, ["a", [2.0]], *tensors, *arrays):
-        got = back([twice, twice])
+        got = roundtrip([twice, twice])
         assert got[0] is got[1] and type(got[0]) is type(twice), twice
-        got = back({"a": [twice], "b": (2.0, twice), "c": {(1, "k"): twice}})
+        got = roundtrip({"a": [twice], "b": (2.0, twice), "c": {(1, "k"): twice}})
         assert got["a"][0] is got["b"][1] is got["c"][1, "k"]
-    assert back([1, [1, 2], (1, 2)]) == [1, [1, 2], (1, 2)]
+    assert roundtrip([1, [1, 2], (1, 2)]) == [1, [1, 2], (1, 2)]
     key = (1, 2)
-    got = back([key, {key: 3}])
+    got = roundtrip([key, {key: 3}])
     assert next(iter(got[1])) is got[0]
     inner = [torch.ones(2)]
     outer = (inner, inner)
-    got = back([outer, inner, outer, inner[0]])
+    got = roundtrip([outer, inner, outer, inner[0]])
     assert got[0] is got[2] and got[0][0] is got[0][1] is got[1] and got[3] is got[1][0]
 
 
 def test_identity_among_many() -> None:
     many = [[i] for i in range(100)]
-    got = back([*many, many[3], many[90]])
+    got = roundtrip([*many, many[3], many[90]])
     assert got[100] is got[3] and got[101] is got[90] and got[:100] == many
     assert len({id(v) for v in got}) == 100
     leaves = [torch.tensor(i) if i % 2 else np.array(i) for i in range(1000)]
     order = random.Random(2).choices(range(1000), k=3000)
-    got = back([leaves[i] for i in order])
+    got = roundtrip([leaves[i] for i in order])
     first: dict[int, Any] = {}
     for i, value in zip(order, got, strict=True):
         assert int(value) == i and first.setdefault(i, value) is value
-    assert back([(), (), "s", "s", 1, 1, None, 2.5, 2.5]) == [(), (), "s", "s", 1, 1, None, 2.5, 2.5]
+    assert roundtrip([(), (), "s", "s", 1, 1, None, 2.5, 2.5]) == [(), (), "s", "s", 1, 1, None, 2.5, 2.5]
 
 
 def test_equal_batches_are_equal_in_index_batches() -> None:
     twice = [1, 2]
-    got = back([twice, twice, (3,)], indices=True)
+    got = roundtrip([twice, twice, (3,)], indices=True)
     assert got == [[1, 2], [1, 2], (3,)] and got[0] is got[1]
 
 
 def check_group(got: list[torch.Tensor], want: list[torch.Tensor], nbytes: int) -> None:
-    """The tensors share one storage of `nbytes` bytes, just as they shared memory before."""
+    """The tensors share one storage of `nbytes` bytes, at the same distances as before."""
     low = min(t.data_ptr() for t in want)
     start = got[0].untyped_storage().data_ptr()
     for g, w in zip(got, want, strict=True):
@@ -507,9 +507,9 @@ def test_aliasing(make: Any, n: int, adopt: int | None, exchange: bool) -> None:
     base = torch.arange(float(n * n)).reshape(n, n)
     want = make(base)
     inside = [t for t in want if base.data_ptr() <= t.data_ptr() < base.data_ptr() + 4 * n * n]
-    got = back(want, exchange=exchange, adopt=adopt)
+    got = roundtrip(want, exchange=exchange, adopt=adopt)
     assert all(torch.equal(g, w) and g._base is None for g, w in zip(got, want, strict=True))
-    # A write to one is seen through the others just as it would have been before.
+    # A write to one is visible through the others, as it was before.
     for g, w in zip(got, want, strict=True):
         if 0 not in g.stride() and g.dtype == torch.float32:
             g.mul_(2) if not is_window(g) else g[0].fill_(7)
@@ -526,10 +526,10 @@ def is_window(t: torch.Tensor) -> bool:
 def test_groups_have_one_storage_of_their_bytes(n: int) -> None:
     x = torch.arange(float(n * n)).reshape(n, n)
     for want in ([x, x[2:4]], [x[::2], x[1::2]], [x, x.view(torch.int16)], list(x.unbind(1))):
-        check_group(back(want), want, 4 * n * n)
+        check_group(roundtrip(want), want, 4 * n * n)
     middle = [x[2], x[2:4], x[3, 1:]]
-    check_group(back([torch.ones(3), *middle])[1:], middle, 8 * n)
-    got = back({"a": x[:2], "b": torch.zeros(n), "c": [x[1:3]], "d": x[4:], "e": np.arange(n)})
+    check_group(roundtrip([torch.ones(3), *middle])[1:], middle, 8 * n)
+    got = roundtrip({"a": x[:2], "b": torch.zeros(n), "c": [x[1:3]], "d": x[4:], "e": np.arange(n)})
     assert got["a"].untyped_storage().data_ptr() == got["c"][0].untyped_storage().data_ptr()
     assert got["d"].untyped_storage().nbytes() == 4 * n * (n - 4)
 
@@ -537,31 +537,31 @@ def test_groups_have_one_storage_of_their_bytes(n: int) -> None:
 def test_what_shares_no_element_is_copied_apart() -> None:
     x = torch.arange(400.0 * 100).reshape(400, 100)
     want = [x[:, 0], x[:, 1], x[:, 5:8], x[1::2, 9]]
-    for g, w in zip(back(want), want, strict=True):
+    for g, w in zip(roundtrip(want), want, strict=True):
         check_tensor(g, w)
-    got = back([*want, x[3, :2]])  # one of them shares: all stay together
+    got = roundtrip([*want, x[3, :2]])  # this view shares elements with others, so all stay together
     assert len({t.untyped_storage().data_ptr() for t in got}) == 1
     apart = [x[5:8], x[8:9], x[0:0], x[20:20]]
-    for g, w in zip(back(apart), apart, strict=True):
+    for g, w in zip(roundtrip(apart), apart, strict=True):
         check_tensor(g, w)
 
 
 def test_a_few_rows_move_a_few_rows() -> None:
-    huge = torch.empty(1 << 28, dtype=torch.uint8)  # never touched except for the rows
+    huge = torch.empty(1 << 28, dtype=torch.uint8)  # only the rows are touched
     rows = [huge[i << 20 : (i << 20) + 100].fill_(i) for i in range(64)]
-    got = back([*rows, rows[3], rows[5][10:20]])
+    got = roundtrip([*rows, rows[3], rows[5][10:20]])
     assert got[67 - 3] is got[3]
     assert [t.untyped_storage().nbytes() for t in got] == [100] * 66
     assert got[65].tolist() == [5] * 10
     columns = torch.empty(1 << 16, 1 << 12, dtype=torch.uint8).fill_(0)
-    got = back([columns[:10, 5], columns[:10, 6]])
+    got = roundtrip([columns[:10, 5], columns[:10, 6]])
     assert [t.untyped_storage().nbytes() for t in got] == [10, 10]
 
 
 def test_arrays_are_copied_each_for_itself() -> None:
     a = np.arange(10)
     want = [a, a[::-1], a[2:5], torch.from_numpy(a), torch.from_numpy(a)[3:]]
-    got = back(want)
+    got = roundtrip(want)
     for g, w in zip(got, want, strict=True):
         assert g.tolist() == w.tolist()
     got[0][:] = 7
@@ -570,7 +570,7 @@ def test_arrays_are_copied_each_for_itself() -> None:
     assert set(got[4].tolist()) == {9}
 
 
-def test_odd_places_are_left_to_pickle() -> None:
+def test_unaligned_views_are_left_to_pickle() -> None:
     raw = torch.zeros(64, dtype=torch.uint8)
     assert is_plain([raw, raw[4:8].view(torch.float32)])
     assert not is_plain([raw[1:], raw[4:8].view(torch.float32)])
@@ -598,7 +598,7 @@ def check_random_aliases(seed: int) -> None:
             else:
                 view = view[(slice(None),) * dim + (slice(rng.randrange(size), None, rng.randint(1, 3)),)]
         views.append(view)
-    got = back(views)
+    got = roundtrip(views)
     for g, w in zip(got, views, strict=True):
         g.add_(1)
         w.add_(1)
@@ -614,7 +614,7 @@ def nested(depth: int, make: Any = lambda v: [v]) -> Any:
 
 @pytest.mark.parametrize("make", [lambda v: [v], lambda v: (v,), lambda v: {"k": v}])
 def test_depth(make: Any) -> None:
-    assert back(nested(64, make)) == nested(64, make)
+    assert roundtrip(nested(64, make)) == nested(64, make)
     assert not is_plain(nested(65, make))
     assert not is_plain(nested(100_000, make))
 
@@ -632,7 +632,7 @@ def test_cycles() -> None:
 
 def test_ten_thousand_leaves() -> None:
     want = [torch.tensor(i) if i % 3 else np.array(i) for i in range(10_000)]
-    got = back(want)
+    got = roundtrip(want)
     assert [int(v) for v in got] == list(range(10_000))
     assert [type(v) for v in got] == [type(v) for v in want]
 
@@ -644,7 +644,7 @@ ARRAY_DTYPES = "? i1 u1 i2 u2 i4 u4 i8 u8 f2 f4 f8 c8 c16 q Q g G".split()
 def test_array_dtypes(count: int) -> None:
     def check(dtype: str) -> None:
         want = np.arange(count).astype(dtype)
-        check_array(back([want])[0], want)
+        check_array(roundtrip([want])[0], want)
 
     each(check, ARRAY_DTYPES)
 
@@ -690,7 +690,7 @@ def test_array_layouts(make: Any, scale: int) -> None:
     base = np.arange(48.0 * scale * scale).reshape(6 * scale, 8 * scale)
     want = make(base)
     saved = base.copy()
-    got = back({"a": want})["a"]
+    got = roundtrip({"a": want})["a"]
     check_array(got, want)
     assert np.array_equal(base, saved)
 
@@ -700,14 +700,14 @@ def test_arrays_read_only_unaligned_unpickled() -> None:
 
     frozen = np.arange(5)
     frozen.setflags(write=False)
-    check_array(back(frozen), frozen)
+    check_array(roundtrip(frozen), frozen)
     unaligned = np.frombuffer(b"\0" + np.arange(9.0).tobytes(), np.uint8)[1:].view("f8")
     assert not unaligned.flags.aligned
-    check_array(back(unaligned), unaligned)
+    check_array(roundtrip(unaligned), unaligned)
     field = np.zeros(5, [("a", "i1"), ("b", "f8")])["b"]
-    check_array(back(field), field)
+    check_array(roundtrip(field), field)
     loaded = pickle.loads(pickle.dumps(np.arange(3)))
-    check_array(back(loaded), loaded)
+    check_array(roundtrip(loaded), loaded)
 
 
 class SubArray(np.ndarray):
@@ -737,14 +737,14 @@ def test_special_arrays_are_left_to_pickle() -> None:
 
 def test_large_arrays_outlive_everything() -> None:
     a = np.arange(100_000.0)
-    got = back({"a": a, "b": [a * 2]})
+    got = roundtrip({"a": a, "b": [a * 2]})
     view = got["b"][0][10:20]
     alive = weakref.ref(got["a"])
     del got
     gc.collect()
     assert alive() is None
     assert view.tolist() == [2.0 * i for i in range(10, 20)]
-    t = torch.from_numpy(back(a))
+    t = torch.from_numpy(roundtrip(a))
     gc.collect()
     assert t.sum() == a.sum()
 
@@ -776,7 +776,7 @@ def check_damaged(batch: Any, seed: int) -> None:
     for _ in range(150):
         damage = [(rng.randrange(600), rng.randrange(256)) for _ in range(rng.randint(1, 3))]
         try:
-            back(batch, damage=damage)
+            roundtrip(batch, damage=damage)
         except (RuntimeError, TypeError, ValueError, MemoryError, OverflowError):
             errors += 1
     assert errors
@@ -800,25 +800,25 @@ def test_garbage_is_an_error(small: bool) -> None:
         b"\xff",
         b"\x08\xff\xff\xff\xff\xff\xff\xff\x7f",
         b"\x08\x01" * 1000 + b"\x00",
-        b"\x0c\x08\x61\x05\x02\x09\0\0\0" + bytes(8),  # a leaf that is not there
+        b"\x0c\x08\x61\x05\x02\x09\0\0\0" + bytes(8),  # a leaf that does not exist
         b"\x0c\x08\x41\x80\x80\x40" + bytes(12),  # beyond the leaf
         b"\x0c\x08\x41\x01\0\0\0\0" + struct.pack("<Q", 2**64 - 8),  # the offset overflows
-        b"\x0c\x08\x41\x01\0\0\0\0" + struct.pack("<Q", 4),  # not aligned
+        b"\x0c\x08\x41\x01\0\0\0\0" + struct.pack("<Q", 4),  # unaligned
         b"\x08\x02" + (b"\x0c\x08\x41\x01" + bytes(12)) * 2,  # one leaf twice
         b"\x0c\x0d\x00" + bytes(16),  # a long double cannot be a tensor
         b"\x0a\x01\x08\x00\x00",  # a list as a key
-        b"\x0e\x00",  # back to nothing
-        b"\x08\x02\x0f\x00\x0e\x01",  # back to a mark that is not there
-        b"\x0f\x08\x01\x0e\x00",  # back to what is not complete
-        b"\x08\x02\x0f\x0e\x00\x00",  # a mark before itself
+        b"\x0e\x00",  # a reference to nothing
+        b"\x08\x02\x0f\x00\x0e\x01",  # a reference to a mark that does not exist
+        b"\x0f\x08\x01\x0e\x00",  # a reference to a value that is not complete
+        b"\x08\x02\x0f\x0e\x00\x00",  # a mark on a reference to itself
         b"\x0f",
-        b"\x0c\x08\x81\x01\x00\x00",  # a storage that is not there
+        b"\x0c\x08\x81\x01\x00\x00",  # a storage that does not exist
         b"\x10\x00\x08" + bytes(8) + b"\x0c\x08\x81\x02\x00\x00",  # beyond the storage
-        b"\x10\x00\x10" + bytes(16) + b"\x0c\x08\x81\x01\x00\x04",  # an odd place
+        b"\x10\x00\x10" + bytes(16) + b"\x0c\x08\x81\x01\x00\x04",  # an unaligned offset
         b"\x10\x00\x08" + bytes(8) + b"\x0c\x08\x81\x01\x00" + b"\xff" * 9 + b"\x01",
         b"\x10\x40\xff\xff\xff\xff\x07" + bytes(12) + b"\x00",  # a storage beyond the leaf
         b"\x10\x40\x08" + bytes(4) + struct.pack("<Q", 2**64 - 4) + b"\x00",
-        b"\x10\x40\x08\x05" + bytes(11) + b"\x00",  # of a leaf that is not there
+        b"\x10\x40\x08\x05" + bytes(11) + b"\x00",  # a storage in a leaf that does not exist
         b"\x11\x80\x80\x80\x01" + bytes(12),  # bytes beyond the leaf
         b"\x11\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01" + bytes(12),
         b"\x11\x05" + bytes(4) + struct.pack("<Q", 2**64 - 4),
@@ -844,7 +844,7 @@ def test_adopted_leaves(offset: int) -> None:
         np.arange(5000),
         torch.zeros(3),
     ]
-    got = back(want, adopt=offset)
+    got = roundtrip(want, adopt=offset)
     for a, b in zip(got, want, strict=True):
         if isinstance(a, torch.Tensor):
             check_tensor(a, b)
@@ -852,13 +852,13 @@ def test_adopted_leaves(offset: int) -> None:
         else:
             check_array(a, b)
     with pytest.raises(RuntimeError, match="leaf 0"):
-        _roundtrip(want[0], adopt=2)  # floats at an odd place
+        _roundtrip(want[0], adopt=2)  # floats at an unaligned address
 
 
 def test_what_is_not_aligned_is_copied_to_a_place_that_is() -> None:
     odd = torch.frombuffer(bytearray(40_001), dtype=torch.float32, offset=1)
     for want in (odd, [odd, odd[1:]], odd.numpy()):
-        got = back(want, adopt=1)
+        got = roundtrip(want, adopt=1)
         for a, b in zip(
             got if isinstance(want, list) else [got], want if isinstance(want, list) else [want], strict=True
         ):
@@ -869,14 +869,14 @@ def test_what_is_not_aligned_is_copied_to_a_place_that_is() -> None:
 @pytest.mark.parametrize("offset", [None, 0, 70])
 def test_bytes_of_all_sizes_and_the_identity_of_large_ones(n: int, offset: int | None) -> None:
     some = bytes(i % 251 for i in range(n))
-    got = back({"a": [some, some[1:]], "b": (some, torch.zeros(3))}, adopt=offset)
+    got = roundtrip({"a": [some, some[1:]], "b": (some, torch.zeros(3))}, adopt=offset)
     assert got["a"] == [some, some[1:]] and got["b"][0] == some
     assert all(type(x) is bytes for x in got["a"])
     assert n < 16 * 1024 or got["b"][0] is got["a"][0]
 
 
 def test_lease_buffer() -> None:
-    array = back(np.arange(5000))
+    array = roundtrip(np.arange(5000))
     buffer = array.base
     assert type(buffer).__name__ == "LeaseBuffer"
     assert len(buffer) == 40_000
@@ -897,7 +897,7 @@ def test_deepcopy_save_share(exchange: bool, tmp_path: Any) -> None:
     import copy
 
     for count in (4, 50_000):
-        got = back(torch.arange(count), exchange=exchange)
+        got = roundtrip(torch.arange(count), exchange=exchange)
         assert torch.equal(copy.deepcopy(got), got)
         torch.save(got, tmp_path / "t.pt")
         assert torch.equal(torch.load(tmp_path / "t.pt"), got)

@@ -1,4 +1,4 @@
-"""The fast paths of default_collate against torch's own functions."""
+"""The fast paths of default_collate, compared with torch's own functions."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def numbers(batch: Any) -> Any:
 
 
 def test_stack_is_torchs_for_every_dtype() -> None:
-    found = [getattr(torch, name) for name in dir(torch)]
+    values = [getattr(torch, name) for name in dir(torch)]
     fast = 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for dtype in (d for d in found if isinstance(d, torch.dtype)):
+        for dtype in (d for d in values if isinstance(d, torch.dtype)):
             try:
                 batch = [torch.empty(5, dtype=dtype).zero_() for _ in range(3)]
             except (RuntimeError, NotImplementedError, TypeError):
                 continue
             got = stack(batch)
             if got is not None:
-                want = torch.stack(batch)  # where torch raises, we give nothing
+                want = torch.stack(batch)  # where torch raises, the result is None
                 assert (got.dtype, got.shape, got.stride()) == (want.dtype, want.shape, want.stride())
                 fast += 1
     assert fast >= 13
@@ -77,9 +77,9 @@ def test_what_torch_does_itself() -> None:
     assert torch.equal(stack([x, x]), default_collate([x, x]))
 
 
-@pytest.mark.parametrize("size", [3, 1000])  # checked by torch.stack, item by item
+@pytest.mark.parametrize("size", [3, 1000])  # torch.stack checks a small batch, rustloader a large one
 def test_stack_of_items_that_are_not_alike(size: int) -> None:
-    """In a worker torch's collate stacks into a tensor made like the first item, and so does rustloader's."""
+    """In a worker, torch's collate stacks into a tensor of the first item's dtype, and so does rustloader's."""
     x = torch.rand(size, size)
     for batch in ([x, x.double()], [x, x.int()], [x.double(), x], [x, x.t()], [x, torch._neg_view(x)]):
         with warnings.catch_warnings():
@@ -115,7 +115,7 @@ def test_a_stack_that_was_replaced_before_the_import_is_called_as_by_torch() -> 
         """
         import torch
         torchs = torch.stack
-        def stack(tensors, dim=0, *, out=None):  # ignores the memory that it is given
+        def stack(tensors, dim=0, *, out=None):  # ignores `out`
             return torchs(tensors, dim) + 1
         torch.stack = stack
         import rustloader

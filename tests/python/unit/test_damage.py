@@ -1,6 +1,6 @@
-"""A broken worker writes over shared memory: an error, never a crash, a hang or a batch that is not its own.
+"""A broken worker overwrites shared memory: the result is an error, never a crash, a hang or a wrong batch.
 
-tests/garbage.rs does the same to the parts by themselves, with many more bytes.
+tests/garbage.rs does the same to single components, with many more bytes.
 """
 
 import contextlib
@@ -16,21 +16,21 @@ from support import DataLoader, gone, open_files, outcomes, wait_until, within, 
 
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(180)]
 
-# Bytes of a pickle that are found again, and what they become.
-MARK, OTHER = b"RUSTLOADER-TEST-PICKLE", b"SUSTLOADER-TEST-PICKLE"
+# Bytes that can be found in a pickle, and the bytes that replace them.
+MARK, DAMAGED = b"RUSTLOADER-TEST-PICKLE", b"SUSTLOADER-TEST-PICKLE"
 CHECKSUM = "the checksum of a pickled batch does not match"
 
 
 def arena_file():
-    """The descriptor of the arena that a forked worker has inherited."""
-    found = [number for number, target in open_files().items() if "memfd:rustloader" in target]
-    return max(found, key=lambda number: os.fstat(number).st_size)
+    """The descriptor of the arena that a forked worker inherited."""
+    descriptors = [number for number, target in open_files().items() if "memfd:rustloader" in target]
+    return max(descriptors, key=lambda number: os.fstat(number).st_size)
 
 
 def extents(fd):
-    """Where the arena has pages."""
+    """The ranges of the arena that have pages."""
     end = 0
-    with contextlib.suppress(OSError):  # after the last one there is no data
+    with contextlib.suppress(OSError):  # there is no data after the last range
         while True:
             start = os.lseek(fd, end, os.SEEK_DATA)
             end = os.lseek(fd, start, os.SEEK_HOLE)
@@ -38,8 +38,8 @@ def extents(fd):
 
 
 class Pickled(Numbers):
-    """Samples that have to be pickled. At sample AT the worker damages each pickle that it finds in shared memory: of
-    those before it nothing has been taken yet."""
+    """Samples that must be pickled. At sample AT, the worker damages each pickle that it finds in shared memory; the
+    main process has not read any of the earlier samples yet."""
 
     AT = 4
 
@@ -52,7 +52,7 @@ class Pickled(Numbers):
             fd = arena_file()
             for start, end in extents(fd):
                 for match in re.finditer(MARK, os.pread(fd, end - start, start)):
-                    os.pwrite(fd, OTHER, start + match.start())
+                    os.pwrite(fd, DAMAGED, start + match.start())
             open(self.file, "w").close()
         return {"set": {i}, "mark": MARK + b"." * self.size}
 
@@ -65,18 +65,18 @@ def test_a_pickle_that_was_written_over_is_an_error_in_its_place(size, persisten
     iterator = iter(loader)
     pids = worker_pids(iterator)
     assert wait_until(lambda: os.path.exists(dataset.file), 60)
-    got = outcomes(iterator, 9)
-    errors, values = got[: Pickled.AT], got[Pickled.AT : -1]
+    results = outcomes(iterator, 9)
+    errors, values = results[: Pickled.AT], results[Pickled.AT : -1]
     assert all(item[:2] == ("error", RuntimeError) and CHECKSUM in item[2] for item in errors), errors
-    assert [next(iter(item[1]["set"])) for item in values] == list(range(Pickled.AT, 8)) and got[-1] == ("end",)
-    assert worker_pids(iterator) == pids, "a worker died of it"
-    # The file is there: the next epoch is a sound one.
+    assert [next(iter(item[1]["set"])) for item in values] == list(range(Pickled.AT, 8)) and results[-1] == ("end",)
+    assert worker_pids(iterator) == pids, "a worker died"
+    # The file exists, so the next epoch damages nothing.
     assert [next(iter(batch["set"])) for batch in loader] == list(range(8))
 
 
 class Scribbling(Numbers):
-    """From its third sample on worker 0 writes `count` random words over what both sides keep in the arena beside the
-    data, at each sample."""
+    """From its third sample on, worker 0 overwrites `count` random words at each sample, in what both sides keep in the
+    arena besides the data."""
 
     def __init__(self, seed, count):
         super().__init__(60)
@@ -87,8 +87,8 @@ class Scribbling(Numbers):
             fd = arena_file()
             start, end = next(extents(fd))
             for _ in range(self.count):
-                kinds = [self.rng.randbytes(8), bytes(8), b"\xff" * 8, self.rng.randrange(64).to_bytes(8, "little")]
-                os.pwrite(fd, self.rng.choice(kinds), self.rng.randrange(start, end - 8) & ~7)
+                words = [self.rng.randbytes(8), bytes(8), b"\xff" * 8, self.rng.randrange(64).to_bytes(8, "little")]
+                os.pwrite(fd, self.rng.choice(words), self.rng.randrange(start, end - 8) & ~7)
         return torch.tensor(i)
 
 
@@ -97,19 +97,20 @@ def scribbled(seed, count):
     loader = DataLoader(Scribbling(seed, count), num_workers=2, batch_size=None, prefetch_factor=4, timeout=1)
     iterator = iter(loader)
     pids = worker_pids(iterator)
-    got = outcomes(iterator, 62)
+    results = outcomes(iterator, 62)
     with within(20):
         iterator._shutdown_workers()
     assert wait_until(lambda: all(map(gone, pids)))
     del iterator
-    # The next loader has an arena of its own, or one that is whole again.
+    # The next loader has a new arena, or an intact one.
     for _ in range(2):
         assert [x.item() for x in DataLoader(Numbers(20), num_workers=2, batch_size=None)] == list(range(20))
-    return sorted({f"{item[1].__name__}: {item[2]}" for item in got if item[0] == "error"})
+    return sorted({f"{item[1].__name__}: {item[2]}" for item in results if item[0] == "error"})
 
 
-# How the errors begin: of damage that main meets, that a worker meets when it sends, and of that worker's end.
-NAMED = (
+# The beginnings of the errors: damage that the main process finds, damage that a worker finds when it sends, and the
+# death or silence of a worker.
+ERRORS = (
     "RuntimeError: shared memory of the DataLoader is damaged: ",
     "RuntimeError: Caught RuntimeError in DataLoader worker process ",
     "RuntimeError: DataLoader worker (pid",
@@ -124,6 +125,6 @@ def test_words_that_were_written_over_at_random_are_no_crash_and_no_hang(seed, c
     report = in_child(watched, scribbled, seed, count, seconds=150)
     assert not report["hangs"] and report["status"] == 0, report
     assert report["processes"] == 0 and not report["left"] and report["bytes"] == 0, report
-    assert all(text.startswith(NAMED) for text in report["value"]), report
-    # Occasionally a word is overwritten, or never read.
+    assert all(text.startswith(ERRORS) for text in report["value"]), report
+    # A damaged word may be overwritten, or never read.
     assert report["value"] or count < 50, "nothing was damaged"

@@ -1,4 +1,4 @@
-"""`Port.send_snapshot`, `Engine.snapshot`, `Engine.wait_started`: through worker processes, whose datasets send."""
+"""`Port.send_snapshot`, `Engine.snapshot` and `Engine.wait_started`, through workers whose datasets send snapshots."""
 
 import os
 import signal
@@ -31,18 +31,18 @@ def port():
     """The port of this worker, which is a local variable of a caller."""
     frame = sys._getframe()
     while True:
-        found = frame.f_locals.get("port")
-        if type(found) is rustloader._core.Port:
-            return found
+        value = frame.f_locals.get("port")
+        if type(value) is rustloader._core.Port:
+            return value
         frame = frame.f_back
 
 
-def number():
+def worker_id():
     return get_worker_info().id
 
 
-class Begin:
-    """A worker_init_fn that sends the first snapshot, when there is a file for this worker or at once."""
+class FirstSnapshot:
+    """A worker_init_fn that sends the first snapshot. Worker 1 first waits for the file `wait_for`, if there is one."""
 
     def __init__(self, wait_for=None, payload=b"first of %d", dies=None):
         self.wait_for, self.payload, self.dies = wait_for, payload, dies
@@ -52,38 +52,38 @@ class Begin:
             os.kill(os.getpid(), signal.SIGKILL)
         end = time.monotonic() + 240
         while self.wait_for is not None and worker == 1 and not os.path.exists(self.wait_for):
-            assert time.monotonic() < end, "the file does not come"
+            assert time.monotonic() < end, "the file does not appear"
             time.sleep(0.01)
         assert port().send_snapshot(0, self.payload % worker, False)
 
 
 class Sending(Dataset):
-    """Sends a snapshot with each sample, and with the sample `wrong` an error."""
+    """Sends a snapshot with each sample. With the sample `wrong`, the snapshot is an error."""
 
     def __init__(self, n, wrong=None, sample=None):
-        self.n, self.wrong, self.sample, self.made = n, wrong, sample, 0
+        self.n, self.wrong, self.sample, self.answers = n, wrong, sample, 0
 
     def __len__(self):
         return self.n
 
     def __getitem__(self, i):
-        self.made += 1
-        assert port().send_snapshot(self.made, b"%d of %d" % (self.made, number()), i == self.wrong)
+        self.answers += 1
+        assert port().send_snapshot(self.answers, b"%d of %d" % (self.answers, worker_id()), i == self.wrong)
         return i if self.sample is None else self.sample
 
 
 def loader_of(dataset, workers=2, **kw):
-    kw = dict(worker_init_fn=Begin()) | kw
+    kw = dict(worker_init_fn=FirstSnapshot()) | kw
     return DataLoader(dataset, num_workers=workers, batch_size=None, collate_fn=untouched, **kw)
 
 
 def snapshot(core, worker, answers):
     """(answers, is_error, payload), or None."""
-    found = core.snapshot(worker, answers)
-    return found and (found.answers, found.is_error, found.payload)
+    result = core.snapshot(worker, answers)
+    return result and (result.answers, result.is_error, result.payload)
 
 
-def first_of(iterator):
+def first_snapshots(iterator):
     return [snapshot(iterator._core, worker, 0) for worker in range(iterator._num_workers)]
 
 
@@ -96,7 +96,7 @@ def test_each_position_has_the_snapshots_of_its_workers(method, dispatch):
     iterator = iter(loader_of(Sending(30), multiprocessing_context=method, dispatch=dispatch))
     core = iterator._core
     assert core.wait_started()
-    assert first_of(iterator) == FIRST
+    assert first_snapshots(iterator) == FIRST
     for answers in range(1, 31):
         next(iterator)
         for back in range(min(answers, 8) + 1):
@@ -108,11 +108,11 @@ def test_each_position_has_the_snapshots_of_its_workers(method, dispatch):
     pids = worker_pids(iterator)
     iterator._shutdown_workers()
     assert len(pids) == 2
-    assert first_of(iterator) == [None, None]
+    assert first_snapshots(iterator) == [None, None]
     assert core.position(30, 0).low == 30
 
 
-def test_an_error_is_told_from_a_snapshot():
+def test_an_error_is_distinguished_from_a_snapshot():
     iterator = iter(loader_of(Sending(8, wrong=2)))
     for _ in range(4):
         next(iterator)
@@ -129,11 +129,11 @@ def test_snapshots_are_no_batches_in_the_figures():
     assert sum(worker.tasks for worker in stats.workers) == 20
 
 
-# Waiting for the first ones
+# Waiting for the first snapshots
 
 
-def test_the_wait_for_the_first_ones_ends_with_the_last_of_them(tmp_path):
-    iterator = iter(loader_of(Sending(4), worker_init_fn=Begin(tmp_path / "go")))
+def test_the_wait_for_the_first_snapshots_ends_with_the_last_of_them(tmp_path):
+    iterator = iter(loader_of(Sending(4), worker_init_fn=FirstSnapshot(tmp_path / "go")))
     core, ended = iterator._core, threading.Event()
     waiting = threading.Thread(target=lambda: core.wait_started() and ended.set())
     waiting.start()
@@ -143,21 +143,21 @@ def test_the_wait_for_the_first_ones_ends_with_the_last_of_them(tmp_path):
     (tmp_path / "go").touch()
     waiting.join(60)
     assert ended.is_set()
-    assert first_of(iterator) == FIRST
+    assert first_snapshots(iterator) == FIRST
     assert list(iterator) == [0, 1, 2, 3]
 
 
 def test_no_thread_waits_while_one_is_in_next(tmp_path):
-    iterator = iter(loader_of(Sending(4), worker_init_fn=Begin(tmp_path / "go")))
-    core, said = iterator._core, []
+    iterator = iter(loader_of(Sending(4), worker_init_fn=FirstSnapshot(tmp_path / "go")))
+    core, results = iterator._core, []
 
     def handler(signum, frame):
-        said.append(core.wait_started())
+        results.append(core.wait_started())
         (tmp_path / "go").touch()
 
     def ask():
         assert waits_in_next()
-        said.append(core.wait_started())
+        results.append(core.wait_started())
         signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
 
     before = signal.signal(signal.SIGUSR1, handler)
@@ -169,7 +169,7 @@ def test_no_thread_waits_while_one_is_in_next(tmp_path):
     finally:
         thread.join()
         signal.signal(signal.SIGUSR1, before)
-    assert said == [False, False]
+    assert results == [False, False]
     assert core.wait_started()
     assert list(iterator) == [2, 3]
 
@@ -182,7 +182,7 @@ def test_a_handler_that_raises_ends_the_wait(tmp_path):
     def handler(signum, frame):
         raise Interrupted
 
-    iterator = iter(loader_of(Sending(4), worker_init_fn=Begin(tmp_path / "go")))
+    iterator = iter(loader_of(Sending(4), worker_init_fn=FirstSnapshot(tmp_path / "go")))
     before = signal.signal(signal.SIGUSR1, handler)
     main = threading.main_thread().ident
     timer = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGUSR1))
@@ -195,24 +195,24 @@ def test_a_handler_that_raises_ends_the_wait(tmp_path):
         signal.signal(signal.SIGUSR1, before)
     (tmp_path / "go").touch()
     assert iterator._core.wait_started()
-    assert first_of(iterator) == FIRST
+    assert first_snapshots(iterator) == FIRST
     assert list(iterator) == [0, 1, 2, 3]
 
 
 def test_a_worker_that_dies_before_its_first_snapshot_is_not_waited_for():
-    iterator = iter(loader_of(Sending(4), worker_init_fn=Begin(dies=1)))
+    iterator = iter(loader_of(Sending(4), worker_init_fn=FirstSnapshot(dies=1)))
     with within(120):
         assert iterator._core.wait_started()
-    assert first_of(iterator) == [FIRST[0], None]
+    assert first_snapshots(iterator) == [FIRST[0], None]
     assert next(iterator) == 0
     with pytest.raises(RuntimeError, match="killed by signal"):
         next(iterator)
-    # What the other one has sent stays.
+    # What the other worker has sent remains.
     assert snapshot(iterator._core, 0, 1) == (1, False, b"1 of 0")
 
 
 def test_the_end_of_the_iterator_ends_the_wait(tmp_path):
-    iterator = iter(loader_of(Sending(4), worker_init_fn=Begin(tmp_path / "go")))
+    iterator = iter(loader_of(Sending(4), worker_init_fn=FirstSnapshot(tmp_path / "go")))
     timer = threading.Timer(0.3, iterator._shutdown_workers)
     timer.start()
     with within(120):
@@ -227,35 +227,35 @@ def test_an_engine_without_snapshots_waits_for_none(monkeypatch):
     iterator = iter(loader_of(list(range(4)), worker_init_fn=None))
     with within(60):
         assert iterator._core.wait_started()
-    assert first_of(iterator) == [None, None]
+    assert first_snapshots(iterator) == [None, None]
     assert list(iterator) == [0, 1, 2, 3]
 
 
 class Tied:
-    """Its reducer is a foreign one, so it is unpickled while the worker lives."""
+    """Has a foreign reducer, so it must be unpickled while its worker lives."""
 
 
 def test_results_that_wait_for_their_unpickling_do_not_hide_a_snapshot(tmp_path, monkeypatch):
     monkeypatch.setitem(ForkingPickler._extra_reducers, Tied, lambda it: (int, ("7",)))
-    iterator = iter(loader_of(Sending(6, sample=Tied()), worker_init_fn=Begin(tmp_path / "go")))
-    # The results of worker 0 come first.
+    iterator = iter(loader_of(Sending(6, sample=Tied()), worker_init_fn=FirstSnapshot(tmp_path / "go")))
+    # Both results of worker 0 are sent before the last snapshot.
     assert wait_until(lambda: iterator._core.worker_status(0)["tasks_done"] == 2)
     (tmp_path / "go").touch()
     with within(120):
         assert iterator._core.wait_started()
-    assert first_of(iterator) == FIRST
+    assert first_snapshots(iterator) == FIRST
     assert list(iterator) == [7] * 6
 
 
 # Epochs, pinning, memory
 
 
-def test_each_epoch_of_persistent_workers_has_its_own():
+def test_each_epoch_of_persistent_workers_has_its_own_snapshots():
     class Epochs(Sending):
         def __getitem__(self, i):
             if i < 2:
-                self.made = 0
-                port().send_snapshot(0, b"epoch %d" % number(), False)
+                self.answers = 0
+                port().send_snapshot(0, b"epoch %d" % worker_id(), False)
             return super().__getitem__(i)
 
     loader = loader_of(Epochs(9), persistent_workers=True)
@@ -264,7 +264,7 @@ def test_each_epoch_of_persistent_workers_has_its_own():
         core = iterator._core
         if epoch:
             assert core.wait_started()
-            assert first_of(iterator) == [(0, False, b"epoch 0"), (0, False, b"epoch 1")]
+            assert first_snapshots(iterator) == [(0, False, b"epoch 0"), (0, False, b"epoch 1")]
         for _ in range(9 if epoch == 1 else 4):
             next(iterator)
         count = core.position(9 if epoch == 1 else 4, 0).per_worker[0]
@@ -272,12 +272,12 @@ def test_each_epoch_of_persistent_workers_has_its_own():
     iterator._shutdown_workers()
 
 
-def test_the_pin_thread_passes_them_on():
+def test_the_pin_thread_passes_snapshots_on():
     with pinning():
         iterator = iter(loader_of(Sending(20), pin_memory=True, prefetch_factor=4))
         core = iterator._core
         assert core.wait_started()
-        assert first_of(iterator) == FIRST
+        assert first_snapshots(iterator) == FIRST
         for answers in range(1, 21):
             assert next(iterator) == answers - 1
             worker = (answers - 1) % 2
@@ -289,15 +289,15 @@ def test_the_pin_thread_passes_them_on():
 def test_memory_of_old_snapshots_is_given_back():
     class Large(Sending):
         def __getitem__(self, i):
-            self.made += 1
-            port().send_snapshot(self.made, bytes(1 << 20), False)
+            self.answers += 1
+            port().send_snapshot(self.answers, bytes(1 << 20), False)
             return i
 
     iterator = iter(loader_of(Large(100), 1))
     used = []
     for _ in iterator:
         used.append(iterator._core.memory()[1])
-    # Nine that positions need, one before them, and those of the tasks under way.
+    # Nine that positions need, the one before them, and those of outstanding tasks.
     assert max(used) < 20 << 20
     assert in_thread(iterator._core.memory) == (0, 0)
 
@@ -320,5 +320,5 @@ def test_a_forked_child_is_refused():
     with open(read) as pipe:
         assert pipe.read().count("belongs to the process that this one was forked from") == 2
     os.waitpid(pid, 0)
-    assert first_of(iterator) == FIRST
+    assert first_snapshots(iterator) == FIRST
     assert list(iterator) == [0, 1, 2, 3]

@@ -1,4 +1,4 @@
-"""What the package does around a fork runs in one order, which `rustloader.system.forks` lists."""
+"""The package's steps around a fork run in one order, which `rustloader.system.forks` lists."""
 
 import ast
 import itertools
@@ -38,7 +38,7 @@ PARTS = ("before", "after_in_parent", "after_in_child")
 
 
 def lines_of(source):
-    """What a script prints, in an interpreter of its own."""
+    """The lines that a script prints in a new interpreter."""
     status, out, err = run_script(source, head="", fresh=True)
     assert (status, err) == (0, ""), err
     return out.splitlines()
@@ -61,7 +61,7 @@ def test_a_step_that_is_not_in_the_list_is_refused():
 
 
 def test_a_module_without_a_step_forks_as_before():
-    """Nothing but the list is imported."""
+    """Only the list is imported."""
     script = """
 import os, sys
 import rustloader.system.forks as forks
@@ -81,20 +81,20 @@ rustloader.DataLoader, rustloader.report, rustloader.share, rustloader.serve_met
 print({name: forks.registered(name) for name in forks.STEPS})
 """
     (line,) = lines_of(script)
-    found = ast.literal_eval(line)
-    assert found.pop("pages") in ((), ("after_in_parent",))  # not in Python 3.13
-    assert found == {
+    registered = ast.literal_eval(line)
+    assert registered.pop("pages") in ((), ("after_in_parent",))  # not in Python 3.13
+    assert registered == {
         "ledgers": ("after_in_child",),
         "ranks": PARTS,
         "reports": ("after_in_child",),
         "metrics": ("after_in_child",),
         "workers": ("after_in_child",),
-        "numpy": (),  # in the fork server alone
+        "numpy": (),  # only in the fork server
     }
 
 
 def calls_in(path):
-    """The calls of functions in a file: (name, first argument if it is a text)."""
+    """The function calls in a file: (name, first argument if it is a literal)."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call):
             first = node.args[0] if node.args else None

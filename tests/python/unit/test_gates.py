@@ -1,4 +1,4 @@
-"""Spawned workers import in turn if they are more than the cores."""
+"""Spawned workers import in turn if there are more of them than cores."""
 
 import os
 import pickle
@@ -14,13 +14,13 @@ pytestmark = [pytest.mark.ours, pytest.mark.timeout(600)]
 
 
 class Popen:
-    """What multiprocessing asks while it pickles a process for a start by spawn."""
+    """The methods that multiprocessing calls while it pickles a process to spawn it."""
 
     def __init__(self):
         self.inherited = []
 
     def duplicate_for_child(self, fd):
-        assert fd not in self.inherited, "a start takes each descriptor once"
+        assert fd not in self.inherited, "each descriptor must be passed once per start"
         self.inherited.append(fd)
         return fd
 
@@ -38,15 +38,15 @@ def popen():
     set_spawning_popen(None)
 
 
-def opened(count, cores, monkeypatch):
-    """The gates of that many workers, while the pipes that they hold are still open."""
+def open_gates(count, cores, monkeypatch):
+    """The gates of `count` workers, while the pipes that they hold are still open."""
     monkeypatch.setattr(gates, "own_cores", lambda: cores)
     group = gates.Gates(count)
     contexts = [group.next() for _ in range(count)]
     return group, contexts, [context.__enter__() for context in contexts]
 
 
-def closed(group, contexts):
+def close_gates(group, contexts):
     for context in contexts:
         context.__exit__(None, None, None)
     group.close()
@@ -54,9 +54,9 @@ def closed(group, contexts):
 
 def test_a_worker_waits_for_the_one_before_it_on_the_same_core(monkeypatch):
     before = open_files()
-    group, contexts, found = opened(5, 2, monkeypatch)
-    assert [gate._waits_for for gate in found] == [None, None, *group._ends[:3]]
-    closed(group, contexts)
+    group, contexts, entered = open_gates(5, 2, monkeypatch)
+    assert [gate._waits_for for gate in entered] == [None, None, *group._ends[:3]]
+    close_gates(group, contexts)
     assert open_files() == before
 
 
@@ -68,39 +68,39 @@ def test_ranks_that_share_cores_have_a_part_each(bound, waiting, monkeypatch):
     monkeypatch.setattr("rustloader.system.local_ranks.are_bound", lambda cores: bound)
     group = gates.Gates(4)
     contexts = [group.next() for _ in range(4)]
-    found = [context.__enter__() for context in contexts]
-    assert sum(gate is not None and gate._waits_for is not None for gate in found) == waiting
-    closed(group, contexts)
+    entered = [context.__enter__() for context in contexts]
+    assert sum(gate is not None and gate._waits_for is not None for gate in entered) == waiting
+    close_gates(group, contexts)
 
 
 @pytest.mark.parametrize("cores", [3, 4])
 def test_as_many_workers_as_cores_do_not_wait(cores, monkeypatch):
     before = open_files()
-    _, _, found = opened(3, cores, monkeypatch)
-    assert found == [None] * 3 and open_files() == before
+    _, _, entered = open_gates(3, cores, monkeypatch)
+    assert entered == [None] * 3 and open_files() == before
 
 
-def test_without_descriptors_nobody_waits(monkeypatch):
+def test_without_descriptors_no_worker_waits(monkeypatch):
     def refuse(flags):
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(os, "pipe2", refuse)
-    assert opened(3, 1, monkeypatch)[2] == [None] * 3
+    assert open_gates(3, 1, monkeypatch)[2] == [None] * 3
 
 
 def test_a_descriptor_that_select_refuses_is_not_used(monkeypatch):
     monkeypatch.setattr(gates, "_SELECTABLE", 3)
     before = open_files()
-    assert opened(3, 1, monkeypatch)[2] == [None] * 3 and open_files() == before
+    assert open_gates(3, 1, monkeypatch)[2] == [None] * 3 and open_files() == before
 
 
 def test_the_name_waits_once_and_arrives_as_it_was(popen, monkeypatch):
-    group, contexts, found = opened(2, 1, monkeypatch)
+    group, contexts, entered = open_gates(2, 1, monkeypatch)
     process = Process()
-    with calling_first(process, found[1].calls):
+    with calling_first(process, entered[1].calls):
         assert process._name == "SpawnProcess-1"
         first, second = pickle.dumps({"name": process._name}), pickle.dumps(process._name)
-        held = found[1].for_child()
+        held = entered[1].for_child()
     assert process._name == "SpawnProcess-1" and type(process._name) is str
     assert popen.inherited == [group._ends[0], held[0]] and held[1] == group._ends[0]
     assert b"select" in first and b"select" not in second
@@ -108,15 +108,15 @@ def test_the_name_waits_once_and_arrives_as_it_was(popen, monkeypatch):
     contexts[0].__exit__(None, None, None)
     for name in (pickle.loads(first)["name"], pickle.loads(second)):
         assert type(name) is str and name == "SpawnProcess-1"
-    closed(group, contexts[1:])
+    close_gates(group, contexts[1:])
 
 
 def test_the_wait_for_a_worker_that_holds_on_is_bounded(popen, monkeypatch):
     monkeypatch.setattr(gates, "GATE_SECONDS", 0.1)
-    group, contexts, found = opened(2, 1, monkeypatch)
-    with calling_first(process := Process(), found[1].calls):
+    group, contexts, entered = open_gates(2, 1, monkeypatch)
+    with calling_first(process := Process(), entered[1].calls):
         assert pickle.loads(pickle.dumps(process._name)) == "SpawnProcess-1"
-    closed(group, contexts)
+    close_gates(group, contexts)
 
 
 SCRIPT = """
@@ -174,7 +174,7 @@ if __name__ == "__main__":
 
 
 def steps(tmp_path, then="", seconds="300"):
-    """What the workers have noted, in order, and the lines of the program."""
+    """What the workers noted, in order, and the output of the program."""
     environment = {"LOG": str(tmp_path / "log"), "FIRST": str(tmp_path / "first"), "THEN": then, "SECONDS": seconds}
     status, out, err = run_script(SCRIPT, head="", file=tmp_path / "script.py", environment=environment, seconds=500)
     assert (status, err) == (0, "")
@@ -184,7 +184,7 @@ def steps(tmp_path, then="", seconds="300"):
 def test_main_modules_are_imported_one_after_the_other(tmp_path):
     noted, out = steps(tmp_path)
     assert noted == ["begin", "end"] * 3
-    # Worker 0 has not waited for a pipe: none is left in the others.
+    # Worker 0 had no pipe to wait for. The others have as many pipes as it has, so none is left in them.
     assert len(set(out.strip("[]").split(", "))) == 1
 
 

@@ -1,4 +1,4 @@
-"""The states of the global generators are read and set exactly."""
+"""The states of the global generators are read and restored exactly."""
 
 import random
 import sys
@@ -25,15 +25,15 @@ DRAWS = [
 
 
 def states():
-    numpys = np.random.get_state(legacy=False)
-    words = numpys["state"]
-    # The number itself means nothing if none is left over.
-    left_over = numpys["gauss"] if numpys["has_gauss"] else None
+    numpy_state = np.random.get_state(legacy=False)
+    words = numpy_state["state"]
+    # Without a number left over, the field `gauss` means nothing.
+    left_over = numpy_state["gauss"] if numpy_state["has_gauss"] else None
     return words["key"].tolist(), words["pos"], left_over, random.getstate(), torch.get_rng_state().tolist()
 
 
 @pytest.fixture(autouse=True)
-def _as_before():
+def _restore_generators():
     before = np.random.get_state(legacy=False), random.getstate(), torch.get_rng_state()
     yield
     np.random.set_state(before[0]), random.setstate(before[1]), torch.set_rng_state(before[2])
@@ -48,12 +48,12 @@ def test_what_is_drawn_in_between_changes_nothing():
         before = states()
         left_over += before[2] is not None
         saved = GeneratorStates()
-        assert states() == before, "reading changes nothing"
+        assert states() == before, "reading must change nothing"
         for draw in choice.choices(DRAWS, k=choice.randrange(4)):
             draw()
         saved.restore()
         assert states() == before
-    assert 30 < left_over < 270, "both kinds of states were there"
+    assert 30 < left_over < 270, "both kinds of states must occur"
 
 
 def test_a_draw_that_takes_the_left_over_number_alone_is_undone():
@@ -93,12 +93,12 @@ def test_the_usual_bit_generator_is_read_in_memory_and_others_by_numpy(monkeypat
         np.random.rand()
         saved.restore()
         assert np.random.get_bit_generator().state["state"] == expected
-        # One of another kind that takes its place in between is left alone.
+        # A bit generator of another kind that has replaced it in the meantime is left alone.
         np.random.set_bit_generator(usual)
         words = usual.state["state"]["key"].tolist()
         saved.restore()
         assert usual.state["state"]["key"].tolist() == words
-        # One of the same kind gets the state.
+        # A bit generator of the same kind gets the state.
         before, saved = states(), GeneratorStates()
         np.random.set_bit_generator(np.random.MT19937(7))
         saved.restore()

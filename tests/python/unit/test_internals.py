@@ -1,4 +1,4 @@
-"""What programs reach for in a live iterator beside its interface (T15 and the attributes in docs/parity.md)."""
+"""The internals of a live iterator that programs use besides its interface (T15, and attributes in docs/parity.md)."""
 
 import contextlib
 import copy
@@ -29,13 +29,13 @@ COUNTERS = "_send_idx _rcvd_idx _tasks_outstanding _workers_num_tasks _workers_s
 
 
 def counters(iterator):
-    # Old versions do not count a worker's tasks.
+    # Old versions of torch do not count a worker's tasks.
     names = [name for name in COUNTERS if not (OLD_TORCH and name == "_workers_num_tasks")]
-    found = {name: copy.copy(getattr(iterator, name)) for name in names}
-    # How many results have arrived is a matter of time; not so how many tasks are on their way in all.
-    found.pop("_tasks_outstanding")
-    found["tasks"] = {task: info[0] for task, info in iterator._task_info.items()}
-    return found
+    result = {name: copy.copy(getattr(iterator, name)) for name in names}
+    # The number of results that have arrived depends on timing; the tasks that are not delivered yet do not.
+    result.pop("_tasks_outstanding")
+    result["tasks"] = {task: info[0] for task, info in iterator._task_info.items()}
+    return result
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
@@ -43,15 +43,15 @@ def counters(iterator):
 def test_table_counters_are_torchs_at_every_step(workers, persistent):
     def steps(cls):
         loader = cls(Numbers(11), batch_size=2, num_workers=workers, persistent_workers=persistent)
-        found = []
+        result = []
         for _ in range(2):
             iterator = iter(loader)
-            found.append(counters(iterator))
+            result.append(counters(iterator))
             for batch in iterator:
-                found.append((batch.tolist(), counters(iterator)))
-            found.append(counters(iterator))
+                result.append((batch.tolist(), counters(iterator)))
+            result.append(counters(iterator))
         iterator._shutdown_workers()
-        return found
+        return result
 
     assert steps(DataLoader) == steps(torch.utils.data.DataLoader)
 
@@ -84,13 +84,13 @@ def test_what_is_not_there_is_an_attribute_error():
 @pytest.mark.ours
 @pytest.mark.parametrize("persistent", [False, True])
 def test_an_iterator_that_has_ended_leaves_the_workers_of_the_next_one_alone(persistent):
-    """Which may work in the same shared memory."""
+    """The next iterator may use the same shared memory."""
     old = iter(DataLoader(Numbers(6), num_workers=2, persistent_workers=persistent))
     done, queues = old._workers_done_event, old._index_queues
     assert len(list(old)) == 6
     old._shutdown_workers()
     new = iter(DataLoader(Numbers(60), num_workers=2))
-    got = [next(new)]
+    batches = [next(new)]
     done.set()
     for number, queue in enumerate(queues):
         queue.put(None)
@@ -98,7 +98,7 @@ def test_an_iterator_that_has_ended_leaves_the_workers_of_the_next_one_alone(per
     assert outcome(next, old) == ("end",)
     with contextlib.suppress(RuntimeError):
         old._engine().begin([None, None], lambda: 1, True, b"")
-    assert values(got + list(new)) == [[i] for i in range(60)]
+    assert values(batches + list(new)) == [[i] for i in range(60)]
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -161,9 +161,9 @@ def test_an_index_put_into_a_queue_by_hand_is_refused():
     assert len(values(iterator)) == 6
 
 
-@pytest.mark.skipif(TORCH_MODE, reason="torch's iterator dies of it")
+@pytest.mark.skipif(TORCH_MODE, reason="torch's iterator fails")
 def test_a_routine_of_a_subclass_works_after_a_worker_was_terminated():
-    """As one training framework closes its loader."""
+    """One training framework closes its loader in this way."""
     iterator = iter(DataLoader(Numbers(30), num_workers=2, persistent_workers=True))
     next(iterator)
     for worker in iterator._workers:
@@ -205,7 +205,7 @@ def test_t15_a_subclass_that_marks_workers_itself(caplog):
 
 
 def test_table_plain_attributes_are_torchs():
-    """Every plain attribute of torch's iterator is there, with torch's value."""
+    """The iterator has every plain attribute of torch's iterator, with the same value."""
     names = (
         "_num_yielded _num_workers _prefetch_factor _persistent_workers _pin_memory _pin_memory_device _timeout "
         "_collate_fn _drop_last _auto_collation _dataset _dataset_kind _in_order _worker_init_fn _world_size _rank "
@@ -213,14 +213,14 @@ def test_table_plain_attributes_are_torchs():
     ).split()
     common = {"num_workers": 2, "batch_size": 2, "prefetch_factor": 3, "timeout": 60, "in_order": False}
     dataset = Numbers(5)
-    ours, torchs = (iter(cls(dataset, **common)) for cls in (DataLoader, torch.utils.data.DataLoader))
+    own, expected = (iter(cls(dataset, **common)) for cls in (DataLoader, torch.utils.data.DataLoader))
     for name in names:
         if name != "_index_sampler":
-            assert getattr(ours, name) == getattr(torchs, name), name
-    assert type(ours._index_sampler) is type(torchs._index_sampler)
-    assert isinstance(ours, torch_dataloader._BaseDataLoaderIter) and len(ours) == len(torchs) == 3
-    assert isinstance(ours._base_seed, int) and ours._workers_status == torchs._workers_status == [True, True]
-    for iterator in (ours, torchs):
+            assert getattr(own, name) == getattr(expected, name), name
+    assert type(own._index_sampler) is type(expected._index_sampler)
+    assert isinstance(own, torch_dataloader._BaseDataLoaderIter) and len(own) == len(expected) == 3
+    assert isinstance(own._base_seed, int) and own._workers_status == expected._workers_status == [True, True]
+    for iterator in (own, expected):
         iterator._shutdown_workers()
 
 

@@ -1,4 +1,4 @@
-"""Batches live as long as anybody keeps them, and no longer (T5, T19, T22)."""
+"""Batches live as long as something refers to them, and no longer (T5, T19, T22)."""
 
 import collections
 import gc
@@ -27,8 +27,8 @@ from torch.utils.data import default_collate
 MB = 1 << 20
 
 
-def intact(images, dataset, batch_size):
-    """Every kept batch shows the bytes that the dataset makes for it."""
+def are_intact(images, dataset, batch_size):
+    """True if every kept batch has the bytes that the dataset produces for it."""
     for k, x in enumerate(images):
         for j, row in enumerate(x):
             if not torch.equal(row, dataset.image(k * batch_size + j)):
@@ -58,7 +58,7 @@ def test_kept_batches_stay_untouched_whatever_ends_first(persistent):
     for _ in range(2):
         for x, _ in DataLoader(dataset, batch_size=4, num_workers=2):
             x.fill_(7)
-    assert intact(kept, dataset, 4)
+    assert are_intact(kept, dataset, 4)
 
 
 def test_views_and_numpy_arrays_hold_the_memory():
@@ -82,12 +82,12 @@ def test_views_and_numpy_arrays_hold_the_memory():
 def test_a_thousand_batches_kept():
     dataset = Images(1000, (3, 80, 80))
     kept = [x for x, _ in epoch(DataLoader(dataset, batch_size=1, num_workers=2))]
-    assert len(kept) == 1000 and intact(kept, dataset, 1)
+    assert len(kept) == 1000 and are_intact(kept, dataset, 1)
     assert all(map(is_leased, kept[::100]))
     for x in kept:
         x.zero_()
     fresh = [x for x, _ in epoch(DataLoader(dataset, batch_size=1, num_workers=2))]
-    assert intact(fresh, dataset, 1) and not any(x.any() for x in kept)
+    assert are_intact(fresh, dataset, 1) and not any(x.any() for x in kept)
 
 
 def test_batches_dropped_in_any_order():
@@ -106,7 +106,7 @@ def test_batches_dropped_in_any_order():
 
 
 class Remembering:
-    """A collate_fn that keeps its batches and checks them again each time."""
+    """A collate_fn that keeps its last batches and checks them again at each call."""
 
     def __init__(self, keep):
         self.keep, self.kept = keep, []
@@ -134,7 +134,7 @@ def test_t22_a_batch_that_the_worker_keeps_is_not_overwritten(keep):
 
 
 class Litter:
-    """A cycle that memory of a batch hangs on."""
+    """A reference cycle that keeps the memory of a batch alive."""
 
     alive = 0
 
@@ -152,7 +152,7 @@ def test_garbage_of_a_worker_is_collected_before_it_holds_much_of_the_arena():
         Litter(default_collate(samples)[0])
         return Litter.alive
 
-    # 3.75 MiB each: Python's own collector would not run, and all of them would stay.
+    # About 3.7 MiB each. Python's own collector is disabled, so without rustloader's all of them would remain.
     dataset = Images(160, (3, 400, 400))
     loader = DataLoader(dataset, batch_size=8, num_workers=1, collate_fn=litter, worker_init_fn=lambda _: gc.disable())
     counts = list(loader)
@@ -161,7 +161,7 @@ def test_garbage_of_a_worker_is_collected_before_it_holds_much_of_the_arena():
 
 @pytest.mark.ours
 def test_labels_do_not_keep_their_images():
-    # 8 images of 192 KiB a batch; the masks are above the limit under which tensors are copied out.
+    # A batch has 8 images of 192 KiB. The masks are above the limit below which tensors are copied out.
     dataset = Images(640, (3, 256, 256))
 
     def collate(samples):
@@ -174,7 +174,7 @@ def test_labels_do_not_keep_their_images():
     del batch
     trim_pool()
     assert [int(label[0]) for label, _ in kept] == list(range(0, 640, 8))
-    # 80 batches are 120 MiB of images; the masks are 2.5 MiB. A warm pool may hold a few batches more.
+    # 80 batches are 120 MiB of images; the masks are 2.5 MiB. A warm pool may hold a few more batches.
     assert arena_bytes() < 40 * MB
 
 
@@ -194,7 +194,7 @@ def test_a_further_epoch_has_the_arena_of_the_last_one():
     loader = DataLoader(Images(8), batch_size=4, num_workers=2)
     epoch(loader)
     left = mappings()
-    assert left, "the arena waits in the pool"
+    assert left, "the arena must wait in the pool"
     iterator = iter(loader)
     assert mappings() == left
     assert len(list(iterator)) == 2
@@ -224,37 +224,37 @@ def test_a_child_that_lives_on_reads_the_right_values(closes_all):
     loader = DataLoader(dataset, batch_size=4, num_workers=2, persistent_workers=True)
     iterator = iter(loader)
     held = [next(iterator)[0] for _ in range(3)]
-    (told, tell), (ready, unready) = os.pipe(), os.pipe()
+    (go_read, go_write), (ready_read, ready_write) = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
         status = 1
         try:
             if closes_all:
-                # As daemons do, and programs that know nothing of the descriptors they inherit.
-                os.closerange(3, told), os.closerange(told + 1, 1024)
+                # As daemons do, and programs that do not know the descriptors that they inherit.
+                os.closerange(3, go_read), os.closerange(go_read + 1, 1024)
             else:
-                os.close(unready)
-            os.read(told, 1)
-            status = 0 if intact(held, dataset, 4) else 2
+                os.close(ready_write)
+            os.read(go_read, 1)
+            status = 0 if are_intact(held, dataset, 4) else 2
         finally:
             os._exit(status)
-    os.close(unready)
-    assert os.read(ready, 1) == b""
+    os.close(ready_write)
+    assert os.read(ready_read, 1) == b""
     del held
     for _ in range(4):
         trim_pool()
         for x, _ in loader:
             x.fill_(9)
     del x
-    os.write(tell, b"x")
+    os.write(go_write, b"x")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    os.close(told), os.close(tell), os.close(ready)
-    assert intact([x for x, _ in loader], dataset, 4)
+    os.close(go_read), os.close(go_write), os.close(ready_read)
+    assert are_intact([x for x, _ in loader], dataset, 4)
 
 
 class Keeping(Images):
-    """Holds batches of an earlier epoch, and closes all descriptors of its worker. A sample tells whether the batches
-    are as they were when the worker was started."""
+    """Holds batches of an earlier epoch, and closes all descriptors of its worker. A sample says whether the batches
+    are as they were before the worker started."""
 
     def __init__(self, n, shape, kept):
         super().__init__(n, shape)
@@ -273,7 +273,7 @@ def test_a_worker_that_has_closed_all_descriptors_reads_what_its_dataset_holds(w
     dataset = Keeping(40, shape, kept)
     iterator = iter(DataLoader(dataset, batch_size=2, num_workers=workers))
     good = [next(iterator)[2]]
-    # Main drops them and continues: their blocks must neither be reused nor lose their pages.
+    # The main process drops them and continues. Their blocks must neither be reused nor lose their pages.
     kept.clear()
     for _, _, same in iterator:
         trim_pool()
@@ -295,17 +295,17 @@ def test_t14_a_child_may_drop_all_and_load_anew(capfd):
         status = 1
         try:
             held.clear()
-            del iterator, loader  # in torch's loader this ends the parent's workers
+            del iterator, loader  # with torch's loader, this ends the parent's workers
             gc.collect()
             fresh = [x for x, _ in DataLoader(dataset, batch_size=4, num_workers=2)]
-            status = 0 if intact(fresh, dataset, 4) else 2
+            status = 0 if are_intact(fresh, dataset, 4) else 2
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     held += [x for x, _ in iterator]
-    assert intact(held, dataset, 4) and len(held) == 10
+    assert are_intact(held, dataset, 4) and len(held) == 10
     assert all(w.is_alive() for w in iterator._workers)
-    assert capfd.readouterr() == ("", "")  # the child has no part in the shutdown, and so no error in it
+    assert capfd.readouterr() == ("", "")  # the child takes no part in the shutdown, so it prints no error
 
 
 @pytest.mark.ours
@@ -359,7 +359,7 @@ def test_batches_held_at_exit():
         def forever(x):
             while True:
                 time.sleep(0.01); x.sum()
-        # An array: a thread that comes back out of torch's C++ at the exit ends the process, whatever the tensor is.
+        # An array: a thread that returns from torch's C++ code at exit ends the process, with any tensor.
         threading.Thread(target=forever, args=(kept[7][0].numpy(),), daemon=True).start()
         def dropping(many):
             while many:

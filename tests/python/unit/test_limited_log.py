@@ -1,4 +1,4 @@
-"""A log of faults gets a number of messages in a minute, then a count."""
+"""A log of faults takes a limited number of messages per minute, and then a count of the rest."""
 
 import logging
 
@@ -17,7 +17,7 @@ class Clock:
 
 
 class Log:
-    """A limited log over a logger of its own, whose records are kept."""
+    """A limited log with its own logger, whose records are kept."""
 
     def __init__(self, level=logging.INFO):
         self.lines = []
@@ -38,7 +38,7 @@ def log():
     return Log()
 
 
-def left_out(count, level="WARNING"):
+def omitted(count, level="WARNING"):
     return level, f"{count} more messages about faults were omitted: at most 20 are logged per 60 s"
 
 
@@ -64,14 +64,14 @@ def test_the_rest_are_counted_and_the_next_minute_begins_with_the_count(log):
     assert log.taken() == []
     log.clock.now += 0.5
     log.log.warning("next")
-    assert log.taken() == [left_out(6), ("WARNING", "next")]
-    # The count is no message: 19 more are allowed.
+    assert log.taken() == [omitted(6), ("WARNING", "next")]
+    # The count is not counted as a message, so 19 more are allowed.
     for i in range(20):
         log.log.warning("message %d", i)
     assert log.taken() == [("WARNING", f"message {i}") for i in range(19)]
     log.clock.now += 60
     log.log.warning("next")
-    assert log.taken() == [left_out(1), ("WARNING", "next")]
+    assert log.taken() == [omitted(1), ("WARNING", "next")]
 
 
 def test_the_minute_begins_with_its_first_message(log):
@@ -84,7 +84,7 @@ def test_the_minute_begins_with_its_first_message(log):
     assert len(log.taken()) == 21
     log.clock.now += 1
     log.log.warning("next")
-    assert log.taken() == [left_out(2), ("WARNING", "next")]
+    assert log.taken() == [omitted(2), ("WARNING", "next")]
 
 
 def test_a_flush_says_the_count_once_and_begins_no_minute(log):
@@ -93,11 +93,11 @@ def test_a_flush_says_the_count_once_and_begins_no_minute(log):
     assert len(log.taken()) == 20
     log.log.flush()
     log.log.flush()
-    assert log.taken() == [left_out(3, "INFO")]
+    assert log.taken() == [omitted(3, "INFO")]
     log.log.info("late")
     assert log.taken() == []
     log.log.flush()
-    assert log.taken() == [left_out(1, "INFO")]
+    assert log.taken() == [omitted(1, "INFO")]
 
 
 def test_the_count_has_the_highest_level_that_was_left_out(log):
@@ -110,7 +110,7 @@ def test_the_count_has_the_highest_level_that_was_left_out(log):
     log.log.flush()
     log.log.info("left out")
     log.log.flush()
-    assert log.taken() == [left_out(3), left_out(1, "INFO")]
+    assert log.taken() == [omitted(3), omitted(1, "INFO")]
 
 
 def test_messages_of_a_level_that_is_switched_off_do_not_count():

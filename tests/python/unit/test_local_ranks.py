@@ -1,4 +1,4 @@
-"""What launchers tell about the ranks of a machine."""
+"""The ranks of a machine, as launchers describe them."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from rustloader.system import local_ranks
 
 @pytest.fixture
 def environment(monkeypatch):
-    """Sets the variables of launchers, and no others."""
+    """Sets the given variables of launchers, and unsets all others."""
     for name in list(os.environ):
         if name.startswith(("SLURM_", "OMPI_", "MPI_", "LOCAL_", "WORLD_")):
             monkeypatch.delenv(name)
@@ -70,39 +70,39 @@ def test_bound_ranks_have_other_cores_than_their_launcher(monkeypatch):
     assert not local_ranks.are_bound([100_000])
 
 
-ASKS = "import os; from rustloader.system import local_ranks; print(local_ranks.are_bound(os.sched_getaffinity(0)))"
-# A shell that stays, and runs the rest of its command.
+QUERY = "import os; from rustloader.system import local_ranks; print(local_ranks.are_bound(os.sched_getaffinity(0)))"
+# A shell that stays alive, and runs the rest of the command line.
 WRAPPER = ["sh", "-c", '"$@"; exit', "sh"]
-MINE = sorted(os.sched_getaffinity(0))
+CORES = sorted(os.sched_getaffinity(0))
 
 
-@pytest.mark.skipif(len(MINE) < 2, reason="needs two cores")
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 @pytest.mark.parametrize("wrappers", [0, 1, 2])
 @pytest.mark.parametrize("bound", [False, True])
-def test_wrappers_between_a_launcher_and_a_rank_are_the_ranks(environment, wrappers, bound):
+def test_wrappers_between_a_launcher_and_a_rank_belong_to_the_rank(environment, wrappers, bound):
     environment({})
 
     def bind():
-        os.sched_setaffinity(0, MINE[:1] if bound else MINE)
+        os.sched_setaffinity(0, CORES[:1] if bound else CORES)
 
     ranks = dict(os.environ, LOCAL_RANK="0", LOCAL_WORLD_SIZE="2")
     out = subprocess.check_output(
-        [*wrappers * WRAPPER, sys.executable, "-c", ASKS], env=ranks, preexec_fn=bind, text=True
+        [*wrappers * WRAPPER, sys.executable, "-c", QUERY], env=ranks, preexec_fn=bind, text=True
     )
     assert out == f"{bound}\n"
 
 
-@pytest.mark.skipif(len(MINE) < 2, reason="needs two cores")
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_a_launcher_that_is_bound_itself_has_not_bound_its_ranks(environment):
     """As in `taskset -c 0 torchrun`."""
     environment({})
     launch = (
         "import os, subprocess, sys; "
         "environment = dict(os.environ, LOCAL_RANK='0', LOCAL_WORLD_SIZE='2'); "
-        f"subprocess.run([*{WRAPPER}, sys.executable, '-c', {ASKS!r}], env=environment)"
+        f"subprocess.run([*{WRAPPER}, sys.executable, '-c', {QUERY!r}], env=environment)"
     )
 
     def bind():
-        os.sched_setaffinity(0, MINE[:1])
+        os.sched_setaffinity(0, CORES[:1])
 
     assert subprocess.check_output([sys.executable, "-c", launch], preexec_fn=bind, text=True) == "False\n"

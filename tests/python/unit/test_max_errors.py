@@ -1,4 +1,4 @@
-"""`max_errors`: how many samples of an epoch may fail."""
+"""`max_errors`: the number or share of an epoch's samples that may fail."""
 
 import pickle
 
@@ -22,15 +22,15 @@ KINDS = pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader], ids=["
 
 
 def taken(iterator):
-    """The numbers of the batches up to the error, and the error or None."""
-    found = []
+    """The numbers of the batches before the error, and the error or None."""
+    delivered = []
     while True:
         try:
-            found += numbers([next(iterator)])
+            delivered += numbers([next(iterator)])
         except StopIteration:
-            return found, None
+            return delivered, None
         except ErrorLimitExceeded as error:
-            return found, error
+            return delivered, error
 
 
 @pairs(
@@ -42,10 +42,10 @@ def taken(iterator):
 def test_the_limit_is_allowed_and_one_more_is_not(allowed, dataset, kind, workers):
     limit, places = allowed
     settings = dict(batch_size=4, num_workers=workers, on_error="skip", max_errors=limit)
-    found, error = taken(iter(kind(dataset(12, places), **settings)))
-    assert error is None and found == left(index_batches(12), places)
-    found, error = taken(iter(kind(dataset(12, (*places, 10)), **settings)))
-    assert found == left(index_batches(8), places)
+    delivered, error = taken(iter(kind(dataset(12, places), **settings)))
+    assert error is None and delivered == left(index_batches(12), places)
+    delivered, error = taken(iter(kind(dataset(12, (*places, 10)), **settings)))
+    assert delivered == left(index_batches(8), places)
     assert [it.index for it in error.failures] == [*places, 10]
     count = "1 sample has" if not places else f"{len(places) + 1} samples have"
     first = (*places, 10)[0]
@@ -65,11 +65,11 @@ def test_the_error_stays_and_the_workers_leave(persistent, kw):
     pids = worker_pids(iterator)
     _, error = taken(iterator)
     for _ in range(2):
-        with pytest.raises(ErrorLimitExceeded) as again:
+        with pytest.raises(ErrorLimitExceeded) as repeated:
             next(iterator)
-        assert str(again.value) == str(error) and again.value.failures == error.failures
+        assert str(repeated.value) == str(error) and repeated.value.failures == error.failures
     assert all(wait_until(lambda pid=pid: gone(pid), SOON) for pid in pids)
-    # A further epoch begins anew.
+    # Another epoch counts from zero.
     assert str(taken(iter(loader))[1]).startswith("1 sample has")
 
 
@@ -104,9 +104,9 @@ def test_each_epoch_counts_anew(kind, workers):
 @WORKERS
 def test_samples_of_all_workers_count(workers):
     loader = DataLoader(Stream(8, [3]), batch_size=4, num_workers=workers, on_error="skip", max_errors=1)
-    found, error = taken(iter(loader))
+    delivered, error = taken(iter(loader))
     assert (error is not None) == (workers == 2)
-    assert found == ([[0, 1, 2, 4]] if workers == 2 else [[0, 1, 2, 4], [5, 6, 7]])
+    assert delivered == ([[0, 1, 2, 4]] if workers == 2 else [[0, 1, 2, 4], [5, 6, 7]])
 
 
 @WORKERS
@@ -120,8 +120,8 @@ def test_replaced_samples_count(policy, workers):
 @KINDS
 def test_batches_without_samples_count(kind, workers):
     loader = kind(Broken(12, range(12)), batch_size=4, num_workers=workers, on_error="skip", max_errors=8)
-    found, error = taken(iter(loader))
-    assert found == [] and len(error.failures) == 12
+    delivered, error = taken(iter(loader))
+    assert delivered == [] and len(error.failures) == 12
     loader = kind(Broken(12, range(12)), batch_size=4, num_workers=workers, on_error="skip", max_errors=12)
     assert taken(iter(loader)) == ([], None)
 
@@ -152,8 +152,8 @@ def test_with_pinning():
         loader = DataLoader(
             Broken(12, [1, 9]), batch_size=4, num_workers=2, on_error="skip", max_errors=1, pin_memory=True
         )
-        found, error = taken(iter(loader))
-        assert found == left(index_batches(8), [1]) and [it.index for it in error.failures] == [1, 9]
+        delivered, error = taken(iter(loader))
+        assert delivered == left(index_batches(8), [1]) and [it.index for it in error.failures] == [1, 9]
 
 
 def test_a_share_is_one_of_the_samplers_length():
@@ -180,13 +180,13 @@ def test_a_share_of_an_unknown_number_of_samples():
 
 
 def test_the_error_keeps_the_first_failures():
-    found = [Failure(i, "ValueError", "skipped") for i in range(KEPT_FAILURES + 3)]
+    failures = [Failure(i, "ValueError", "skipped") for i in range(KEPT_FAILURES + 3)]
     count = FailureCount(Faults(), KEPT_FAILURES + 2, None, 1)
-    error = count.add(found, 1)()
-    assert len(error.failures) == KEPT_FAILURES and not found
+    error = count.add(failures, 1)()
+    assert len(error.failures) == KEPT_FAILURES and not failures
     assert str(error).startswith("1003 samples have failed") and "sample 2: ValueError; ...)" in str(error)
-    again = pickle.loads(pickle.dumps(error))
-    assert str(again) == str(error) and again.failures == error.failures
+    unpickled = pickle.loads(pickle.dumps(error))
+    assert str(unpickled) == str(error) and unpickled.failures == error.failures
 
 
 def test_without_on_error_the_limit_has_no_effect():

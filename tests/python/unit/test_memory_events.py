@@ -1,4 +1,4 @@
-"""The counters of processes that a memory cgroup's OOM killer has ended."""
+"""The counters of processes that a memory cgroup's OOM killer has killed."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.ours
 
 
 class Tree:
-    """Made-up file systems of the kernel."""
+    """Fake file systems of the kernel."""
 
     def __init__(self, folder, memberships):
         self.folder = folder
@@ -31,7 +31,7 @@ class Tree:
         self.write(f"cgroup/memory{path}/memory.oom_control", text)
 
     def version_2(self, path, kills, local=None, base=""):
-        """The numbers of kills with and without those in the cgroups below."""
+        """Writes the numbers of kills with and without those in the cgroups below."""
         for name, count in (("memory.events", kills), ("memory.events.local", local)):
             if count is not None:
                 text = f"low 0\nhigh 9\nmax 99\noom 7\noom_kill {count}\noom_group_kill 5\n"
@@ -59,7 +59,7 @@ def test_version_2(tree):
     assert not kills.grew()
     cgroup.version_2("/a/b", 4)
     assert kills.grew()
-    # Each growth counts once.
+    # Each increase counts once.
     assert not kills.grew()
     cgroup.version_2("/a/b", 6)
     assert kills.grew() and not kills.grew()
@@ -68,7 +68,7 @@ def test_version_2(tree):
 def test_version_1(tree):
     cgroup = tree("9:cpu,cpuacct:/x\n4:memory:/a\n0::/\n", unified=False)
     cgroup.version_1("/a", 0)
-    # No memory cgroup.
+    # Not the memory cgroup of this process.
     cgroup.write("cgroup/memory/x/memory.oom_control", "oom_kill 0\n")
     kills = cgroup.kills()
     cgroup.write("cgroup/memory/x/memory.oom_control", "oom_kill 1\n")
@@ -93,8 +93,8 @@ def test_both_versions_at_once(tree):
     assert kills.grew()
 
 
-def test_above_the_own_cgroup_only_its_own_processes_count(tree):
-    """A container beside this one was out of memory."""
+def test_of_a_cgroup_above_only_its_own_processes_count(tree):
+    """A sibling container was out of memory."""
     cgroup = tree("0::/a/b\n")
     cgroup.version_2("/a/b", 0, 0)
     cgroup.version_2("/a", 0, 0)
@@ -103,7 +103,7 @@ def test_above_the_own_cgroup_only_its_own_processes_count(tree):
     assert not kills.grew()
     cgroup.version_2("/a", 6, 1)
     assert kills.grew()
-    # What is below counts.
+    # Kills in the process's own cgroup count.
     cgroup.version_2("/a/b", 1, 0)
     assert kills.grew()
 
@@ -175,13 +175,13 @@ def test_files_that_are_missing_or_strange(tree):
     assert not kills.grew() and not cgroup.kills().grew()
 
 
-# Takes memory until it is killed.
+# Allocates memory until it is killed.
 GREEDY = "taken = []\nwhile True: taken.append(b'x' * (1 << 20))"
 
 
 @pytest.fixture
 def small_cgroup():
-    """The folder of a memory cgroup of 48 MB."""
+    """The folder of a memory cgroup with a limit of 48 MiB."""
     parent, limit_file, _ = memory_cgroup()
     folder = f"{parent}/rustloader-oom-{os.getpid()}"
     try:
@@ -199,7 +199,7 @@ def small_cgroup():
     assert wait_until(lambda: removed(folder)), "the cgroup could not be removed"
 
 
-# Runs in the cgroup. The kernel kills the child that exceeds the memory, which is larger and has a larger score.
+# Runs in the cgroup. At the limit, the kernel kills the child, which is larger and has a higher OOM score.
 PARENT = f"""
 import os, subprocess, sys
 from rustloader.workers.memory_events import OomKills

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from rustloader._core import _roundtrip
 
-SIZES = [100, 10_000, 250_000]  # float32: in the message, a block, a large block
+SIZES = [100, 10_000, 250_000]  # numbers of float32: inline, in a block, in a large block
 
 
 class Rows(Dataset):
@@ -32,7 +32,7 @@ class Rows(Dataset):
 
 
 def by_queue(tensor):
-    """A thread of the queue pickles the tensor, and so moves its storage."""
+    """A thread of the queue pickles the tensor, which moves its storage."""
     queue = torch.multiprocessing.get_context("spawn").Queue()
     queue.put(tensor)
     assert torch.equal(queue.get(), tensor)
@@ -75,7 +75,7 @@ def test_a_view_outlives_the_move_of_its_tensor(size, move):
         assert batch.is_shared()
         del batch
         gc.collect()
-    # Other batches come, into what memory is free.
+    # Other batches reuse the memory that is free.
     for other in loader:
         other.fill_(-1)
     for name, kept in views.items():
@@ -86,7 +86,7 @@ def test_a_view_outlives_the_move_of_its_tensor(size, move):
 
 
 def test_a_view_outlives_the_move_to_a_named_file():
-    """In a process of its own: torch leaves a process behind that looks after the files."""
+    """This needs its own process: torch leaves a process behind that manages the files."""
     run = run_script(
         """
         import numpy as np
@@ -112,15 +112,15 @@ def test_the_memory_goes_with_the_last_view():
     batch = next(iterator)
     assert is_leased(batch)
     view = batch.numpy()
-    again = torch.from_numpy(view)
-    assert is_leased(again)
+    tensor = torch.from_numpy(view)
+    assert is_leased(tensor)
     batch.share_memory_()
     storage = batch.untyped_storage()
-    assert is_leased(again)
+    assert is_leased(tensor)
     assert hasattr(storage, "_rustloader_memory")
-    del storage, batch, view, again
+    del storage, batch, view, tensor
     gc.collect()
-    # The next batches take the memory again: five are more than one worker has blocks for.
+    # The next batches reuse the memory.
     seen = {batch.data_ptr() for batch in iterator}
     assert len(seen) < 8
 
@@ -140,10 +140,10 @@ def test_an_error_or_interrupt_of_the_move_is_raised_and_the_memory_kept(monkeyp
 
     (batch,) = DataLoader(Rows(250_000, 1), num_workers=1)
     view = batch.numpy()
-    torchs = torch.UntypedStorage._share_fd_cpu_.__wrapped__
+    original = torch.UntypedStorage._share_fd_cpu_.__wrapped__
 
     def interrupted(storage, *args, **kwargs):
-        torchs(storage, *args, **kwargs)
+        original(storage, *args, **kwargs)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(torch.UntypedStorage, "_share_fd_cpu_", moved_storages._watched(interrupted))
@@ -202,6 +202,6 @@ def test_encoding_and_moves_take_turns():
         tensors = [torch.full((1 << 19,), float(k)) for _ in range(4)]
         mover = threading.Thread(target=lambda tensors=tensors: [tensor.share_memory_() for tensor in tensors])
         mover.start()
-        _, back = _roundtrip(tensors)
+        _, decoded = _roundtrip(tensors)
         mover.join()
-        assert all(torch.all(tensor == k) for tensor in back)
+        assert all(torch.all(tensor == k) for tensor in decoded)

@@ -1,4 +1,4 @@
-"""What the worker does not keep of NumPy's arrays is sent without a copy. No batch changes, whatever it keeps."""
+"""NumPy arrays that the worker does not keep are sent without a copy. Whatever it keeps, no batch changes."""
 
 import ctypes
 import queue
@@ -41,7 +41,7 @@ GIVEN_AWAY = {
     "resized": lambda i: resized(fresh(i), 2 * SIZE),
     "shrunk": lambda i: resized(fresh(i), SIZE - 8000),
 }
-# Here nothing tells that no finalizer will write to the array.
+# Here, nothing proves that no finalizer will write to the array.
 NOT_PROVED = {
     "tensor": lambda i: torch.from_numpy(fresh(i)),
     "memoryview of it": lambda i: np.asarray(memoryview(fresh(i))),
@@ -76,7 +76,7 @@ def resized(array, size):
 
 
 def plain(value):
-    """A value of GIVEN_AWAY or NOT_PROVED that `==` compares."""
+    """Converts a value of GIVEN_AWAY or NOT_PROVED into one that `==` can compare."""
     match value:
         case np.ndarray() | torch.Tensor():
             return value.tolist()
@@ -146,7 +146,7 @@ def collated(samples):
 
 
 class KeepsArrays:
-    """Collates as `collated`, and keeps the arrays."""
+    """Collates like `collated`, and keeps the arrays."""
 
     def __init__(self):
         self.kept = []
@@ -183,7 +183,7 @@ def test_tensors_beside_an_array_stay_as_they_are_when_the_batch_is_dropped(wrap
 
 
 def thread_that_keeps(array):
-    """A thread with the only further reference. Called, it writes through it."""
+    """Starts a thread that has the only other reference. The returned function lets it write through that reference."""
     go = threading.Event()
 
     def keep(array):
@@ -230,12 +230,12 @@ def error_that_keeps(array):
 def cycle(array):
     loop = [array]
     loop.append(loop)
-    found = weakref.ref(array)
+    array_ref = weakref.ref(array)
     del array, loop
 
     def write():
-        if found() is not None:
-            found()[:] = 255
+        if array_ref() is not None:
+            array_ref()[:] = 255
 
     return write
 
@@ -257,9 +257,9 @@ def writer_into(container, find):
 
 
 def objects_with(array):
-    made = np.empty(1, object)
-    made[0] = array
-    return made
+    container = np.empty(1, object)
+    container[0] = array
+    return container
 
 
 def pointer_to(array):
@@ -267,7 +267,7 @@ def pointer_to(array):
     return lambda: ctypes.memset(kept, 255, SIZE)
 
 
-# Functions of an array that keep something of it, and return a function that writes 255 into it.
+# Functions that keep an array, or something with its memory. Each returns a function that writes 255 into it.
 KEEPERS = {
     "array": writer,
     "view": lambda a: writer(a[:]),
@@ -296,7 +296,7 @@ KEEPERS = {
     "cycle": cycle,
 }
 
-# What is sent of the array. A batch with an object of the last ones is pickled.
+# Functions of an array that return what is sent. A batch with an object of PICKLED is pickled.
 SENT = {
     "array": lambda a: a,
     "view": lambda a: a[:],
@@ -334,7 +334,7 @@ def arrays_of(value):
 
 
 class Keeping:
-    """The arrays of each sample are kept, and written to when the next one is made."""
+    """Keeps the arrays of each sample, and writes to them when it produces the next one."""
 
     def __init__(self, keep, sent):
         self.keep, self.sent, self.writers = keep, sent, []
@@ -435,7 +435,7 @@ def test_a_destructor_that_runs_when_the_batch_is_dropped_may_make_and_free_arra
 
 
 class Writing(np.ndarray):
-    """An array that writes to its memory when it goes."""
+    """An array that writes to its memory when it is deleted."""
 
     def __del__(self):
         if self.base is not None:
@@ -448,7 +448,7 @@ def finalized(value, array):
 
 
 def with_callback(array):
-    """A weak reference leads to the owner of the memory, which still lives when its view goes."""
+    """A view whose finalizer writes through a weak reference to the owner of the memory, which outlives the view."""
     owner = weakref.ref(array)
     view = array[:]
     weakref.finalize(view, lambda: owner().fill(255))
@@ -456,17 +456,17 @@ def with_callback(array):
 
 
 class Keeps:
-    """A container of a batch is kept. A finalizer of another object in the batch writes to its array."""
+    """Keeps a container of each batch. A finalizer of another object in the batch writes to the container's array."""
 
     def __init__(self, contain):
         self.contain, self.kept = contain, []
 
     def __call__(self, index):
         array = fresh(index)
-        container, beside = self.contain(array), torch.zeros(3)
+        container, other = self.contain(array), torch.zeros(3)
         self.kept.append(container)
-        weakref.finalize(beside, lambda: next(leaves(container)).fill(255))
-        return [container, beside]
+        weakref.finalize(other, lambda: next(leaves(container)).fill(255))
+        return [container, other]
 
 
 FINALIZED = {
@@ -503,7 +503,7 @@ def test_what_a_finalizer_writes_to_a_kept_container_reaches_no_batch(contain, c
 
 @ARRIVES
 def test_buffers_that_go_back_to_a_pool_arrive_as_they_were_sent(collate):
-    """A thread clears a buffer for the next sample as soon as the batch over it is gone."""
+    """A thread clears a buffer for the next sample as soon as the batch that uses it is gone."""
 
     class Pool:
         free = None
@@ -534,22 +534,22 @@ def test_buffers_that_go_back_to_a_pool_arrive_as_they_were_sent(collate):
 
 
 class Cache:
-    """Collates each batch once, as an array over a tensor of torch's collation, and keeps it."""
+    """Collates each batch once, into an array over the memory of a tensor that torch collates, and keeps it."""
 
     def __init__(self):
-        self.made = {}
+        self.batches = {}
 
     def __call__(self, batch):
         key = int(batch[0][0])
-        if key not in self.made:
-            self.made[key] = default_collate(batch).numpy()
-        return self.made[key]
+        if key not in self.batches:
+            self.batches[key] = default_collate(batch).numpy()
+        return self.batches[key]
 
 
 @pytest.mark.parametrize("beside", [None, {1}])
 @pytest.mark.forks
 def test_an_array_over_a_collated_tensor_that_the_worker_keeps_is_copied(beside):
-    """With torch each batch is a pickle's copy."""
+    """With torch, each batch is a copy that was pickled."""
 
     def trace(cls):
         cache = Cache()
@@ -560,12 +560,12 @@ def test_an_array_over_a_collated_tensor_that_the_worker_keeps_is_copied(beside)
             persistent_workers=True,
             collate_fn=lambda batch: (cache(batch), beside),
         )
-        found = []
+        values = []
         for _ in range(2):
             for array, _ in loader:
-                found.append(float(array[0, 0]))
+                values.append(float(array[0, 0]))
                 array += 100
-        return found
+        return values
 
-    theirs, ours = map(trace, BOTH)
-    assert ours == theirs == [0, 2, 0, 2]
+    expected, values = map(trace, BOTH)
+    assert values == expected == [0, 2, 0, 2]

@@ -1,4 +1,4 @@
-"""Arrays in the arena are what they are elsewhere: of libraries, in other threads, in children, beyond their worker."""
+"""Arrays in the arena behave as elsewhere: from libraries, in threads and children, after the end of their worker."""
 
 import gc
 import math
@@ -28,8 +28,8 @@ def test_arrays_are_what_they_are_elsewhere():
         assert not zeroes.any() and zeroes.flags.owndata and zeroes.flags.writeable
         zeroes[:] = 1
         del zeroes
-        again = np.zeros((300, 300))
-        assert not again.any()
+        second = np.zeros((300, 300))
+        assert not second.any()
         grown = np.arange(20_000)
         for size in (20_100, 40_000, 400_000, 5_000, 10, 30_000):
             expected = np.resize(grown, size) if size <= grown.size else np.append(grown, np.zeros(size - grown.size))
@@ -37,7 +37,7 @@ def test_arrays_are_what_they_are_elsewhere():
             assert (grown == expected).all(), size
         objects = np.array([str(i) for i in range(20_000)], object)
         assert "".join(np.concatenate([objects, objects])) == "".join(objects) * 2
-        return (again + 2).sum()
+        return (second + 2).sum()
 
     batches, _ = batches_of(Made(make))
     assert batches == [180_000.0] * 6
@@ -49,23 +49,23 @@ def test_tracemalloc_sees_arrays():
         array = np.ones(1 << 20, np.uint8)
         domain = tracemalloc.DomainFilter(inclusive=True, domain=np.lib.tracemalloc_domain)
         traces = tracemalloc.take_snapshot().filter_traces([domain]).traces
-        found = sum(trace.size for trace in traces)
+        traced = sum(trace.size for trace in traces)
         del array, traces
         after = tracemalloc.take_snapshot().filter_traces([domain]).traces
         tracemalloc.stop()
-        return found >= 1 << 20, sum(trace.size for trace in after) < 1 << 20
+        return traced >= 1 << 20, sum(trace.size for trace in after) < 1 << 20
 
     assert batches_of(Made(make, 2))[0] == [(True, True)] * 2
 
 
 def test_another_thread_may_free_arrays_and_make_ordinary_ones():
     def make(index):
-        found = []
+        handlers = []
 
         def work(array):
             assert (array == index).all()
             own = np.ones(SIZE)
-            found.extend([handler_name(), handler_name(own)])
+            handlers.extend([handler_name(), handler_name(own)])
 
         arrays = [fresh(index) for _ in range(4)]
         threads = [threading.Thread(target=work, args=(arrays.pop(),)) for _ in range(4)]
@@ -73,7 +73,7 @@ def test_another_thread_may_free_arrays_and_make_ordinary_ones():
             thread.start()
         for thread in threads:
             thread.join()
-        return set(found) == {"default_allocator"}, fresh(index)
+        return set(handlers) == {"default_allocator"}, fresh(index)
 
     batches, stats = batches_of(Made(make, 20))
     assert all(ok and (array == index).all() for index, (ok, array) in enumerate(batches))
@@ -99,7 +99,7 @@ def test_what_is_kept_for_long_goes_to_ordinary_memory_from_a_limit_on():
     assert 60 * size < stats.arena.high_water_bytes < 70 * size
 
 
-# Libraries that make arrays by way of NumPy
+# Libraries that create arrays through NumPy
 
 
 def same(batches, expected):
@@ -109,7 +109,7 @@ def same(batches, expected):
 @pytest.mark.parametrize("mb", [1, 16])
 def test_what_opencv_makes_is_sent_without_a_copy(mb):
     cv2 = pytest.importorskip("cv2", reason="opencv-python-headless is not installed")
-    cv2.setNumThreads(0)  # its threads would stay
+    cv2.setNumThreads(0)  # its threads would not end
     side = math.isqrt(mb << 20)
     picture = np.random.default_rng(0).integers(256, size=(side // 4, side // 4, 3), dtype=np.uint8)
     _, file = cv2.imencode(".png", picture)
@@ -127,7 +127,7 @@ def test_what_opencv_makes_is_sent_without_a_copy(mb):
             assert same(batches, make)
             assert stats.copies.count == 0, stats.copies
             assert stats.copies.adopted_bytes >= 4 * side * side
-        # In a list of samples, from threads as well.
+        # In lists of samples, also from threads.
         lists, stats = batches_of(Made(make, 4), batch_size=2, worker_threads=2)
         assert same([picture for batch in lists for picture in batch], make)
         assert stats.copies.count == 0, stats.copies
@@ -162,7 +162,7 @@ def test_what_h5py_reads_is_sent_without_a_copy(mb, chunks, tmp_path):
     assert same(tensors, expected.__getitem__) and stats.copies.count == 4
 
 
-# Forks, ends
+# Forks and exits
 
 
 def forking(index):
@@ -180,10 +180,10 @@ def forking(index):
             assert (array[:SIZE] == 255).all() and not array[SIZE:].any()
             array.resize((SIZE,), refcheck=False)
             del array, others
-            again = os.fork()
-            if again == 0:
+            grandchild = os.fork()
+            if grandchild == 0:
                 os._exit(0)
-            status = os.waitpid(again, 0)[1]
+            status = os.waitpid(grandchild, 0)[1]
         finally:
             os._exit(status)
     array += 100
@@ -335,8 +335,8 @@ def test_a_handler_that_the_program_sets_later_replaces_it():
         return handler_name(), handler_name(before), before
 
     batches, _ = batches_of(Made(make, 3))
-    ours = "rustloader_arena"
-    assert [batch[:2] for batch in batches] == [(ours, ours), ("mine", ours), ("mine", "mine")]
+    arena = "rustloader_arena"
+    assert [batch[:2] for batch in batches] == [(arena, arena), ("mine", arena), ("mine", "mine")]
     assert all((batch[2] == index).all() for index, batch in enumerate(batches))
 
 
@@ -349,10 +349,10 @@ def test_contexts_and_the_collector_change_nothing():
     import contextvars
 
     def make(index):
-        made = contextvars.copy_context().run(fresh, index)
-        empty = contextvars.Context().run(lambda: (handler_name(), fresh(index)))
+        in_copy = contextvars.copy_context().run(fresh, index)
+        in_empty = contextvars.Context().run(lambda: (handler_name(), fresh(index)))
         gc.collect()
-        return handler_name(made), empty[0], made, empty[1]
+        return handler_name(in_copy), in_empty[0], in_copy, in_empty[1]
 
     batches, stats = batches_of(Made(make))
     for index, (first, second, a, b) in enumerate(batches):

@@ -1,4 +1,4 @@
-"""What torch's default makes of arrays in the arena: the same tensors, whose hidden arrays are still seen."""
+"""Arrays in the arena under torch's default_convert: the tensors are the same, and their arrays remain visible."""
 
 import collections
 import copy
@@ -31,7 +31,7 @@ def filled(shape, index, dtype=np.float32):
     return np.full(shape, index, dtype)
 
 
-# Samples, and whether they need no copy.
+# Samples, and whether they are sent without a copy; None is not checked.
 SAMPLES = {
     "C order": (lambda i: filled((3, 200, 100), i), True),
     "F order": (lambda i: filled((3, 200, 100), i).T, True),
@@ -60,7 +60,7 @@ SAMPLES = {
 
 
 def form(value):
-    """Types, layouts and values, at any depth."""
+    """The types, layouts and values of a value, at any depth."""
     match value:
         case torch.Tensor():
             return value.dtype, value.shape, value.stride(), value.storage_offset(), value.tolist()
@@ -114,7 +114,7 @@ def test_tensors_of_one_array_share_it():
     assert stats.copies.count == 6 and stats.copies.adopted == 0
 
 
-# What keeps a sample. Each writes into it when the next one is made.
+# Ways to keep a sample. The dataset writes into kept samples when it produces the next one.
 
 CONTAINERS = {
     "list": lambda a: [a],
@@ -180,7 +180,7 @@ def test_what_keeps_a_sample_reaches_no_batch(name, keep):
 
 
 class KeepsTensors:
-    """A `collate_fn` of the program that keeps what torch's function makes, and writes into it later."""
+    """A `collate_fn` of the program that keeps what torch's function returns, and writes into it later."""
 
     def __init__(self):
         self.kept = []
@@ -198,13 +198,13 @@ def test_a_collate_fn_that_keeps_its_tensors_changes_no_batch():
     assert stats.copies.count == 10 and stats.copies.adopted == 0
 
 
-# Where torch's function would make something else
+# Where torch's function would return something else
 
 
 class AddsOne(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        return made + 1 if function is torch.as_tensor else made
+        result = function(*args, **(kwargs or {}))
+        return result + 1 if function is torch.as_tensor else result
 
 
 def enter_mode(worker_id):
@@ -212,12 +212,12 @@ def enter_mode(worker_id):
 
 
 def replace_as_tensor(worker_id):
-    torchs = torch.as_tensor
-    torch.as_tensor = lambda data: torchs(data) + 1
+    original = torch.as_tensor
+    torch.as_tensor = lambda data: original(data) + 1
 
 
 class ReplacesAsTensor(Made):
-    """The same in the dataset, after the fetcher was made."""
+    """Replaces `as_tensor` in the dataset, after the fetcher was created."""
 
     def __getitem__(self, index):
         if type(torch.as_tensor) is not type(lambda: 0):
@@ -226,7 +226,7 @@ class ReplacesAsTensor(Made):
 
 
 @pytest.mark.parametrize("init", [enter_mode, replace_as_tensor, None])
-def test_what_the_program_makes_of_as_tensor_counts(init):
+def test_a_changed_as_tensor_is_respected(init):
     kind = Made if init else ReplacesAsTensor
     batches, _ = batches_of(kind(fresh), collate_fn=default_convert, worker_init_fn=init)
     assert [int(batch.min()) for batch in batches] == [1, 2, 3, 4, 5, 6]
@@ -281,13 +281,13 @@ def test_samples_that_fail(on_error):
     loader = DataLoader(Failing(fresh, 9), batch_size=None, num_workers=1, on_error=on_error)
     batches = list(loader)
     assert all(type(batch) is torch.Tensor and (batch == batch[0]).all() for batch in batches)
-    found = [int(batch[0]) for batch in batches]
+    numbers = [int(batch[0]) for batch in batches]
     if on_error == "skip":
-        assert found == [0, 2, 3, 5, 6, 8]
+        assert numbers == [0, 2, 3, 5, 6, 8]
         assert rustloader.stats(loader).copies.count == 0
     else:
-        assert len(found) == 9 and [n for n in found if n % 3 != 1][:2] != []
-        assert found[::3] == [0, 3, 6] and found[2::3] == [2, 5, 8]
+        assert len(numbers) == 9 and [n for n in numbers if n % 3 != 1][:2] != []
+        assert numbers[::3] == [0, 3, 6] and numbers[2::3] == [2, 5, 8]
 
 
 @pytest.mark.parametrize("kw", [{"seed_by": "sample"}, {"batch_size": 2}, {"persistent_workers": True}])

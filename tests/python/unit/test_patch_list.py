@@ -1,4 +1,4 @@
-"""What the package replaces in torch, multiprocessing, NumPy and Python is what `rustloader.system.patches` lists."""
+"""`rustloader.system.patches` lists all that the package replaces in torch, multiprocessing, NumPy and Python."""
 
 import ast
 import importlib
@@ -49,7 +49,7 @@ def everything():
         if label.partition(".")[0] in TOPS and type(module) is types.ModuleType:
             add(label, module, vars(module))
             for value in list(vars(module).values()):
-                # Not `isinstance`, which warns of some of torch's objects.
+                # Not `isinstance`, which warns about some of torch's objects.
                 if issubclass(type(value), type) and value.__module__ == label:
                     add(f"{label}.{value.__name__}", value, vars(value))
     server = multiprocessing.forkserver._forkserver
@@ -60,7 +60,7 @@ def everything():
 
 
 def changes():
-    """The labels of attributes that have another value than before, or none, or are new. Not submodules."""
+    """The labels of attributes that have another value than before, or are gone, or are new. Not submodules."""
     if not before:
         return []
     now = everything()
@@ -91,7 +91,7 @@ def epochs(loader):
 PASSING = set()
 before = {}
 '''
-TORCHS = """
+USE_TORCH = """
 # Changed by torch's own loader, not by rustloader.
 epochs(torch.utils.data.DataLoader)
 before = everything()
@@ -99,7 +99,7 @@ PASSING = set(epochs(torch.utils.data.DataLoader)) | set(changes())
 PASSING.discard("torch.utils.data._utils.worker._worker_info")
 report = {"passing": sorted(PASSING), "nothing": changes()}
 """
-OURS = """
+USE_RUSTLOADER = """
 import rustloader
 report["import"] = changes()
 rustloader.install()
@@ -144,7 +144,7 @@ def owner_of(place):
 
 
 def test_a_program_and_its_workers_find_replaced_what_is_listed_and_nothing_else():
-    report = report_of(TORCHS + OURS)
+    report = report_of(USE_TORCH + USE_RUSTLOADER)
     assert len(report["passing"]) < 20, report["passing"]
     assert report["nothing"] == report["import"] == []
     assert set(report["install"]) == {ITERATOR, *REDUCERS}
@@ -158,16 +158,16 @@ def test_a_program_and_its_workers_find_replaced_what_is_listed_and_nothing_else
         *(f"{TABLE}.{kind}" for kind in ("Tensor", "float", "int")),
     }
     assert set(report["end"]) == {*MOVES, *REDUCERS, "ForkingPickler.ndarray"}
-    found = {label for labels in report.values() for label in labels} - set(report["passing"])
+    changed = {label for labels in report.values() for label in labels} - set(report["passing"])
     listed = {(change.place if change.is_attribute else change.place.partition(":")[0]) for change in PATCHES}
     listed = {place.replace("torch.UntypedStorage", "torch.storage.UntypedStorage") for place in listed}
     tables = {TABLE: TABLE, "ForkingPickler": "multiprocessing.reduction.ForkingPickler"}
-    assert {tables.get(label.rpartition(".")[0], label) for label in found} <= listed
+    assert {tables.get(label.rpartition(".")[0], label) for label in changed} <= listed
 
 
 def test_a_program_that_follows_the_variable_has_one_change_more():
-    found = report_of(VARIABLE, RUSTLOADER_INSTALL="1")
-    assert {"multiprocessing.spawn.get_preparation_data", ITERATOR} == set(found) - REDUCERS
+    changed = report_of(VARIABLE, RUSTLOADER_INSTALL="1")
+    assert {"multiprocessing.spawn.get_preparation_data", ITERATOR} == set(changed) - REDUCERS
 
 
 @pytest.mark.parametrize("change", [it for it in PATCHES if it.is_attribute], ids=lambda change: change.place)
@@ -188,8 +188,8 @@ def test_each_change_names_its_modules():
     assert len({change.place for change in PATCHES}) == len(PATCHES)
 
 
-# Assignments to attributes of foreign modules outside of `Patch`, which the list names in words, or which are those of
-# a command's own process.
+# Assignments to attributes of foreign modules without `Patch`. The list describes them in words, or they affect only a
+# command's own process.
 IN_WORDS = {
     ("tools/cli/__init__.py", "sys.stdout"),
     ("tools/probe/factory.py", "sys.argv"),
@@ -209,8 +209,8 @@ def assigned(path):
             imported |= {it.asname or it.name for it in node.names}
     for node in ast.walk(tree):
         targets = {ast.Assign: "targets", ast.Delete: "targets", ast.AnnAssign: "target", ast.AugAssign: "target"}
-        found = getattr(node, targets.get(type(node), ""), [])
-        for target in found if isinstance(found, list) else [found]:
+        assigned_to = getattr(node, targets.get(type(node), ""), [])
+        for target in assigned_to if isinstance(assigned_to, list) else [assigned_to]:
             for part in target.elts if isinstance(target, ast.Tuple) else [target]:
                 base = part
                 while isinstance(base, (ast.Attribute, ast.Subscript)):
@@ -220,11 +220,13 @@ def assigned(path):
 
 
 def test_attributes_of_foreign_modules_are_replaced_by_patches_alone():
-    found = {(str(path.relative_to(PACKAGE)), place) for path in PACKAGE.rglob("*.py") for place in assigned(path)}
-    assert found == IN_WORDS
+    assignments = {
+        (str(path.relative_to(PACKAGE)), place) for path in PACKAGE.rglob("*.py") for place in assigned(path)
+    }
+    assert assignments == IN_WORDS
 
 
-# A patch by itself
+# A single patch
 
 
 class Owner:
@@ -238,7 +240,7 @@ class Derived(Owner):
 
 @pytest.fixture
 def patch(monkeypatch):
-    """Makes a patch of an owner's `shown`."""
+    """Creates a patch of an owner's `shown`."""
     monkeypatch.setattr("rustloader.system.patches._PLACES", frozenset({"owner.shown"}))
     return lambda owner: Patch("owner.shown", owner)
 

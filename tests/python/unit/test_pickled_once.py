@@ -1,4 +1,4 @@
-"""What is pickled once for all workers of a start, and what for each of them (T26)."""
+"""What is pickled once for all workers of a start, and what is pickled for each of them (T26)."""
 
 import collections
 import copyreg
@@ -49,7 +49,7 @@ class Words(list):
 
 
 class Plain:
-    """A class of a program without code for pickles."""
+    """A class of a program, without code that runs when it is pickled."""
 
     def __init__(self, value):
         self.value = value
@@ -80,7 +80,7 @@ PLAIN = [
 
 
 class Duplicate:
-    """The descriptor as the pickle of a process has it."""
+    """Stands in for the descriptor in the pickle of a process."""
 
     def __init__(self, fd):
         self.fd = fd
@@ -90,21 +90,21 @@ class Duplicate:
 
 
 def arrived(value, monkeypatch):
-    """What a worker gets, or None if the value has to be pickled for each worker."""
+    """What a worker receives, or None if the value must be pickled for each worker."""
     before = open_files()
     once = PickledOnce.of(value)
     if once is None:
         assert open_files() == before
         return None
     monkeypatch.setattr(reduction, "DupFd", lambda fd: Duplicate(os.dup(fd)))
-    got = [pickled_once.load(once.for_child()) for _ in range(2)]
+    values = [pickled_once.load(once.for_child()) for _ in range(2)]
     once.close()
     assert open_files() == before
-    return got[0]
+    return values[0]
 
 
 @pytest.mark.parametrize("value", PLAIN, ids=lambda value: type(value).__name__)
-def test_what_no_program_can_see_is_pickled_once(value, monkeypatch):
+def test_values_that_run_no_program_code_when_pickled_are_pickled_once(value, monkeypatch):
     got = arrived(value, monkeypatch)
     assert type(got) is type(value) and got == value
 
@@ -117,12 +117,12 @@ def test_methods_and_arrays_arrive_as_with_multiprocessing(monkeypatch):
 
 
 class Counts:
-    """Counts what pickles ask it."""
+    """Counts the calls of its methods by pickling."""
 
     calls = 0
 
-    def __init__(self, *asked):
-        for name in asked:
+    def __init__(self, *methods):
+        for name in methods:
             assert hasattr(type(self), name)
 
 
@@ -153,7 +153,7 @@ HOOKED = [
 
 
 @pytest.mark.parametrize("kind", HOOKED, ids=lambda kind: kind.__name__)
-def test_code_of_the_program_is_not_asked_once_for_all(kind):
+def test_values_that_run_program_code_when_pickled_are_not_pickled_once(kind):
     value = kind()
     Counts.calls = 0
     assert PickledOnce.of([1, value]) is None and Counts.calls == 0
@@ -161,7 +161,7 @@ def test_code_of_the_program_is_not_asked_once_for_all(kind):
 
 @pytest.fixture(scope="module")
 def heap():
-    """multiprocessing never frees the heap of its first shared value."""
+    """Creates the heap of multiprocessing's shared values, which is never freed."""
     multiprocessing.Value("i", 0)
 
 
@@ -196,7 +196,7 @@ def test_sockets_are_pickled_for_each():
 
 def test_reducers_that_a_program_has_registered(monkeypatch):
     def reducer(value):
-        raise AssertionError("it is not asked")
+        raise AssertionError("must not be called")
 
     assert arrived(Plain(1), monkeypatch) == Plain(1)
     with monkeypatch.context() as patch:
@@ -226,22 +226,22 @@ class CountsPickles(Collates):
 
 @pytest.fixture
 def files(monkeypatch):
-    """(inode, size) of the file that each start sends: for all workers, and for one."""
+    """The (inode, size) of each file that is sent: the files for all workers, and those for one worker."""
     common, own = [], []
 
-    def noted(found, fd):
+    def note(sent, fd):
         status = os.fstat(fd)
-        found.append((status.st_ino, status.st_size))
+        sent.append((status.st_ino, status.st_size))
 
     for_child, close = PickledOnce.for_child, Payload.close
 
     def note_common(once):
-        noted(common, once._file.fileno())
+        note(common, once._file.fileno())
         return for_child(once)
 
     def note_own(payload):
         if payload._file is not None:
-            noted(own, payload._file.fileno())
+            note(own, payload._file.fileno())
         close(payload)
 
     monkeypatch.setattr(PickledOnce, "for_child", note_common)

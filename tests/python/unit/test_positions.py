@@ -30,12 +30,12 @@ pytestmark = pytest.mark.ours
 
 def position(iterator, answers, back=0):
     """(low, ahead, per_worker, last_worker)"""
-    found = iterator._core.position(answers, back)
-    return found.low, found.ahead, found.per_worker, found.last_worker
+    result = iterator._core.position(answers, back)
+    return result.low, result.ahead, result.per_worker, result.last_worker
 
 
-def has(iterator, answers):
-    """Whether the engine has given exactly this number of answers."""
+def has_answered(iterator, answers):
+    """Checks that the engine has given exactly this number of answers."""
     for other, wrong in ((answers + 1, "not"), (answers - 2, "not")):
         if other >= 0:
             with pytest.raises(ValueError, match=f"{answers} answers were given in this epoch, {wrong} {other}"):
@@ -43,8 +43,8 @@ def has(iterator, answers):
     return bool(position(iterator, answers))
 
 
-class Made(Dataset):
-    """Sample i is (i, worker), or an error for an `i` among the failing ones."""
+class WithWorker(Dataset):
+    """Sample i is (i, worker ID), or an error if `i` is in `failing`."""
 
     def __init__(self, n, failing=()):
         self.n, self.failing = n, failing
@@ -63,10 +63,10 @@ def loader_of(dataset, workers=2, **kw):
 
 
 def counted(delivered, workers):
-    """The position after these answers, as (ordinal, worker), counted anew."""
+    """The position after the given answers, which are (ordinal, worker), computed from scratch."""
     ordinals = {ordinal for ordinal, _ in delivered}
     low = next(ordinal for ordinal in itertools.count() if ordinal not in ordinals)
-    per_worker = [sum(worker == of for _, of in delivered) for worker in range(workers)]
+    per_worker = [sum(worker == other for _, other in delivered) for worker in range(workers)]
     return low, sorted(i for i in ordinals if i > low), per_worker, delivered[-1][1] if delivered else None
 
 
@@ -82,7 +82,7 @@ OPTIONS = {
 @pytest.mark.parametrize("kind", OPTIONS)
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_position_is_what_was_delivered(kind, workers):
-    iterator = iter(loader_of(Made(40), workers, **OPTIONS[kind]))
+    iterator = iter(loader_of(WithWorker(40), workers, **OPTIONS[kind]))
     delivered = []
     assert position(iterator, 0) == (0, [], [0] * workers, None)
     for item in iterator:
@@ -110,21 +110,21 @@ def test_a_worker_that_is_slow_leaves_a_gap(tmp_path):
 
 
 def test_errors_are_answers_and_no_batches():
-    iterator = iter(loader_of(Made(12, failing=(1, 4, 5, 6))))
+    iterator = iter(loader_of(WithWorker(12, failing=(1, 4, 5, 6))))
     for i in range(12):
         if i in (1, 4, 5, 6):
             with pytest.raises(ValueError):
                 next(iterator)
         else:
             next(iterator)
-        assert has(iterator, i + 1)
+        assert has_answered(iterator, i + 1)
         assert position(iterator, i + 1) == (i + 1, [], [i // 2 + 1, (i + 1) // 2], i % 2)
     assert [position(iterator, 12, back)[0] for back in range(9)] == [12, 11, 10, 9, 8, 7, 3, 2, 0]
     assert position(iterator, 12, 6) == (3, [], [2, 1], 0)
 
 
 def test_how_far_back_a_position_goes():
-    iterator = iter(loader_of(Made(30, failing=(1,))))
+    iterator = iter(loader_of(WithWorker(30, failing=(1,))))
     for _ in range(3):
         try:
             next(iterator)
@@ -142,7 +142,7 @@ def test_how_far_back_a_position_goes():
         position(iterator, 13, -1)
 
 
-# What goes wrong in the main process
+# Errors in the main process
 
 
 class Unreadable:
@@ -167,12 +167,12 @@ def test_a_batch_that_cannot_be_read_is_an_error_in_its_place(tied, pinned, monk
         assert next(iterator) == 0
         with pytest.raises(KeyError, match="not here"):
             next(iterator)
-        assert has(iterator, 2)
+        assert has_answered(iterator, 2)
         assert position(iterator, 2) == (2, [], [1, 1], 1)
-        # The first batch, and with it the error.
+        # The first batch is taken back, and the error with it.
         assert position(iterator, 2, 1) == (0, [], [0, 0], None)
         assert list(iterator) == [2, 3]
-        assert has(iterator, 4)
+        assert has_answered(iterator, 4)
 
 
 @pytest.mark.forks
@@ -184,7 +184,7 @@ def test_an_error_of_reading_keeps_no_iterator_and_is_raised_once():
     assert code == ERROR
     with pytest.raises(KeyError, match="not here") as raised:
         value.reraise()
-    # From the function that raised it.
+    # The traceback ends in the function that raised it.
     assert raised.traceback[-1].name == "refuse"
     with pytest.raises(RuntimeError, match="has already been raised"):
         value.reraise()
@@ -212,7 +212,7 @@ def test_an_error_of_reading_that_is_never_raised_is_collected():
     def cut_off(iterator):
         answer = [None, None]
         iterator._core.next(answer, iterator._sampler_iter)
-        # As after a signal handler that raises at the return.
+        # As when a signal handler raises at the return.
         iterator._mode.rescued = answer
 
     cut_off(iterator)
@@ -223,7 +223,7 @@ def test_an_error_of_reading_that_is_never_raised_is_collected():
 
 
 class Tied:
-    """Its reducer is a foreign one, so it is unpickled while the worker lives."""
+    """Has a foreign reducer, so it must be unpickled while its worker lives."""
 
 
 class Interrupted(Exception):
@@ -231,7 +231,7 @@ class Interrupted(Exception):
 
 
 class Interrupting:
-    """A signal handler raises when it is unpickled for the first time."""
+    """Raises a signal when it is unpickled for the first time. The handler of the signal raises an error."""
 
     times = 0
 
@@ -257,12 +257,12 @@ def test_an_answer_that_a_handler_cuts_off_may_be_missing():
         assert next(iterator) == 0
         with pytest.raises(Interrupted):
             next(iterator)
-        # It has not reached the caller.
+        # The answer has not reached the caller.
         assert position(iterator, 1) == (1, [], [1, 0], 0)
         assert next(iterator) == 2
         assert position(iterator, 2) == (2, [], [1, 1], 1)
         assert list(iterator) == [2]
-        assert has(iterator, 3)
+        assert has_answered(iterator, 3)
     finally:
         signal.signal(signal.SIGUSR1, before)
 
@@ -273,35 +273,35 @@ def test_errors_of_the_sampler_are_no_answers():
             yield from range(4)
             raise LookupError("no more")
 
-    iterator = iter(loader_of(Made(9), 1, sampler=Sampler()))
+    iterator = iter(loader_of(WithWorker(9), 1, sampler=Sampler()))
     seen = []
     while True:
         try:
             seen.append(next(iterator)[0])
         except LookupError:
-            assert has(iterator, len(seen))
+            assert has_answered(iterator, len(seen))
         except StopIteration:
             break
     assert seen == [0, 1, 2, 3]
     assert position(iterator, 4) == (4, [], [4], 0)
 
 
-# Anywhere, at any time
+# From anywhere, at any time
 
 
 def test_another_thread_and_a_handler_ask_while_next_waits(tmp_path):
     iterator = iter(loader_of(Held(8, 3, tmp_path / "go")))
     for _ in range(3):
         next(iterator)
-    asked = []
+    positions = []
 
     def handler(signum, frame):
-        asked.append(position(iterator, 3, 1))
+        positions.append(position(iterator, 3, 1))
         (tmp_path / "go").touch()
 
     def ask():
         assert waits_in_next()
-        asked.append(position(iterator, 3))
+        positions.append(position(iterator, 3))
         signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
 
     before = signal.signal(signal.SIGUSR1, handler)
@@ -312,7 +312,7 @@ def test_another_thread_and_a_handler_ask_while_next_waits(tmp_path):
     finally:
         thread.join()
         signal.signal(signal.SIGUSR1, before)
-    assert asked == [(3, [], [2, 1], 0), (2, [], [1, 1], 1)]
+    assert positions == [(3, [], [2, 1], 0), (2, [], [1, 1], 1)]
     assert position(iterator, 4) == (4, [], [2, 2], 1)
     iterator._shutdown_workers()
 
@@ -331,7 +331,7 @@ def test_a_position_outlives_the_workers():
 
 
 def test_a_shutdown_with_tasks_under_way_delivers_none_of_them():
-    iterator = iter(loader_of(Made(20), prefetch_factor=4))
+    iterator = iter(loader_of(WithWorker(20), prefetch_factor=4))
     next(iterator)
     assert workers_say(iterator, state="idle")
     iterator._shutdown_workers()
@@ -339,8 +339,8 @@ def test_a_shutdown_with_tasks_under_way_delivers_none_of_them():
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_new_epoch_begins_at_its_begin(whole):
-    loader = loader_of(Made(9), persistent_workers=True)
+def test_a_new_epoch_begins_at_position_0(whole):
+    loader = loader_of(WithWorker(9), persistent_workers=True)
     iterator = iter(loader)
     for _ in iterator if whole else range(3):
         if not whole:
@@ -356,7 +356,7 @@ def test_a_new_epoch_begins_at_its_begin(whole):
 
 
 def test_a_forked_child_is_refused():
-    iterator = iter(loader_of(Made(4)))
+    iterator = iter(loader_of(WithWorker(4)))
     next(iterator)
     read, write = os.pipe()
     pid = os.fork()
@@ -375,7 +375,7 @@ def test_a_forked_child_is_refused():
 
 
 class Uneven(IterableDataset):
-    """Each worker has a number of samples of its own."""
+    """Each worker has its own number of samples."""
 
     def __init__(self, *sizes):
         self.sizes = sizes
@@ -395,13 +395,13 @@ def test_tasks_at_which_a_worker_ends_leave_no_gap(sizes, in_order, persistent):
         for item in iterator:
             seen.append(item)
             low, ahead, per_worker, last = position(iterator, len(seen))
-            assert per_worker == [sum(of == worker for _, of in seen) for worker in range(len(sizes))]
+            assert per_worker == [sum(other == worker for _, other in seen) for worker in range(len(sizes))]
             assert last == item[1]
             if in_order:
                 assert ahead == [] and low >= len(seen)
         low, ahead, per_worker, _ = position(iterator, sum(sizes))
         assert (ahead, per_worker) == ([], list(sizes))
-        # Every task was answered or left out: those that were under way when each worker ended.
+        # Every task was answered, or was outstanding when its worker ended and was left out.
         assert sum(sizes) + len(sizes) <= low <= sum(sizes) + 2 * len(sizes) ** 2
     if persistent:
         iterator._shutdown_workers()
@@ -411,7 +411,7 @@ def test_tasks_at_which_a_worker_ends_leave_no_gap(sizes, in_order, persistent):
 
 
 class From(Epochs):
-    """Epochs that begin with a given worker."""
+    """Epochs whose first task goes to a given worker."""
 
     first = 2
 
@@ -427,15 +427,15 @@ class Beginning(LoaderIter):
 
 @pytest.mark.parametrize("in_order", [True, False])
 def test_the_first_task_goes_to_the_first_worker(in_order):
-    loader = loader_of(Made(9), 3, in_order=in_order, persistent_workers=True)
+    loader = loader_of(WithWorker(9), 3, in_order=in_order, persistent_workers=True)
     iterator = Beginning(loader)
-    made = dict(iterator)
+    worker_of = dict(iterator)
     # With in_order=False, a task after the first round goes to a worker that has room.
-    assert [made[i] for i in range(9 if in_order else 3)] == [(i + 2) % 3 for i in range(9 if in_order else 3)]
+    assert [worker_of[i] for i in range(9 if in_order else 3)] == [(i + 2) % 3 for i in range(9 if in_order else 3)]
     iterator._epochs.first = 1
     iterator._reset(loader)
-    made = dict(iterator)
-    assert [made[i] for i in range(3)] == [1, 2, 0]
+    worker_of = dict(iterator)
+    assert [worker_of[i] for i in range(3)] == [1, 2, 0]
     iterator._epochs.first = 3
     with pytest.raises(ValueError, match="there is no worker 3"):
         iterator._reset(loader)

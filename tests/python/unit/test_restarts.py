@@ -1,4 +1,4 @@
-"""What follows a worker's death under ``max_restarts``: the decisions, without workers."""
+"""The decisions after a worker's death under ``max_restarts``, tested without workers."""
 
 import errno
 import logging
@@ -36,8 +36,8 @@ def death(worker=0, generation=0, answers=0, task=None, place=None, first_task=0
     )
 
 
-def decisions(decider, *found, **kw):
-    return [decider.on_death(each, **kw) for each in found]
+def decisions(decider, *worker_deaths, **kw):
+    return [decider.on_death(each, **kw) for each in worker_deaths]
 
 
 def test_an_epoch_survives_as_many_deaths_as_allowed_of_all_workers_together():
@@ -62,8 +62,8 @@ def test_deaths_without_a_batch_in_between_wait_twice_as_long_each_time():
 
 def test_a_batch_in_between_ends_the_back_off():
     decider = Restarts(100)
-    told = [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 2)]
-    assert decisions(decider, *(death(generation=n, answers=answers) for n, answers in told)) == [
+    steps = [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 2)]
+    assert decisions(decider, *(death(generation=n, answers=answers) for n, answers in steps)) == [
         0.0,
         0.1,
         0.2,
@@ -139,14 +139,14 @@ def test_a_task_that_was_not_begun_is_not_to_blame():
     decider = Restarts(100)
     waits = decisions(decider, *(death(generation=n, task=4) for n in range(5)), under_way=False)
     assert waits == [0.0, 0.1, 0.2, 0.4, 0.8]
-    assert decisions(decider, *(death(1, n) for n in range(5))) == waits, "nor is there a task at all"
+    assert decisions(decider, *(death(1, n) for n in range(5))) == waits, "the same must hold without a task"
     assert not any("not retried" in note for note in decider.notes(0))
 
 
 def test_other_batches_do_not_add_up():
     decider = Restarts(100)
-    told = [(0, 4), (1, 4), (2, 5), (3, 5), (4, 4)]
-    waits = decisions(decider, *(death(generation=n, task=task) for n, task in told))
+    steps = [(0, 4), (1, 4), (2, 5), (3, 5), (4, 4)]
+    waits = decisions(decider, *(death(generation=n, task=task) for n, task in steps))
     assert waits == [0.0, 0.1, 0.2, 0.4, None]
 
 
@@ -177,16 +177,16 @@ def test_without_the_place_of_the_sample_the_batch_is_not_tried_again():
 @pytest.mark.parametrize("may_skip_samples", [False, True])
 def test_three_deaths_at_different_samples_of_a_batch_are_final_and_blame_none(may_skip_samples):
     decider = Restarts(100, may_skip_samples)
-    told = [(0, 4), (1, 5), (2, 4)]
-    waits = decisions(decider, *(death(generation=n, task=4, place=place) for n, place in told))
+    steps = [(0, 4), (1, 5), (2, 4)]
+    waits = decisions(decider, *(death(generation=n, task=4, place=place) for n, place in steps))
     assert waits == [0.0, 0.1, None] and not decider.poison
     assert decider.notes(0)[-1] == "The batch is not retried: 3 workers died while fetching it."
 
 
 def test_the_rest_of_a_batch_has_three_deaths_of_its_own_once_a_sample_is_passed_over():
     decider = Restarts(100, may_skip_samples=True)
-    told = [*enumerate([2, 2, 2, 3, 4, 3])]
-    waits = decisions(decider, *(death(generation=n, task=4, place=place) for n, place in told))
+    steps = [*enumerate([2, 2, 2, 3, 4, 3])]
+    waits = decisions(decider, *(death(generation=n, task=4, place=place) for n, place in steps))
     assert waits == [0.0, 0.1, 0.2, 0.4, 0.8, None] and [*decider.poison[0][4]] == [2]
 
 
@@ -240,7 +240,7 @@ def test_the_lock_admits_its_own_thread_again():
         assert not in_thread(decider.lock.acquire, False)
 
 
-def test_refusals_of_the_system_are_told_from_other_errors():
+def test_refusals_of_the_system_are_distinguished_from_other_errors():
     assert all(process.is_refused(OSError(number, "")) for number in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE))
     assert not process.is_refused(OSError(errno.EPIPE, "")) and not process.is_refused(TimeoutError())
 
@@ -282,8 +282,8 @@ def test_a_group_asks_once_for_each_death_whether_memory_ran_out():
     answers = iter([True, False])
     group._oom_kills = SimpleNamespace(grew=lambda: next(answers))
     assert group.was_out_of_memory(killed(), -9) and group.was_out_of_memory(killed(), -9)
-    assert not group.was_out_of_memory(killed(generation=1), -11), "no OOM kill"
-    assert not group.was_out_of_memory(killed(generation=2, stalled=True), -9), "its own kill"
+    assert not group.was_out_of_memory(killed(generation=1), -11), "there was no OOM kill"
+    assert not group.was_out_of_memory(killed(generation=2, stalled=True), -9), "the loader killed it itself"
     assert not group.was_out_of_memory(killed(generation=3), -9)
     assert next(answers, "all asked") == "all asked"
 
@@ -292,10 +292,10 @@ def test_a_group_asks_once_for_each_death_whether_memory_ran_out():
     ("own", "changed"),
     [
         ({}, False),
-        ({"generation": 1}, False),  # it has answered nothing
+        ({"generation": 1}, False),  # it has given no answer
         ({"generation": 1, "answers": 3}, True),
         ({"generation": 1, "first_task": 8}, True),
-        ({"generation": 1, "answers": 3, "dataset_kind": 1}, False),  # it makes its batches again
+        ({"generation": 1, "answers": 3, "dataset_kind": 1}, False),  # it produces its batches again
         ({"generation": 1, "answers": 3, "dataset_kind": 1, "start": {"place": 2}}, True),
         ({"generation": 1, "answers": 3, "seeding": Ellipsis}, False),
     ],
@@ -303,13 +303,13 @@ def test_a_group_asks_once_for_each_death_whether_memory_ran_out():
 def test_seeds_of_a_replacement(own, changed):
     start = WorkerStart(dataset_state=own.pop("start", None), replay=1)
     job = SimpleNamespace(**{"base_seed": 5, "generation": 0, "first_task": 0, "answers": 0} | vars_of(own))
-    torchs = 7, _utils.worker._generate_state(5, 2)
-    found = main._seeds_of(job, 2, start)
-    assert (found != torchs) == changed
+    torch_seeds = 7, _utils.worker._generate_state(5, 2)
+    seeds = main._seeds_of(job, 2, start)
+    assert (seeds != torch_seeds) == changed
     if changed:
-        assert found[0] != torchs[0] and list(found[1]) != list(torchs[1]) and 0 <= found[0] < 1 << 63
+        assert seeds[0] != torch_seeds[0] and list(seeds[1]) != list(torch_seeds[1]) and 0 <= seeds[0] < 1 << 63
         job.generation += 1
-        assert main._seeds_of(job, 2, start)[0] not in (found[0], main._seeds_of(job, 1, start)[0])
+        assert main._seeds_of(job, 2, start)[0] not in (seeds[0], main._seeds_of(job, 1, start)[0])
 
 
 def vars_of(own):

@@ -1,4 +1,4 @@
-"""The index batches of an epoch from any position: torch's own, in whatever process they go on."""
+"""The index batches of an epoch from any position are torch's own, in any process that continues the epoch."""
 
 import io
 import itertools
@@ -69,7 +69,7 @@ class Backwards(Sampler):
 
 
 class Plan:
-    """Settings of a sampler, which makes it any number of times, as new processes do."""
+    """The settings of a sampler. Creates it any number of times, as new processes do."""
 
     def __init__(self, kind, size, batch_size=3, drop_last=False, given=False, cls=None, **kw):
         self.kind, self.size, self.batch_size, self.drop_last, self.given = kind, size, batch_size, drop_last, given
@@ -131,7 +131,7 @@ def states(generator):
 
 
 def steps(iterator, generator, count=sys.maxsize):
-    """What each call gives, and the states of the generators after it; two calls beyond the end."""
+    """The outcome of each call and the states of the generators after it, up to two calls beyond the end."""
     seen, ends = [states(generator)], 0
     while ends < 2 and len(seen) <= count:
         seen.append((outcome(next, iterator), states(generator)))
@@ -148,14 +148,14 @@ def begin(index_sampler, saved=None, position=0, ahead=(), every=1):
 
 
 def merged(state):
-    """What a loader gives back of a state."""
+    """A state, as a loader passes it back."""
     saved = dict(state.own)
     saved |= {"_index_sampler_state": state.index_sampler_state, "_sampler_iter_state": state.sampler_iter_state}
     return {name: value for name, value in saved.items() if value is not None or name == "start"}
 
 
-def through(saved):
-    """A state that was written to a file and read."""
+def saved_and_loaded(saved):
+    """A state after it was written to a file and read back."""
     file = io.BytesIO()
     torch.save(saved, file)
     file.seek(0)
@@ -178,26 +178,26 @@ def plain(value):
 
 @pytest.mark.parametrize("kind", [*KINDS, "other"])
 @pytest.mark.parametrize("asked", [False, True])
-def test_an_epoch_from_its_begin_is_torchs(kind, asked):
+def test_an_epoch_from_its_beginning_is_torchs(kind, asked):
     rng = random.Random(kind)
     for seed in range(60):
         plan = random_plan(rng, kind)
         torch.manual_seed(seed)
         sampler, generator = plan.make()
-        torchs = steps(iter(sampler), generator)
+        expected = steps(iter(sampler), generator)
         torch.manual_seed(seed)
         sampler, generator = plan.make()
         iterator = iter(sampler)
         before = states(generator)
-        ours = sampling(sampler, iterator, None, 0, (), 1, map_style=True)
+        own = sampling(sampler, iterator, None, 0, (), 1, map_style=True)
         assert states(generator) == before, plan
         seen = [before]
-        for call in range(1, len(torchs)):
-            seen.append((outcome(next, ours.iterator), states(generator)))
+        for call in range(1, len(expected)):
+            seen.append((outcome(next, own.iterator), states(generator)))
             if asked:
-                ours.state(call)
+                own.state(call)
                 assert states(generator) == seen[-1][1], plan
-        assert seen == torchs, plan
+        assert seen == expected, plan
 
 
 def test_streams_stay_streams():
@@ -206,8 +206,8 @@ def test_streams_stay_streams():
         assert type(begin(plan.make()[0]).iterator) is IndexStream
     for plan in (Plan("sequential", 10, None), Plan("other", 10)):
         index_sampler = plan.make()[0]
-        torchs = iter(index_sampler)
-        assert sampling(index_sampler, torchs, None, 0, (), 1, map_style=True).iterator is torchs
+        iterator = iter(index_sampler)
+        assert sampling(index_sampler, iterator, None, 0, (), 1, map_style=True).iterator is iterator
 
 
 @pytest.mark.parametrize("kind", ["random", "subset", "weighted"])
@@ -218,19 +218,19 @@ def test_a_state_before_the_first_batch_makes_the_draws_that_follow(kind, given)
         plan = Plan(kind, 20, given=given, **(kw if replacement is None else dict(replacement=replacement)))
         torch.manual_seed(3)
         sampler, generator = plan.make()
-        torchs = [*sampler], states(generator)
+        expected = [*sampler], states(generator)
         torch.manual_seed(3)
         sampler, generator = plan.make()
-        ours = begin(sampler)
-        first = ours.state(0)
+        own = begin(sampler)
+        first = own.state(0)
         after = states(generator)
-        assert plain(ours.state(0)) == plain(first)
-        ours.draw()
+        assert plain(own.state(0)) == plain(first)
+        own.draw()
         assert states(generator) == after
-        assert ([*ours.iterator], states(generator)) == torchs
-        assert plain(ours.state(0)) == plain(first)
+        assert ([*own.iterator], states(generator)) == expected
+        assert plain(own.state(0)) == plain(first)
         torch.manual_seed(4)
-        assert [*begin(plan.make(9)[0], merged(first)).iterator] == torchs[0]
+        assert [*begin(plan.make(9)[0], merged(first)).iterator] == expected[0]
 
 
 def test_attributes_that_torch_reads_for_each_batch():
@@ -238,10 +238,10 @@ def test_attributes_that_torch_reads_for_each_batch():
         kw = dict(num_replicas=1, rank=0) if kind == "distributed" else {}
         kw = dict(num_samples=20, replacement=False) if kind == "weighted" else kw
         seen = []
-        for ours in (False, True):
+        for is_own in (False, True):
             torch.manual_seed(0)
             sampler, _ = Plan(kind, 20, **kw).make()
-            iterator = begin(sampler).iterator if ours else iter(sampler)
+            iterator = begin(sampler).iterator if is_own else iter(sampler)
             batches = [next(iterator)]
             sampler.batch_size = 5
             seen.append([*batches, *iterator])
@@ -249,7 +249,7 @@ def test_attributes_that_torch_reads_for_each_batch():
         assert [len(batch) for batch in seen[0]] == [3, 5, 5, 5, 2]
 
 
-# Going on
+# Resuming
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -260,12 +260,12 @@ def test_any_position_in_a_new_process(kind, part):
         plan = random_plan(rng, kind)
         torch.manual_seed(seed)
         sampler, generator = plan.make()
-        torchs = [*sampler]
+        expected = [*sampler]
         following = [*sampler]
-        for position in {0, len(torchs), rng.randint(0, len(torchs)), rng.randint(0, len(torchs))}:
+        for position in {0, len(expected), rng.randint(0, len(expected)), rng.randint(0, len(expected))}:
             torch.manual_seed(seed)
             first = begin(plan.make()[0])
-            assert [*itertools.islice(first.iterator, position)] == torchs[:position]
+            assert [*itertools.islice(first.iterator, position)] == expected[:position]
             state = first.state(position)
 
             torch.manual_seed(seed + 100)
@@ -273,16 +273,16 @@ def test_any_position_in_a_new_process(kind, part):
             if kind == "distributed":
                 sampler_of(sampler).set_epoch(plan.kw["epoch"])
             before = torch.get_rng_state()
-            second = begin(sampler, through(merged(state)), position)
+            second = begin(sampler, saved_and_loaded(merged(state)), position)
             assert plain(second.state(position)) == plain(state), plan
-            cut = rng.randint(0, len(torchs) - position)
-            assert [*itertools.islice(second.iterator, cut)] == torchs[position : position + cut], plan
+            cut = rng.randint(0, len(expected) - position)
+            assert [*itertools.islice(second.iterator, cut)] == expected[position : position + cut], plan
             state = second.state(position + cut)
-            # A third process goes on from there; the second one as well.
-            third = begin(plan.make(seed=60)[0], through(merged(state)), position + cut)
-            assert [*third.iterator] == torchs[position + cut :], plan
-            assert [*second.iterator] == torchs[position + cut :], plan
-            # The global generator is left alone, and the sampler's own one is where it was after the epoch.
+            # A third process continues from there, and so does the second.
+            third = begin(plan.make(seed=60)[0], saved_and_loaded(merged(state)), position + cut)
+            assert [*third.iterator] == expected[position + cut :], plan
+            assert [*second.iterator] == expected[position + cut :], plan
+            # The global generator is left alone, and the sampler's own generator is in its state after the epoch.
             assert torch.equal(torch.get_rng_state(), before), plan
             if generator is not None or kind in ("sequential", "distributed"):
                 assert [*sampler] == following, plan
@@ -388,15 +388,15 @@ def test_what_a_state_says():
     next(first.iterator)
     torch.manual_seed(4)
     seed = int(torch.empty((), dtype=torch.int64).random_().item())
-    said = dict(kind="random", length=25, batch_size=3, drop_last=True, data_length=20, replacement=False)
+    fields = dict(kind="random", length=25, batch_size=3, drop_last=True, data_length=20, replacement=False)
     state = first.state(2)
-    assert state == typed(said | {"start": {"seed": seed}, "_sampler_iter_state": {"samples_yielded": 6}})
+    assert state == typed(fields | {"start": {"seed": seed}, "_sampler_iter_state": {"samples_yielded": 6}})
     assert json.loads(json.dumps(state.own)) == state.own
     assert first.state(9).sampler_iter_state == {"samples_yielded": 25}
 
     state = begin(Plan("sequential", 20, None).make()[0]).state(5)
-    said = dict(kind="sequential", length=20, batch_size=None, drop_last=None, start={})
-    assert state == typed(said)
+    fields = dict(kind="sequential", length=20, batch_size=None, drop_last=None, start={})
+    assert state == typed(fields)
 
     shard = dict(num_replicas=3, rank=1, shuffle=True, seed=5, drop_last=True)
     sampler = DistributedSampler(Sized(20), **shard)
@@ -408,9 +408,9 @@ def test_what_a_state_says():
     sampler, _generator = Plan("weighted", 9, given=True, num_samples=4, replacement=True).make()
     state = begin(sampler).state(0)
     expected = torch.Generator().manual_seed(1).get_state()
-    said = state.own
-    assert torch.equal(said.pop("start")["generator"], expected)
-    assert said == dict(kind="weighted", length=4, batch_size=3, drop_last=False, data_length=9, replacement=True)
+    fields = state.own
+    assert torch.equal(fields.pop("start")["generator"], expected)
+    assert fields == dict(kind="weighted", length=4, batch_size=3, drop_last=False, data_length=9, replacement=True)
     assert begin(Plan("subset", 9).make()[0]).state(0).own["start"].keys() == {"global_generator"}
     assert begin(Plan("other", 9).make()[0]).state(2) == typed(
         dict(kind="other", length=9, batch_size=3, drop_last=False, start=None)
@@ -440,13 +440,13 @@ def test_the_index_batches_of_an_iterable_dataset():
             return iter(range(5))
 
     loader = DataLoader(Stream(), batch_size=2)
-    torchs = iter(loader._index_sampler)
-    found = sampling(loader._index_sampler, torchs, SamplerState(), 3, (), 1, map_style=False)
-    assert type(found.iterator) is Endless
-    said = dict(kind="none", length=None, batch_size=2, drop_last=False, start=None)
-    assert found.state(3) == typed(said | {"_sampler_iter_state": {"samples_yielded": 6}})
-    check_said(said, loader)
-    found.draw()
+    iterator = iter(loader._index_sampler)
+    epoch = sampling(loader._index_sampler, iterator, SamplerState(), 3, (), 1, map_style=False)
+    assert type(epoch.iterator) is Endless
+    fields = dict(kind="none", length=None, batch_size=2, drop_last=False, start=None)
+    assert epoch.state(3) == typed(fields | {"_sampler_iter_state": {"samples_yielded": 6}})
+    check_saved(fields, loader)
+    epoch.draw()
 
 
 def test_samplers_that_this_package_does_not_know_are_iterated_anew():
@@ -467,18 +467,18 @@ def test_replaced_methods_count_as_unknown(monkeypatch):
 
     monkeypatch.setattr(SequentialSampler, "__iter__", counted)
     index_sampler = BatchSampler(SequentialSampler(range(4)), 3, False)
-    found = begin(index_sampler, None, 1)
-    assert found.state(1).own["kind"] == "other"
-    assert [*found.iterator] == [[3, 4, 5], [6, 7, 8]]
+    epoch = begin(index_sampler, None, 1)
+    assert epoch.state(1).own["kind"] == "other"
+    assert [*epoch.iterator] == [[3, 4, 5], [6, 7, 8]]
     assert calls == [1]
 
 
 def test_unusual_batch_sizes_are_left_to_torch():
     index_sampler = BatchSampler(SequentialSampler(range(9)), 3, False)
     index_sampler.batch_size = np.int64(4)
-    found = begin(index_sampler, None, 1)
-    assert [*found.iterator] == [[4, 5, 6, 7], [8]]
-    assert found.state(2).own["batch_size"] is None
+    epoch = begin(index_sampler, None, 1)
+    assert [*epoch.iterator] == [[4, 5, 6, 7], [8]]
+    assert epoch.state(2).own["batch_size"] is None
     index_sampler.batch_size = None
     assert [*begin(index_sampler, None, 1).iterator] == []
     assert [*begin(index_sampler).iterator] == [[*range(9)]]
@@ -503,12 +503,12 @@ def test_the_saved_epoch_of_a_distributed_sampler_counts(caplog):
 def test_a_distributed_sampler_without_batches_is_read_at_once():
     sampler, _ = Plan("distributed", 20, None, num_replicas=2, rank=0, epoch=1).make()
     whole = [*sampler]
-    torchs = iter(sampler)
-    first = sampling(sampler, torchs, None, 0, (), 1, map_style=True)
+    iterator = iter(sampler)
+    first = sampling(sampler, iterator, None, 0, (), 1, map_style=True)
     sampler.set_epoch(2)
     assert first.state(0).own["start"]["epoch"] == 1
     assert next(first.iterator) == whole[0]
-    assert next(torchs) == whole[1]
+    assert next(iterator) == whole[1]
     assert [*first.iterator] == whole[2:]
 
 
@@ -518,25 +518,25 @@ def test_the_state_of_one_rank_resumes_all():
     for rank in range(3):
         plan = Plan("distributed", 20, num_replicas=3, rank=rank)
         sampler, _ = plan.make()
-        check_said(saved, Holder(sampler))
-        found = begin(sampler, saved, 1)
-        assert found.state(1).own["start"]["rank"] == rank
-        assert [*found.iterator] == [*plan.make()[0]][1:]
+        check_saved(saved, Holder(sampler))
+        resumed = begin(sampler, saved, 1)
+        assert resumed.state(1).own["start"]["rank"] == rank
+        assert [*resumed.iterator] == [*plan.make()[0]][1:]
 
 
 def test_shards_whose_settings_are_no_numbers():
     sampler = DistributedSampler(Sized(9), 2, 0, shuffle=False)
     sampler.set_epoch(None)
-    found = begin(BatchSampler(sampler, 2, False))
-    assert found.state(0).own["start"] is None
-    assert [*found.iterator] == [[0, 2], [4, 6], [8]]
+    epoch = begin(BatchSampler(sampler, 2, False))
+    assert epoch.state(0).own["start"] is None
+    assert [*epoch.iterator] == [[0, 2], [4, 6], [8]]
 
 
 # The draws of the next epoch
 
 
 class Loader:
-    """What `draws` needs of a loader."""
+    """The attributes of a loader that `draw` uses."""
 
     def __init__(self, generator=None, dataset=None):
         self.generator, self.dataset = generator, dataset
@@ -549,23 +549,23 @@ def base_seed(generator):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("between", [False, True])
 def test_the_next_epoch_has_torchs_order(kind, between):
-    """Two epochs as torch runs them, and with a state between them that makes the draws of the second one."""
+    """Two epochs as torch runs them, and two with a state between them that makes the draws of the second epoch."""
     rng = random.Random(kind)
     for seed in range(20):
         plan = random_plan(rng, kind)
         torch.manual_seed(seed)
         sampler, generator = plan.make()
-        torchs = []
+        expected = []
         for _ in range(2):
-            torchs.append((base_seed(generator), [*sampler]))
-        torchs.append(states(generator))
+            expected.append((base_seed(generator), [*sampler]))
+        expected.append(states(generator))
 
         torch.manual_seed(seed)
         sampler, generator = plan.make()
-        ours = [(base_seed(generator), [*begin(sampler).iterator])]
-        made = draw(Loader(generator), sampler, with_base_seed=True)
-        start = made.sampler
-        # Only what was drawn is kept; from a generator of its own the sampler draws by itself.
+        own = [(base_seed(generator), [*begin(sampler).iterator])]
+        draws = draw(Loader(generator), sampler, with_base_seed=True)
+        start = draws.sampler
+        # Only drawn values are kept. A sampler with its own generator draws from it by itself.
         kept = {"start": start} if start is not None and "generator" not in start else None
         if between:
             other = torch.get_rng_state()
@@ -573,35 +573,35 @@ def test_the_next_epoch_has_torchs_order(kind, between):
         batches = [*begin(sampler, kept).iterator]
         if between:
             torch.set_rng_state(other)
-        ours += [(made.base_seed, batches), states(generator)]
+        own += [(draws.base_seed, batches), states(generator)]
         if not between or kept is not None or generator is not None or kind in ("sequential", "distributed"):
-            assert ours == torchs, plan
+            assert own == expected, plan
 
-        # In another process, the state says the same.
+        # In another process, the state leads to the same order.
         torch.manual_seed(seed + 1)
         sampler, other = plan.make(seed=70)
-        assert [*begin(sampler, start and {"start": through(start)}).iterator] == torchs[1][1], plan
+        assert [*begin(sampler, start and {"start": saved_and_loaded(start)}).iterator] == expected[1][1], plan
         if other is not None:
             sampler, other = plan.make(seed=80)
             restore(sampler, start)
-            assert [*begin(sampler).iterator] == torchs[1][1], plan
+            assert [*begin(sampler).iterator] == expected[1][1], plan
 
 
 def test_draws_of_persistent_workers_have_no_base_seed():
     sampler, _ = Plan("random", 9).make()
     torch.manual_seed(3)
-    made = draw(Loader(), sampler, with_base_seed=False)
+    draws = draw(Loader(), sampler, with_base_seed=False)
     torch.manual_seed(3)
-    assert made == Draws(None, {"seed": base_seed(None)})
+    assert draws == Draws(None, {"seed": base_seed(None)})
 
 
 def test_draws_of_samplers_that_draw_nothing_known():
     for plan in (Plan("sequential", 9), Plan("distributed", 9, num_replicas=2, rank=0), Plan("other", 9)):
         torch.manual_seed(3)
-        made = draw(Loader(), plan.make()[0], with_base_seed=True)
+        draws = draw(Loader(), plan.make()[0], with_base_seed=True)
         after = torch.get_rng_state()
         torch.manual_seed(3)
-        assert made == Draws(base_seed(None), None)
+        assert draws == Draws(base_seed(None), None)
         assert torch.equal(torch.get_rng_state(), after)
 
 
@@ -610,8 +610,8 @@ def test_draws_for_a_datapipe_leave_all_to_torch():
 
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    made = draw(Loader(dataset=IterableWrapper(range(3))), Plan("random", 9).make()[0], with_base_seed=True)
-    assert made == Draws(None, None)
+    draws = draw(Loader(dataset=IterableWrapper(range(3))), Plan("random", 9).make()[0], with_base_seed=True)
+    assert draws == Draws(None, None)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -640,7 +640,7 @@ def test_running_out_an_epoch(kind):
         list(first.iterator)
         after = generator.get_state()
         other, generator = plan.make(seed=9)
-        run_out(other, typed(through(saved)), 1)
+        run_out(other, typed(saved_and_loaded(saved)), 1)
         assert torch.equal(generator.get_state(), after), plan
         run_out(other, None)
         assert torch.equal(generator.get_state(), after)
@@ -658,8 +658,8 @@ def test_running_out_draws_nothing_from_the_global_generator():
 # Checks
 
 
-def check_said(said, loader):
-    check(typed(said), loader)
+def check_saved(fields, loader):
+    check(typed(fields), loader)
 
 
 class Holder:
@@ -669,11 +669,11 @@ class Holder:
 
 def refusal(saved, index_sampler):
     with pytest.raises(ValueError) as caught:
-        check_said(saved, Holder(index_sampler))
+        check_saved(saved, Holder(index_sampler))
     return str(caught.value)
 
 
-def said_of(plan):
+def saved_of(plan):
     return begin(plan.make()[0]).state(0).own
 
 
@@ -682,12 +682,12 @@ def test_a_state_fits_a_sampler_with_the_same_settings(kind):
     rng = random.Random(kind)
     for _ in range(30):
         plan = random_plan(rng, kind)
-        check_said(through(said_of(plan)), Holder(plan.make(seed=9)[0]))
-        check_said(kind_of(plan.make()[0]).unstarted().own, Holder(plan.make()[0]))
+        check_saved(saved_and_loaded(saved_of(plan)), Holder(plan.make(seed=9)[0]))
+        check_saved(kind_of(plan.make()[0]).unstarted().own, Holder(plan.make()[0]))
 
 
 def test_differences_are_named():
-    saved = said_of(Plan("random", 100, 4))
+    saved = saved_of(Plan("random", 100, 4))
     text = refusal(saved, Plan("random", 90, 4).make()[0])
     assert text == (
         "the state was saved with a sampler of length 100, but this loader has a sampler of length 90: load it into a "
@@ -705,10 +705,10 @@ def test_differences_are_named():
     assert "a RandomSampler" in text and "a SequentialSampler" in text
     text = refusal(saved, Plan("other", 100, 4).make()[0])
     assert "a RandomSampler" in text and "a sampler of another class" in text
-    text = refusal(said_of(Plan("other", 100, 4)), Plan("other", 90, 4).make()[0])
+    text = refusal(saved_of(Plan("other", 100, 4)), Plan("other", 90, 4).make()[0])
     assert "length 100" in text
-    # A length that one of them does not have is no difference.
-    check_said(saved | {"length": None}, Holder(Plan("random", 100, 4).make()[0]))
+    # A length that only one of them has is no difference.
+    check_saved(saved | {"length": None}, Holder(Plan("random", 100, 4).make()[0]))
 
 
 @pytest.mark.parametrize(
@@ -723,7 +723,7 @@ def test_differences_are_named():
 )
 def test_differences_of_distributed_samplers_are_named(change, words):
     settings = dict(num_replicas=2, rank=1, size=100)
-    saved = said_of(Plan("distributed", **settings))
+    saved = saved_of(Plan("distributed", **settings))
     text = refusal(saved, Plan("distributed", **settings | change).make()[0])
     for word in words:
         assert word in text
@@ -738,14 +738,14 @@ def test_a_distributed_sampler_that_drops_the_last_indices():
 
 def test_junk_is_refused():
     random_sampler = Plan("random", 9).make()[0]
-    saved = said_of(Plan("random", 9))
+    saved = saved_of(Plan("random", 9))
     for start in ({}, {"seed": -1}, {"seed": "x"}, {"seed": True}, {"generator": 3}, [1], "x", 5):
         assert "start" in refusal(saved | {"start": start}, random_sampler)
     assert "start" in refusal(saved | {"start": {"generator": torch.zeros(3)}}, random_sampler)
     for kind in (None, "fancy", 3, ["random"]):
         assert "kind of sampler must be one of" in refusal(saved | {"kind": kind}, random_sampler)
     plan = Plan("distributed", 9, num_replicas=2, rank=0)
-    saved = said_of(plan)
+    saved = saved_of(plan)
     for name in (
         "epoch",
         "seed",
@@ -759,8 +759,8 @@ def test_junk_is_refused():
     ):
         for value in (None, "x", 1.5):
             assert repr(name) in refusal(saved | {"start": saved["start"] | {name: value}}, plan.make()[0])
-        left = {key: value for key, value in saved["start"].items() if key != name}
-        assert repr(name) in refusal(saved | {"start": left}, plan.make()[0])
+        rest = {key: value for key, value in saved["start"].items() if key != name}
+        assert repr(name) in refusal(saved | {"start": rest}, plan.make()[0])
     for name in ("rank", "consumed", "first"):
         assert "non-negative" in refusal(saved | {"start": saved["start"] | {name: -1}}, plan.make()[0])
 
@@ -781,21 +781,21 @@ def test_junk_is_refused():
     ],
 )
 def test_a_start_that_is_asked_for_while_it_is_drawn(kind, kw, during, batch_size, monkeypatch):
-    """A signal handler may ask for the state while the first batch draws; before its draw and after it."""
+    """A signal handler may ask for the state while the first batch is drawn, before the draw and after it."""
     for after in (False, True):
         plan = Plan(kind, 20, batch_size, **kw)
         first = begin(plan.make()[0])
         seen = []
-        torchs = getattr(torch, during)
+        original = getattr(torch, during)
 
-        def interrupted(*args, first=first, seen=seen, after=after, torchs=torchs, **kw):
-            monkeypatch.setattr(torch, during, torchs)
+        def interrupted(*args, first=first, seen=seen, after=after, original=original, **kw):
+            monkeypatch.setattr(torch, during, original)
             if after:
-                made = torchs(*args, **kw)
+                result = original(*args, **kw)
                 seen.append(first.state(0))
-                return made
+                return result
             seen.append(first.state(0))
-            return torchs(*args, **kw)
+            return original(*args, **kw)
 
         monkeypatch.setattr(torch, during, interrupted)
         whole = [*first.iterator]

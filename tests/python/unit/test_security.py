@@ -1,4 +1,4 @@
-"""What other programs and other users can get at: nothing (docs/reliability.md, Security)."""
+"""Other programs and other users have no access (docs/reliability.md, Security)."""
 
 import fcntl
 import os
@@ -17,17 +17,17 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Descriptors(Numbers):
-    """What our descriptors in the worker show, and whether they are close-on-exec."""
+    """The targets of rustloader's descriptors in the worker, and whether each is close-on-exec."""
 
     def __getitem__(self, i):
-        return {target: closing(number) for number, target in open_files().items() if is_ours(target)}
+        return {target: is_close_on_exec(number) for number, target in open_files().items() if is_own(target)}
 
 
-def is_ours(target):
+def is_own(target):
     return "rustloader" in target or target.startswith("anon_inode:")
 
 
-def closing(number):
+def is_close_on_exec(number):
     return bool(fcntl.fcntl(number, fcntl.F_GETFD) & fcntl.FD_CLOEXEC)
 
 
@@ -40,11 +40,11 @@ def test_descriptors_do_not_go_to_other_programs(method):
     before = open_files()
     loader = DataLoader(Descriptors(2), num_workers=1, batch_size=None, multiprocessing_context=method)
     iterator = iter(loader)
-    theirs = next(iterator)
-    assert any("memfd:rustloader" in target for target in theirs) and all(theirs.values()), theirs
-    mine = {number: target for number, target in open_files().items() if number not in before and is_ours(target)}
-    assert any("memfd:rustloader" in target for target in mine.values())
-    assert all(map(closing, mine)), mine
+    in_worker = next(iterator)
+    assert any("memfd:rustloader" in target for target in in_worker) and all(in_worker.values()), in_worker
+    in_main = {number: target for number, target in open_files().items() if number not in before and is_own(target)}
+    assert any("memfd:rustloader" in target for target in in_main.values())
+    assert all(map(is_close_on_exec, in_main)), in_main
     code = "import os; print([os.readlink(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd') if int(n) > 2])"
     done = subprocess.run([sys.executable, "-c", code], close_fds=False, capture_output=True, text=True)
     assert "rustloader" not in done.stdout, done
@@ -55,9 +55,9 @@ def test_the_arena_is_sealed_and_has_no_name():
     before = set(open_files())
     iterator = iter(DataLoader(Numbers(4), num_workers=2, batch_size=None))
     next(iterator)
-    found = [number for number in arenas() if number not in before]
-    assert found
-    for number in found:
+    descriptors = [number for number in arenas() if number not in before]
+    assert descriptors
+    for number in descriptors:
         assert fcntl.fcntl(number, fcntl.F_GET_SEALS) & SEALS == SEALS
         with pytest.raises(PermissionError):
             os.ftruncate(number, 4096)
@@ -72,22 +72,22 @@ def test_the_arena_is_sealed_and_has_no_name():
 def test_another_user_cannot_open_it():
     iterator = iter(DataLoader(Numbers(4), num_workers=2, batch_size=None))
     next(iterator)
-    places = [f"/proc/{os.getpid()}/fd/{number}" for number in arenas()]
-    places += [f"/proc/{pid}/fd/{number}" for pid in worker_pids(iterator) for number in arenas()]
-    places += [f"/proc/{pid}/mem" for pid in [os.getpid(), *worker_pids(iterator)]]
-    for place in places:
-        os.close(os.open(place, os.O_RDWR))  # root can
+    paths = [f"/proc/{os.getpid()}/fd/{number}" for number in arenas()]
+    paths += [f"/proc/{pid}/fd/{number}" for pid in worker_pids(iterator) for number in arenas()]
+    paths += [f"/proc/{pid}/mem" for pid in [os.getpid(), *worker_pids(iterator)]]
+    for path in paths:
+        os.close(os.open(path, os.O_RDWR))  # root can
     pid = os.fork()
     if pid == 0:
-        opened = len(places)
+        opened = len(paths)
         try:
             os.setgroups([]), os.setgid(NOBODY), os.setuid(NOBODY)
-            for place in places:
+            for path in paths:
                 try:
-                    os.open(place, os.O_RDONLY)
+                    os.open(path, os.O_RDONLY)
                 except PermissionError:
                     opened -= 1
         finally:
             os._exit(opened)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, "another user has opened some of it"
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, "another user has opened some of them"
     assert torch.equal(next(iterator), torch.tensor(1))

@@ -55,10 +55,10 @@ def test_workers_of_every_start_method_share_the_queue(method):
     loader = shared(Slow(30, dict.fromkeys(range(30), 0.01)), 3, batch_size=None, multiprocessing_context=method)
     with from_engine(30):
         iterator = iter(loader)
-        # All of them have started, and what was submitted is made.
+        # All workers have started, and have completed the submitted tasks.
         assert workers_say(iterator, state="idle")
         assert values(iterator) == list(range(30))
-        assert sorted(done(iterator))[1] > 0, "one worker has made all batches"
+        assert sorted(done(iterator))[1] > 0, "one worker has produced all batches"
 
 
 @pytest.mark.parametrize("in_order", [True, False])
@@ -69,10 +69,10 @@ def test_epochs_of_persistent_workers_have_each_sample_once(workers, in_order):
     )
     pids = set()
     for end in (50, 7, 50, 1, 0, 50):
-        got = [batch.item() for batch in itertools.islice(loader, end)]
+        samples = [batch.item() for batch in itertools.islice(loader, end)]
         pids.add(tuple(worker_pids(loader._iterator)))
-        assert len(set(got)) == end
-        assert got == list(range(end)) if in_order else set(got) <= set(range(50))
+        assert len(set(samples)) == end
+        assert samples == list(range(end)) if in_order else set(samples) <= set(range(50))
     assert len(pids) == 1
 
 
@@ -86,7 +86,7 @@ def test_what_no_worker_has_taken_of_an_abandoned_epoch_is_never_run(tmp_path, i
     assert wait_until(lambda: dataset.reached(1) and dataset.reached(2))
     assert iterator._tasks_outstanding == 8
 
-    # The tasks are taken back before this waits for the workers.
+    # The tasks are taken back before this thread waits for the workers.
     thread = threading.Thread(target=iter, args=(loader,))
     thread.start()
     assert wait_until(lambda: call_of(f"/proc/self/task/{thread.native_id}") in POLLS)
@@ -94,8 +94,8 @@ def test_what_no_worker_has_taken_of_an_abandoned_epoch_is_never_run(tmp_path, i
     dataset.let_go(2)
     thread.join(SOON)
     assert not thread.is_alive()
-    got = values(iterator)
-    assert (got if in_order else sorted(got)) == list(range(40))
+    samples = values(iterator)
+    assert (samples if in_order else sorted(samples)) == list(range(40))
     assert sorted(dataset.made()) == sorted([0, 1, 2, *range(40)])
 
 
@@ -103,7 +103,7 @@ def test_a_slow_sample_holds_up_one_worker_alone(tmp_path):
     dataset = Recorded(40, tmp_path / "sample", held=(1,))
     iterator = iter(shared(dataset, prefetch_factor=4, batch_size=None, reorder_window=20))
     assert next(iterator).item() == 0
-    # The main process is in its own step. The other worker makes all that has been submitted.
+    # The main process is in its training step. The other worker completes all other submitted tasks.
     assert wait_until(lambda: dataset.reached(1) and sum(done(iterator)) == 8)
     info = iterator._task_info
     holder = info.pop(1)[0]
@@ -117,8 +117,8 @@ def test_a_slow_sample_holds_up_one_worker_alone(tmp_path):
 def test_out_of_order_a_slow_sample_holds_up_no_batch(tmp_path):
     dataset = Recorded(200, tmp_path / "sample", held=(3,))
     iterator = iter(shared(dataset, batch_size=None, in_order=False))
-    got = [next(iterator).item() for _ in range(199)]
-    assert sorted(got) == [i for i in range(200) if i != 3]
+    samples = [next(iterator).item() for _ in range(199)]
+    assert sorted(samples) == [i for i in range(200) if i != 3]
     dataset.let_go(3)
     assert next(iterator).item() == 3
     with pytest.raises(StopIteration):
@@ -128,7 +128,6 @@ def test_out_of_order_a_slow_sample_holds_up_no_batch(tmp_path):
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("n", [0, 1, 2])
 def test_an_epoch_may_be_shorter_than_the_number_of_workers(n, persistent):
-    # An empty dataset has no random order.
     loader = shared(Numbers(n), 4, batch_size=None, persistent_workers=persistent, sampler=range(n))
     for _ in range(3):
         assert values(epoch(loader)) == list(range(n))
@@ -155,35 +154,35 @@ def test_batches_are_pinned(host, persistent, in_order):
     expected = list(TorchDataLoader(Images(26), batch_size=4))
     for _ in range(3):
         with from_engine(7):
-            got = list(loader)
-        got.sort(key=lambda batch: int(batch[1][0]))
-        assert same(got, expected)
-        assert all(host.owns(part) for batch in got for part in batch)
-    del got
-    # An epoch that is abandoned, with what the thread has already pinned.
+            batches = list(loader)
+        batches.sort(key=lambda batch: int(batch[1][0]))
+        assert same(batches, expected)
+        assert all(host.owns(part) for batch in batches for part in batch)
+    del batches
+    # An epoch is abandoned, with the batches that the thread has already pinned.
     next(iter(loader))
     if persistent:
         assert len(list(loader)) == 7
         loader._iterator._shutdown_workers()
-    assert wait_until(lambda: gc.collect() is not None and not host.live), "pinned memory was kept back"
+    assert wait_until(lambda: gc.collect() is not None and not host.live), "pinned memory was not released"
 
 
 def test_a_timeout_loses_nothing(tmp_path):
     dataset = Recorded(10, tmp_path / "sample", held=(2, 3))
     iterator = iter(shared(dataset, batch_size=None, timeout=0.2))
-    got = [in_time(next, iterator) for _ in range(2)]
+    results = [in_time(next, iterator) for _ in range(2)]
     with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.2 seconds"):
         next(iterator)
     dataset.let_go(3)
     dataset.let_go(2)
-    got += [in_time(next, iterator) for _ in range(8)]
-    assert [value for _, value in got] == list(range(10))
+    results += [in_time(next, iterator) for _ in range(8)]
+    assert [value for _, value in results] == list(range(10))
 
 
-def without_worker(found):
-    """Outcomes without the number of the worker."""
+def without_worker(results):
+    """Outcomes without the worker ID."""
     return [
-        tuple(part.rpartition(" process ")[0] or part if isinstance(part, str) else part for part in o) for o in found
+        tuple(part.rpartition(" process ")[0] or part if isinstance(part, str) else part for part in o) for o in results
     ]
 
 
@@ -191,9 +190,9 @@ def test_errors_of_the_dataset_come_in_their_places():
     dataset = Failing(20, {3: key_error, 4: two_arguments, 19: key_error})
     options = {"num_workers": 3, "batch_size": None}
     loaders = DataLoader(dataset, dispatch="shared_queue", **options), TorchDataLoader(dataset, **options)
-    found = [outcomes_of(loader, 22) for loader in loaders]
-    assert without_worker(found[0]) == without_worker(found[1])
-    assert [o[0] for o in found[0]].count("error") == 3
+    results = [outcomes_of(loader, 22) for loader in loaders]
+    assert without_worker(results[0]) == without_worker(results[1])
+    assert [o[0] for o in results[0]].count("error") == 3
 
 
 def fails_everywhere(worker):
@@ -206,17 +205,17 @@ def fails_in_one(worker):
 
 
 def test_an_error_of_every_workers_start_replaces_every_batch():
-    found = outcomes(iter(shared(Numbers(9), batch_size=None, worker_init_fn=fails_everywhere)), 10)
-    assert [o[0] for o in found] == ["error"] * 9 + ["end"]
-    assert {o[2].rstrip("01.") for o in found[:9]} == {"Caught ValueError in DataLoader worker process "}
+    results = outcomes(iter(shared(Numbers(9), batch_size=None, worker_init_fn=fails_everywhere)), 10)
+    assert [o[0] for o in results] == ["error"] * 9 + ["end"]
+    assert {o[2].rstrip("01.") for o in results[:9]} == {"Caught ValueError in DataLoader worker process "}
 
 
 def test_an_error_of_one_workers_start_replaces_the_batches_that_it_takes():
     dataset = Slow(30, dict.fromkeys(range(30), 0.005))
-    found = outcomes(iter(shared(dataset, batch_size=None, worker_init_fn=fails_in_one)), 31)
-    assert found.pop() == ("end",)
-    for i, got in enumerate(found):
-        assert got == ("value", i) or got[2] == "Caught ValueError in DataLoader worker process 1."
+    results = outcomes(iter(shared(dataset, batch_size=None, worker_init_fn=fails_in_one)), 31)
+    assert results.pop() == ("end",)
+    for i, result in enumerate(results):
+        assert result == ("value", i) or result[2] == "Caught ValueError in DataLoader worker process 1."
 
 
 class OwnWorker(Numbers):
@@ -225,9 +224,9 @@ class OwnWorker(Numbers):
 
 
 def test_a_sample_sees_the_worker_that_makes_it():
-    got = epoch(shared(OwnWorker(40), 3, batch_size=None))
-    assert [i for i, _, _ in got] == list(range(40))
-    assert {worker for _, worker, _ in got} <= {0, 1, 2} and {count for _, _, count in got} == {3}
+    samples = epoch(shared(OwnWorker(40), 3, batch_size=None))
+    assert [i for i, _, _ in samples] == list(range(40))
+    assert {worker for _, worker, _ in samples} <= {0, 1, 2} and {count for _, _, count in samples} == {3}
 
 
 def test_a_shutdown_in_mid_epoch_leaves_no_worker(tmp_path):
@@ -246,14 +245,14 @@ def test_a_shutdown_in_mid_epoch_leaves_no_worker(tmp_path):
 
 def test_the_arena_serves_the_next_epoch():
     loader = shared(Images(8, (3, 256, 256)), batch_size=2)
-    places = set()
+    arenas = set()
     for _ in range(4):
         iterator = iter(loader)
-        places.add(iterator._core.shipment()[0])
+        arenas.add(iterator._core.shipment()[0])
         batches = list(iterator)
         assert [batch[1].tolist() for batch in batches] == [[0, 1], [2, 3], [4, 5], [6, 7]]
         del batches, iterator
-    assert len(places) == 1
+    assert len(arenas) == 1
 
 
 @pytest.mark.parametrize("option", [{}, {"dispatch": "shared_queue"}])

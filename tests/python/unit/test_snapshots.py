@@ -1,4 +1,4 @@
-"""Snapshots of datasets: when they are made, what they cost at most, what is in them."""
+"""Snapshots of datasets: when they are taken, the limit on their cost, and their content."""
 
 import copyreg
 import itertools
@@ -27,7 +27,7 @@ MAP, ITERABLE = _DatasetKind.Map, _DatasetKind.Iterable
 
 
 class Counter:
-    """Something with a state, which counts how often it was asked for."""
+    """An object with a state, which counts how often the state was asked for."""
 
     def __init__(self):
         self.asked = 0
@@ -84,7 +84,7 @@ def fetcher_of(dataset, kind):
     return _DatasetKind.create_fetcher(kind, dataset, True, list, False)
 
 
-# When
+# When they are taken
 
 DATASETS = [
     (MAP, lambda: Numbers(3)),
@@ -94,7 +94,7 @@ DATASETS = [
 
 
 def due(every, workers, ordinals=range(40)):
-    """The ordinals after which a snapshot is made."""
+    """The ordinals after which a snapshot is taken."""
     maker, dataset = Snapshots(SnapshotPolicy(every), workers, MAP), CountingNumbers(3)
     fetcher = fetcher_of(dataset, MAP)
     maker.first(fetcher, dataset)
@@ -112,9 +112,9 @@ def test_a_worker_makes_one_in_the_last_turn_before_a_multiple():
 
 def test_each_worker_has_one_just_before_each_multiple():
     for every, workers in itertools.product(range(1, 9), range(1, 6)):
-        found = set(due(every, workers))
+        ordinals = set(due(every, workers))
         for position in range(every, 40, every):
-            assert found.issuperset(range(max(position - workers, 0), position))
+            assert ordinals.issuperset(range(max(position - workers, 0), position))
 
 
 def test_a_dataset_without_a_state_has_the_first_one_alone():
@@ -127,7 +127,7 @@ def test_a_dataset_without_a_state_has_the_first_one_alone():
 
 @pytest.fixture
 def clocks(monkeypatch):
-    """Clocks that a test moves: `cpu` and `wall`, in seconds. Sums of these numbers have no rounding errors."""
+    """Clocks that a test moves: `cpu` and `wall`, in seconds. The limits are powers of two, so sums are exact."""
 
     class Clocks:
         cpu = wall = 0.0
@@ -139,8 +139,8 @@ def clocks(monkeypatch):
     return Clocks
 
 
-class Dear(Numbers):
-    """Its state takes `cost` seconds of CPU time."""
+class Costly(Numbers):
+    """Reading its state takes `cost` seconds of CPU time."""
 
     def __init__(self, clocks, cost):
         super().__init__(3)
@@ -165,9 +165,9 @@ def test_the_limits_are_20_ms_and_half_a_percent():
 
 
 def test_the_first_ones_use_up_the_allowance(clocks):
-    _, after = begun(Dear(clocks, 2.0))
+    _, after = begun(Costly(clocks, 2.0))
     assert [after() for _ in range(9)] == [True] * 7 + [False] * 2
-    # 18 are 16, and a 64th of 128.
+    # A cost of 18 is allowed after 128 s: 16, and a 64th of 128.
     clocks.wall = 127.0
     assert not after()
     clocks.wall = 128.0
@@ -176,28 +176,28 @@ def test_the_first_ones_use_up_the_allowance(clocks):
     assert after() and not after()
 
 
-def test_one_that_is_dearer_than_the_allowance_waits_for_its_share(clocks):
-    dataset = Dear(clocks, 20.0)
+def test_a_snapshot_that_costs_more_than_the_allowance_waits_for_its_share(clocks):
+    dataset = Costly(clocks, 20.0)
     clocks.wall = 1000.0
     _, after = begun(dataset)
-    # 40 are 16, and a 64th of 1536 since the epoch began.
+    # A cost of 40 is allowed 1536 s after the epoch began: 16, and a 64th of 1536.
     clocks.wall = 2535.0
     assert not after()
     clocks.wall = 2536.0
-    # The cost of the last one counts, not that of the next.
+    # The cost of the last snapshot counts, not that of the next.
     dataset.cost = 1.0
     assert after()
-    # 22 in all.
+    # The total is 22.
     assert after()
     dataset.cost = 100.0
     assert after() and not after()
 
 
 def test_the_time_is_cpu_time_of_the_epoch(clocks):
-    dataset = Dear(clocks, 16.0)
+    dataset = Costly(clocks, 16.0)
     maker, after = begun(dataset)
     assert not after()
-    # Another epoch has an allowance of its own.
+    # Another epoch has its own allowance.
     dataset.cost = 1.0
     clocks.wall, clocks.cpu = 5.0, 700.0
     maker.first(fetcher_of(dataset, MAP), dataset)
@@ -211,18 +211,18 @@ def test_the_cost_stays_below_the_limit_whatever_happens(clocks):
     dice = random.Random(1)
     for _ in range(50):
         clocks.cpu = clocks.wall = 0.0
-        dataset = Dear(clocks, cost := dice.choice([0.5, 1.0, 4.0, 30.0]))
+        dataset = Costly(clocks, cost := dice.choice([0.5, 1.0, 4.0, 30.0]))
         _, after = begun(dataset)
-        made = 0
+        taken = 0
         for _ in range(200):
             clocks.wall += dice.choice([0.0, 1.0, 64.0, 500.0])
             fits = clocks.cpu + cost <= 16 + clocks.wall / 64
             assert after() is fits
-            made += fits
-        assert made
+            taken += fits
+        assert taken
 
 
-# What
+# What they contain
 
 
 @pytest.mark.parametrize("number", range(len(DATASETS)))
@@ -239,36 +239,36 @@ def test_states_are_those_of_torchdata(number):
         return states
 
     maker = Snapshots(SnapshotPolicy(1), 4, kind)
-    wanted = run(lambda fetcher, dataset: _make_state_dict(3, kind, fetcher, dataset))
-    ours = run(lambda fetcher, dataset: snapshots.read(maker.first(fetcher, dataset)))
-    assert run(maker.state) == ours
+    expected = run(lambda fetcher, dataset: _make_state_dict(3, kind, fetcher, dataset))
+    starts = run(lambda fetcher, dataset: snapshots.read(maker.first(fetcher, dataset)))
+    assert run(maker.state) == starts
     assert maker.has_state is (make not in (DATASETS[0][1], Plain))
     dataset = DatasetState("iterable" if kind == ITERABLE else "map", None, None)
-    for found, torchdatas in zip(ours, wanted, strict=True):
-        assert (found.batches, found.samples) == (0, 0)
-        workers = [WorkerStart()] * 3 + [found]
+    for start, snapshot in zip(starts, expected, strict=True):
+        assert (start.batches, start.samples) == (0, 0)
+        workers = [WorkerStart()] * 3 + [start]
         state = State(num_workers=4, sampler=SamplerState(), dataset=dataset, workers=workers, has_records=True)
-        assert state.to_torchdata()["_snapshot"]["_worker_snapshots"]["worker_3"] == torchdatas
+        assert state.to_torchdata()["_snapshot"]["_worker_snapshots"]["worker_3"] == snapshot
 
 
 def test_the_counters_of_the_seeds():
     seeds = Seeds(Seeding(True, 1, 0), 2)
     maker, dataset = Snapshots(SnapshotPolicy(1), 1, ITERABLE, seeds), OfDataset()
     seeds.batches, seeds.samples = 5, 17
-    found = snapshots.read(maker.first(fetcher_of(dataset, ITERABLE), dataset))
-    assert (found.batches, found.samples, maker.has_state) == (5, 17, True)
+    start = snapshots.read(maker.first(fetcher_of(dataset, ITERABLE), dataset))
+    assert (start.batches, start.samples, maker.has_state) == (5, 17, True)
 
 
 def test_what_is_stateful():
     assert is_stateful(Counter()) and is_stateful(torch.nn.Linear(1, 1))
     assert not is_stateful(None) and not is_stateful(Numbers(2))
-    one = Numbers(2)
-    one.state_dict = dict
-    assert not is_stateful(one)
-    one.load_state_dict = None
-    assert not is_stateful(one)
-    one.load_state_dict = dict
-    assert is_stateful(one)
+    dataset = Numbers(2)
+    dataset.state_dict = dict
+    assert not is_stateful(dataset)
+    dataset.load_state_dict = None
+    assert not is_stateful(dataset)
+    dataset.load_state_dict = dict
+    assert is_stateful(dataset)
     assert not is_stateful(torch.utils.data.datapipes.iter.IterableWrapper([1]))
 
 
@@ -310,11 +310,11 @@ def test_a_snapshot_says_after_how_many_answers_it_was_made():
 
 
 def test_the_end_has_one_whatever_it_costs(clocks):
-    class DearStream(Plain, Dear):
+    class CostlyStream(Plain, Costly):
         def __init__(self):
-            Dear.__init__(self, clocks, 99.0)
+            Costly.__init__(self, clocks, 99.0)
 
-    dataset = DearStream()
+    dataset = CostlyStream()
     port, it, fetcher = publisher(dataset, ITERABLE)
     it.first(None, fetcher, dataset)
     it.after(0, fetcher, dataset)
@@ -339,19 +339,19 @@ def test_the_end_counts_one_answer_more(make):
 
 
 def test_sending_costs_too(clocks):
-    dataset = Dear(clocks, 1.0)
+    dataset = Costly(clocks, 1.0)
     port, it, fetcher = publisher(dataset, MAP)
     send = port.send_snapshot
 
-    def dear(*args):
+    def costly(*args):
         clocks.cpu += 7.0
         return send(*args)
 
     it.first(None, fetcher, dataset)
-    port.send_snapshot = dear
+    port.send_snapshot = costly
     for task in range(9):
         it.after(task, fetcher, dataset)
-    # 1, 9, and 17 would be too much.
+    # The sums are 1 and 9; 17 would be too much.
     assert counts(port) == [0, 1]
 
 
@@ -393,8 +393,8 @@ def test_a_broken_worker_sends_its_error_in_place_of_the_first():
     it.first(error, None, dataset)
     it.after(0, None, dataset)
     assert dataset.asked == 0
-    ((count, found, is_error),) = port.sent
-    assert (count, is_error, found.exc_type, found.where) == (0, True, ValueError, "in worker 1")
+    ((count, result, is_error),) = port.sent
+    assert (count, is_error, result.exc_type, result.where) == (0, True, ValueError, "in worker 1")
     it.begin_epoch(1)
     it.first(None, fetcher, dataset)
     it.at_end(fetcher, dataset)
@@ -440,37 +440,37 @@ def tensors():
 @pytest.mark.parametrize("number", range(len(list(tensors()))))
 def test_a_tensor_comes_back_by_value(number):
     tensor = list(tensors())[number]
-    found = pickle.loads(by_value.dumps({"state": [tensor]}))["state"][0]
-    assert same(found, tensor) and type(found) is type(tensor)
+    result = pickle.loads(by_value.dumps({"state": [tensor]}))["state"][0]
+    assert same(result, tensor) and type(result) is type(tensor)
     if tensor.layout == torch.strided:
-        assert not found.is_shared()
+        assert not result.is_shared()
         before = tensor.detach().clone()
-        found.detach().zero_()
+        result.detach().zero_()
         assert same(tensor.detach().clone(), before)
 
 
 def test_attributes_of_a_tensor_come_back():
     tensor = torch.ones(3)
     tensor.note = {"a": 1}
-    found = pickle.loads(by_value.dumps(tensor))
-    assert found.note == {"a": 1} and same(found, tensor)
+    result = pickle.loads(by_value.dumps(tensor))
+    assert result.note == {"a": 1} and same(result, tensor)
 
 
 def test_a_view_has_its_own_bytes_alone():
     view = torch.zeros(1 << 20)[7:9]
     assert len(by_value.dumps(view)) < 500
     generator = torch.Generator().manual_seed(4)
-    wanted = torch.Generator()
-    wanted.set_state(pickle.loads(by_value.dumps(generator.get_state())))
-    assert torch.rand((), generator=wanted) == torch.rand((), generator=generator)
+    copy = torch.Generator()
+    copy.set_state(pickle.loads(by_value.dumps(generator.get_state())))
+    assert torch.rand((), generator=copy) == torch.rand((), generator=generator)
 
 
 def test_arrays_and_subclasses_come_back():
-    class_ = torch.nn.utils.rnn.pack_sequence([torch.ones(2)])
-    value = {"a": np.arange(5), "p": torch.Size([1]), "s": class_, 3: (None, {1}, b"x")}
-    found = pickle.loads(by_value.dumps(value))
-    assert (found["a"] == value["a"]).all() and found["a"].flags.writeable and found["p"] == value["p"]
-    assert torch.equal(found["s"].data, class_.data) and found[3] == value[3]
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2)])
+    value = {"a": np.arange(5), "p": torch.Size([1]), "s": packed, 3: (None, {1}, b"x")}
+    result = pickle.loads(by_value.dumps(value))
+    assert (result["a"] == value["a"]).all() and result["a"].flags.writeable and result["p"] == value["p"]
+    assert torch.equal(result["s"].data, packed.data) and result[3] == value[3]
 
 
 def test_reducers_for_multiprocessing_have_no_effect(monkeypatch):
@@ -482,7 +482,7 @@ def test_reducers_for_multiprocessing_have_no_effect(monkeypatch):
 
     monkeypatch.setitem(ForkingPickler._extra_reducers, complex, fail)
     assert pickle.loads(by_value.dumps([3j, torch.ones(2)]))[0] == 3j
-    # A program's reducers for all pickles count.
+    # A program's reducers for all pickles have an effect.
     monkeypatch.setitem(copyreg.dispatch_table, torch.Tensor, lambda tensor: (len, ("abc",)))
     monkeypatch.setitem(copyreg.dispatch_table, Own, lambda own: (len, ("ab",)))
     assert pickle.loads(by_value.dumps([torch.ones(2), Own()])) == [3, 2]
@@ -490,7 +490,7 @@ def test_reducers_for_multiprocessing_have_no_effect(monkeypatch):
 
 def test_the_start_of_a_worker_travels_by_value():
     start = WorkerStart({"t": torch.ones(3)}, [4], True, [[1, 2], [3]], 5, 6)
-    found = pickle.loads(ForkingPickler.dumps(start))
-    assert torch.equal(found.dataset_state["t"], start.dataset_state["t"]) and not start.dataset_state["t"].is_shared()
-    found.dataset_state = start.dataset_state
-    assert found == start
+    result = pickle.loads(ForkingPickler.dumps(start))
+    assert torch.equal(result.dataset_state["t"], start.dataset_state["t"]) and not start.dataset_state["t"].is_shared()
+    result.dataset_state = start.dataset_state
+    assert result == start

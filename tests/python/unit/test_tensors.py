@@ -165,7 +165,7 @@ def test_a_numpy_view_keeps_the_memory():
     assert isinstance(view, np.ndarray)
 
 
-# One storage for what shares an element; identity; a few rows of a large storage. Through real workers.
+# Views that share an element share one storage; identity; a few rows of a large storage. Through real workers.
 
 ALIASES = {
     "split": lambda x: list(x.split(3)),
@@ -235,7 +235,7 @@ def test_t5_arrays_and_tensors_over_the_same_memory(n):
         assert set(tail.tolist()) == {-1} and a[1] == 1 and reverse[-1] == 0
 
 
-def beside_its_slice(samples):
+def with_its_slices(samples):
     batch = torch.utils.data.default_collate(samples)
     return {"image": batch, "first": batch[:1], "column": batch[:, 0]}
 
@@ -243,7 +243,7 @@ def beside_its_slice(samples):
 @pytest.mark.parametrize("side", [4, 100])
 def test_a_collated_batch_beside_its_slice(side):
     samples = [torch.full((3, side, side), float(i)) for i in range(16)]
-    kept = epoch(DataLoader(Given(samples), batch_size=4, num_workers=2, collate_fn=beside_its_slice))
+    kept = epoch(DataLoader(Given(samples), batch_size=4, num_workers=2, collate_fn=with_its_slices))
     for i, batch in enumerate(kept):
         assert batch["image"].untyped_storage().nbytes() == 4 * 3 * side * side * 4
         assert torch.equal(batch["image"], torch.stack(samples[4 * i : 4 * i + 4]))
@@ -265,16 +265,16 @@ def test_groups_outlive_the_workers_part_by_part():
 @pytest.mark.parametrize("n", [40, 100_000])
 def test_a_storage_amidst_the_memory_of_others_arrives_alone(n):
     memory = bytearray(range(40)) + bytes(n - 40)
-    around, amidst = (
+    outer, inner = (
         torch.frombuffer(memory, dtype=torch.uint8),
         torch.frombuffer(memory, dtype=torch.uint8, offset=8, count=16),
     )
-    (got,) = send([around, amidst.untyped_storage()])
-    assert torch.equal(got[0], around)
+    (got,) = send([outer, inner.untyped_storage()])
+    assert torch.equal(got[0], outer)
     assert got[1].nbytes() == 16 and list(got[1]) == list(range(8, 24))
 
 
-def test_odd_places_in_shared_memory_arrive():
+def test_unaligned_views_in_shared_memory_arrive():
     raw = torch.arange(64, dtype=torch.uint8)
     sent = [raw[1:], raw[4:8].view(torch.float32)]
     (got,) = send(sent)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWa
 
 @pytest.fixture
 def on_signal():
-    """Sets a handler for SIGUSR1 for the length of a test."""
+    """Sets a handler for SIGUSR1 for the duration of a test."""
     before = signal.getsignal(signal.SIGUSR1)
     yield lambda handler: signal.signal(signal.SIGUSR1, handler)
     signal.signal(signal.SIGUSR1, before)
@@ -71,15 +71,15 @@ def test_the_last_reference_goes_in_a_thread():
 
 
 def test_many_threads_each_with_a_loader_of_its_own():
-    got = {}
+    results = {}
 
     def run(k):
-        got[k] = [values(DataLoader(Numbers(20 + k), num_workers=1, batch_size=None)) for _ in range(3)]
+        results[k] = [values(DataLoader(Numbers(20 + k), num_workers=1, batch_size=None)) for _ in range(3)]
 
     threads = [threading.Thread(target=run, args=(k,)) for k in range(4)]
     [t.start() for t in threads]
     [t.join(60) for t in threads]
-    assert got == {k: [list(range(20 + k))] * 3 for k in range(4)}
+    assert results == {k: [list(range(20 + k))] * 3 for k in range(4)}
 
 
 @pytest.mark.ours
@@ -90,19 +90,19 @@ def test_two_threads_in_one_next_get_every_batch_once(in_order):
     taken = [[] for _ in range(3)]
     wrong = []
 
-    def take(mine):
+    def take(own):
         for x, i in iterator:
-            mine.append(int(i))
+            own.append(int(i))
             if not torch.equal(x[0], dataset.image(int(i))):
                 wrong.append(int(i))
 
-    threads = [threading.Thread(target=take, args=(mine,)) for mine in taken]
+    threads = [threading.Thread(target=take, args=(own,)) for own in taken]
     [t.start() for t in threads]
     [t.join(60) for t in threads]
     assert not any(t.is_alive() for t in threads)
     assert sorted(itertools.chain(*taken)) == list(range(200)) and wrong == []
     if in_order:
-        assert all(mine == sorted(mine) for mine in taken)
+        assert all(own == sorted(own) for own in taken)
 
 
 @pytest.mark.ours

@@ -1,4 +1,4 @@
-"""default_collate in a worker writes into the arena, as does everybody who does as it does (P25, T20, T25)."""
+"""default_collate in a worker writes into the arena, and so does code that allocates as it does (P25, T20, T25)."""
 
 import collections
 import concurrent.futures
@@ -10,7 +10,7 @@ import torch
 from sample_data import Given, Images, Labelled, Numbers, Pair, Record, worker_id
 from support import BOTH, DataLoader, arena_bytes, epoch, outcomes_of, same
 from torch.utils.data import default_collate, get_worker_info
-from torch.utils.data._utils import collate as torchs
+from torch.utils.data._utils import collate as torch_collate
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -19,7 +19,7 @@ SIZES = pytest.mark.parametrize("n", [4, 20_000])
 
 
 class Strange:
-    """No type that default_collate knows."""
+    """A type that default_collate does not know."""
 
 
 def tensors(n):
@@ -111,27 +111,27 @@ def leaves(n):
 
 
 def results(cls, pairs, **kw):
-    """What each pair of samples is collated to; of errors the type and the last line."""
+    """The batch that each pair of samples is collated to, or the type and the last line of the error."""
     iterator = iter(cls(Given([x for pair in pairs.values() for x in pair]), batch_size=2, num_workers=1, **kw))
-    got = {}
+    batches = {}
     for kind in pairs:
         try:
-            got[kind] = next(iterator)
+            batches[kind] = next(iterator)
         except Exception as e:
-            got[kind] = (type(e), str(e).splitlines()[-1])
+            batches[kind] = (type(e), str(e).splitlines()[-1])
     assert next(iterator, None) is None
-    return got
+    return batches
 
 
 @SIZES
 @pytest.mark.parametrize("make", [tensors, leaves])
 def test_t25_results_and_errors_are_torchs(make, n):
-    theirs, ours = (results(cls, make(n)) for cls in BOTH)
-    for kind, expected in theirs.items():
+    torch_results, own_results = (results(cls, make(n)) for cls in BOTH)
+    for kind, expected in torch_results.items():
         if isinstance(expected, torch.Tensor) and (expected.is_nested or expected.is_meta):
-            assert type(ours[kind]) is type(expected) and ours[kind].layout == expected.layout, kind
+            assert type(own_results[kind]) is type(expected) and own_results[kind].layout == expected.layout, kind
             continue
-        assert same(ours[kind], expected), (kind, ours[kind], expected)
+        assert same(own_results[kind], expected), (kind, own_results[kind], expected)
 
 
 @pytest.mark.forks
@@ -162,7 +162,7 @@ def test_collates_that_fail_lose_no_block():
     assert arena_bytes() < 4 * MB
 
 
-# Entries of the table
+# Entries of the table of collate functions
 
 
 def collate_strange(batch, *, collate_fn_map=None):
@@ -173,7 +173,7 @@ def collate_to_sum(batch, *, collate_fn_map=None):
     return sum(batch)
 
 
-TABLE = torchs.default_collate_fn_map
+TABLE = torch_collate.default_collate_fn_map
 COPY = dict(TABLE)
 
 
@@ -208,15 +208,15 @@ def replace_in_worker(worker):
 def test_an_entry_that_the_worker_makes():
     loader = DataLoader([torch.ones(5000)] * 4, batch_size=2, num_workers=2, worker_init_fn=replace_in_worker)
     assert [b.tolist() for b in epoch(loader)] == [[2.0] * 5000] * 2
-    assert TABLE[torch.Tensor] is torchs.collate_tensor_fn
+    assert TABLE[torch.Tensor] is torch_collate.collate_tensor_fn
 
 
 def own_map(batch):
-    return torchs.collate(batch, collate_fn_map={Strange: collate_strange, **COPY})
+    return torch_collate.collate(batch, collate_fn_map={Strange: collate_strange, **COPY})
 
 
 def without_map(batch):
-    return torchs.collate([{"x": sample} for sample in batch], collate_fn_map={torch.Tensor: collate_to_sum})
+    return torch_collate.collate([{"x": sample} for sample in batch], collate_fn_map={torch.Tensor: collate_to_sum})
 
 
 def on_top(batch):
@@ -224,24 +224,24 @@ def on_top(batch):
 
 
 def by_hand(batch):
-    return torchs.collate_tensor_fn(batch, collate_fn_map=COPY)
+    return torch_collate.collate_tensor_fn(batch, collate_fn_map=COPY)
 
 
 @SIZES
 @pytest.mark.parametrize("collate_fn", [own_map, without_map, on_top, by_hand, default_collate])
 def test_collate_functions_that_call_torchs(collate_fn, n):
     samples = Given([torch.full((n,), float(i)) for i in range(6)])
-    theirs, ours = (list(cls(samples, batch_size=3, num_workers=2, collate_fn=collate_fn)) for cls in BOTH)
-    assert same(ours, theirs) and len(ours) == 2
+    expected, own = (list(cls(samples, batch_size=3, num_workers=2, collate_fn=collate_fn)) for cls in BOTH)
+    assert same(own, expected) and len(own) == 2
     if collate_fn is on_top:
-        assert ours[1]["all"][:, 0].tolist() == [3, 4, 5] and ours[1]["first"].shape == (1, n)
+        assert own[1]["all"][:, 0].tolist() == [3, 4, 5] and own[1]["first"].shape == (1, n)
 
 
 # Storages from _new_shared
 
 
 class Graphs:
-    """Collates as PyG does: sizes differ, results are concatenated into one shared storage each."""
+    """Collates like PyG: sizes differ, and each result is concatenated into one shared storage."""
 
     def __init__(self, typed):
         self.typed = typed
@@ -279,7 +279,7 @@ def test_collaters_like_pygs(typed, n):
 
 
 class Reserves:
-    """Stacks into a storage that it has taken beforehand."""
+    """Stacks into a storage that it has allocated beforehand."""
 
     def __init__(self, share):
         self.share = share
@@ -297,13 +297,13 @@ def test_storages_that_are_too_small_or_larger_than_needed(share, n):
         pairs = {k: [torch.full((n,), float(i)) for i in range(2)] for k in range(2)}
         return results(cls, pairs, collate_fn=Reserves(share))
 
-    theirs, ours = map(run, BOTH)
-    assert same(ours, theirs)
-    assert [isinstance(got, tuple) for got in ours.values()] == [share < 1] * 2
+    expected, own = map(run, BOTH)
+    assert same(own, expected)
+    assert [isinstance(got, tuple) for got in own.values()] == [share < 1] * 2
 
 
 class Partly:
-    """A storage that is filled in part, cut up, and sent along with views of it."""
+    """Fills a part of a storage, and sends rows of it with views of the rows."""
 
     def __call__(self, batch):
         storage = torch.UntypedStorage._new_shared(4 * MB, device="cpu")
@@ -325,7 +325,7 @@ def test_views_of_a_shared_storage(n):
 
 
 class InThreads:
-    """Collates in eight threads at once, and keeps some of what they made."""
+    """Collates in eight threads at the same time, and keeps some of the results."""
 
     executor = None
 

@@ -13,12 +13,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::PendingDeprecationWarning", "ig
 
 
 class Informed(np.ndarray):
-    """Instances have an attribute, which `__reduce__` takes along."""
+    """Instances have an attribute, which `__reduce__` includes."""
 
     def __new__(cls, values, info):
-        made = np.asarray(values).view(cls)
-        made.info = info
-        return made
+        result = np.asarray(values).view(cls)
+        result.info = info
+        return result
 
     def __array_finalize__(self, obj):
         self.info = getattr(obj, "info", "finalized")
@@ -33,7 +33,7 @@ class Informed(np.ndarray):
 
 
 class Finalized(np.ndarray):
-    """Instances have an attribute that `__array_finalize__` alone gives."""
+    """Instances have an attribute that only `__array_finalize__` sets."""
 
     def __array_finalize__(self, obj):
         self.info = getattr(obj, "info", "finalized")
@@ -43,7 +43,7 @@ PAIR = np.dtype([("a", "i4"), ("b", "f8")])
 NESTED = np.dtype([("a", "i1"), ("b", [("c", ">f4"), ("d", "U3")]), ("e", "u2", (2, 2)), ("f", "M8[s]")])
 GAPS = np.dtype({"names": ["a", "b"], "formats": ["i4", "i2"], "offsets": [0, 10], "itemsize": 20})
 
-# Of n x n elements.
+# Arrays of n x n elements.
 ARRAYS = {
     "structured": lambda n: np.ones((n, n), PAIR),
     "nested fields": lambda n: np.ones((n, n), NESTED),
@@ -117,13 +117,13 @@ def variants(n):
 
 def check(kind, got, sent):
     assert type(got) is type(sent) and got.shape == sent.shape, kind
-    # torch's loader gives native byte order for some kinds and keeps the other for others.
+    # torch's loader converts some kinds to native byte order, and leaves others as they are.
     assert got.dtype == sent.dtype or got.dtype.newbyteorder("=") == sent.dtype.newbyteorder("="), kind
     if isinstance(sent, (Informed, Finalized)):
         assert got.info == (sent.info if isinstance(sent, Informed) else "finalized"), kind
     if sent.dtype.hasobject or sent.dtype.kind == "T":
         assert got.tolist() == sent.tolist(), kind
-    elif sent.dtype.names:  # there may be bytes between the fields
+    elif sent.dtype.names:  # there may be padding between the fields
         assert np.all(got == sent), kind
     else:
         assert got.astype(sent.dtype).tobytes() == sent.tobytes(), kind
@@ -243,7 +243,7 @@ def test_p25_a_memoryview_is_an_error_as_in_pickle():
 
 
 class Buffered:
-    """Offers its memory out of band where the protocol has that."""
+    """Passes its memory out of band if the protocol supports that."""
 
     def __init__(self, data):
         self.data = data
@@ -281,8 +281,8 @@ def test_a_bare_buffer(n):
 # Other libraries
 
 
-def beside(value):
-    """Bytes of a batch's pickle, and of what travels beside it."""
+def sizes(value):
+    """The sizes of a batch's pickle, and of the objects that are sent outside of it."""
     from rustloader.workers import serialize
 
     payload, objects, _ = serialize.dumps(value)
@@ -293,14 +293,14 @@ def beside(value):
 def test_large_buffers_lie_beside_the_pickle():
     times = np.arange(50_000).astype("M8[s]")
     for data in (np.ones(50_000), np.ones(50_000, PAIR), np.ones(50_000, ">f8"), np.ones((300, 400)).T, times):
-        pickled, outside = beside(Record("r", data))
+        pickled, outside = sizes(Record("r", data))
         assert pickled < 1000 and outside == data.nbytes, data.dtype
     for data in (bytearray(100_000), b"x" * 100_000):
-        pickled, outside = beside(Buffered(data))
+        pickled, outside = sizes(Buffered(data))
         assert pickled < 1000 and outside == 100_000
     tensors = [torch.ones(50_000), torch.nn.Parameter(torch.ones(50_000)), torch.eye(3000).to_sparse()]
     for tensor in tensors:
-        pickled, outside = beside(Record("r", tensor))
+        pickled, outside = sizes(Record("r", tensor))
         assert pickled < 1500 and outside > 50_000
 
 
@@ -337,7 +337,7 @@ def test_p25_pandas_frames(frame):
 
 @pytest.mark.ours
 def test_pandas_frames_lie_beside_the_pickle(frame):
-    pickled, outside = beside(frame[["ints", "floats", "more floats", "dates", "missing"]])
+    pickled, outside = sizes(frame[["ints", "floats", "more floats", "dates", "missing"]])
     assert pickled < 3000 and outside == (5 * 8 + 1) * len(frame)
 
 
@@ -353,7 +353,7 @@ def test_p25_arrow_tables():
     (buffer,) = send(arrow.py_buffer(b"x" * n))
     assert buffer.to_pybytes() == b"x" * n
     if "rustloader" in sys.modules:
-        pickled, outside = beside(table)
+        pickled, outside = sizes(table)
         assert pickled < 1000 and outside > 8 * n + 4 * n
 
 

@@ -1,4 +1,4 @@
-"""Reducers of users are honoured, and what they send may need its worker for as long as it takes (P25, T27)."""
+"""Users' reducers are honored, and what they send may need its worker until it is unpickled (P25, T27)."""
 
 import contextlib
 import copyreg
@@ -33,7 +33,7 @@ def registered(kind, reducer):
             ForkingPickler.register(kind, before)
 
 
-# Whose reducer it is
+# Reducers and their owners
 
 
 def as_text(obj):
@@ -50,7 +50,7 @@ KINDS = {
 
 @pytest.mark.parametrize("n", [3, 100_000])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_p25_reducers_that_users_registered_are_honoured(kind, n):
+def test_p25_reducers_that_users_registered_are_honored(kind, n):
     sample = KINDS[kind](n)
     with registered(kind, as_text):
         got = send(sample, [sample, 1], {"a": (sample,)}, Record("r", sample))
@@ -65,7 +65,7 @@ def test_p25_a_reducer_of_arrays_leaves_tensors_alone():
     assert got[1] == "reduced 3.0" and got[2].requires_grad and torch.equal(got[0], torch.arange(50_000))
 
 
-def test_p25_reducers_in_copyregs_table_are_honoured():
+def test_p25_reducers_in_copyregs_table_are_honored():
     copyreg.pickle(np.ndarray, as_text)
     try:
         assert send([np.ones(2)], {"x": np.ones(50_000)}) == [["reduced 2.0"], {"x": "reduced 50000.0"}]
@@ -77,7 +77,7 @@ def register_in_worker(worker_id):
     ForkingPickler.register(torch.Tensor, as_text)
 
 
-def test_p25_reducers_that_a_worker_registered_are_honoured():
+def test_p25_reducers_that_a_worker_registered_are_honored():
     assert send([torch.ones(4)], worker_init_fn=register_in_worker) == [["reduced 4.0"]]
     assert REDUCERS[torch.Tensor] is reductions.reduce_tensor
 
@@ -117,7 +117,7 @@ def bytes_to_storage(text):
 
 
 @pytest.mark.parametrize("wrap", [list, lambda tensors: Record("r", tensors)], ids=["plain", "pickled"])
-def test_p25_a_reducer_of_storages_is_honoured(wrap):
+def test_p25_a_reducer_of_storages_is_honored(wrap):
     sent = [torch.arange(4, dtype=torch.uint8), torch.nn.Parameter(torch.tensor([1, 2], dtype=torch.uint8), False)]
     with registered(torch.UntypedStorage, bytes_as_text):
         (got,) = send(wrap(sent))
@@ -129,7 +129,7 @@ def test_p25_a_reducer_of_storages_is_honoured(wrap):
 
 
 class OpenFile:
-    """An open file that travels by the user's own reducer. Dropping it closes it."""
+    """An open file, which the user's own reducer sends. Dropping it closes it."""
 
     def __init__(self, fd):
         self.fd = fd
@@ -149,8 +149,8 @@ def rebuild_file(fd):
     return OpenFile(fd.detach())
 
 
-class SelfMade(OpenFile):
-    """The same without any registering."""
+class SelfReducing(OpenFile):
+    """The same, without a registered reducer."""
 
     def __reduce__(self):
         return rebuild_file, (DupFd(self.fd),)
@@ -198,10 +198,10 @@ def reduce_storage(storage):
     return reductions.reduce_storage(storage)
 
 
-# What a sample is made by, and how it is read.
+# Functions that create a sample, and functions that read it.
 CARRIERS = {
     "user's reducer": (lambda text: OpenFile(pipe(text)), OpenFile.read),
-    "own __reduce__": (lambda text: SelfMade(pipe(text)), OpenFile.read),
+    "own __reduce__": (lambda text: SelfReducing(pipe(text)), OpenFile.read),
     "connection": (connection, read_connection),
     "socket": (socket_pair, read_socket),
     "tensor": (tensor_of, read_tensor),
@@ -245,7 +245,7 @@ def test_t27_descriptors_that_wait_for_their_turn_outlive_their_worker(carrier, 
     dataset = OneLeavesEarly(make, n, tmp_path / "pid")
     iterator = iter(DataLoader(dataset, num_workers=2, batch_size=None, prefetch_factor=n + 1, collate_fn=untouched))
     got = [next(iterator)]
-    assert next(iterator) is True and dataset.left(), "worker 0 was to leave first"
+    assert next(iterator) is True and dataset.left(), "worker 0 must leave first"
     got += iterator
     assert [(i, read(carried)) for i, carried in got] == [(i, b"text %d" % i) for i in range(n)]
 
@@ -283,11 +283,11 @@ def test_t27_epochs_that_were_broken_off_leave_no_descriptor_in_the_worker(reduc
             number, file, count = next(iterator)
             assert number == i and file.read() == b"%d" % i
             counts.append(count)
-    # Those of the tasks under way, and what their way takes.
+    # The descriptors of outstanding tasks, and those that sending them takes.
     assert max(counts) < min(counts) + 10, counts
 
 
-def test_t27_a_shutdown_with_descriptors_that_nobody_asked_for(reducers_with_descriptors):
+def test_t27_a_shutdown_with_descriptors_that_were_not_delivered(reducers_with_descriptors):
     for _ in range(3):
         iterator = iter(DataLoader(Files(), num_workers=2, batch_size=None, collate_fn=untouched))
         assert next(iterator)[0] == 0
@@ -313,15 +313,15 @@ def test_t27_descriptors_of_a_worker_that_was_killed_are_an_error_and_no_hang(re
     iterator = iter(DataLoader(Dies(), num_workers=1, batch_size=None, collate_fn=untouched))
     assert wait_until(lambda: gone(worker_pids(iterator)[0]))
     (first, kind, _), (second, *_, text) = outcomes(iterator, 2)
-    # EOFError where it was killed in the midst of handing the descriptor over.
+    # EOFError if it was killed while it handed over the descriptor.
     assert first == second == "error" and issubclass(kind, OSError | EOFError) and "is killed by signal" in text
 
 
 class Special:
-    """Travels by a user's reducer, which to its author's knowledge needs nothing from its process."""
+    """Has a user's reducer, which needs nothing from its process."""
 
 
-# What opening a sample raises: once, and each time.
+# Errors that opening a sample raises: once, and each time.
 FAILURES = {}
 LASTING = {}
 
@@ -386,7 +386,7 @@ class OnDevice(Dataset):
 
 
 def through_spawned_workers(device):
-    """In a process of its own: what CUDA starts stays."""
+    """This needs its own process: what CUDA starts does not end before it."""
     for batching in (dict(batch_size=2), dict(batch_size=None, collate_fn=untouched)):
         loader = DataLoader(
             OnDevice(device), num_workers=1, multiprocessing_context="spawn", persistent_workers=True, **batching

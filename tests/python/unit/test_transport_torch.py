@@ -1,4 +1,4 @@
-"""What torch's reducers make of tensors goes through the arena, without a descriptor (P25, T5)."""
+"""Tensors that need torch's reducers go through the arena, without a descriptor (P25, T5)."""
 
 import warnings
 
@@ -15,7 +15,7 @@ SIZES = pytest.mark.parametrize("n", [4, 200])
 
 
 def numbers(n, dtype=torch.float32):
-    """n x n elements of any dtype: the same ones each time, of bytes that every dtype has."""
+    """n x n elements of any dtype: the same ones each time, from bytes that are valid in every dtype."""
     size = torch.empty(0, dtype=dtype).element_size()
     tensor = torch.empty(n, n, dtype=dtype)
     content = torch.arange(n * n * size).remainder(100).to(torch.uint8)
@@ -80,7 +80,7 @@ KINDS |= {name: of_dtype(name) for name in DTYPES.split() if hasattr(torch, name
 
 
 def parts(value):
-    """The dense tensors that a value of any kind consists of, and what else there is to compare."""
+    """The properties to compare of a value of any kind, and the dense tensors that it consists of."""
     if isinstance(value, torch.nn.Module):
         return [type(value)], list(value.parameters())
     if isinstance(value, torch.nn.utils.rnn.PackedSequence):
@@ -89,7 +89,7 @@ def parts(value):
         return [type(value), value.requires_grad, value.dtype], []
     about = [type(value), value.dtype, value.layout, value.device, value.requires_grad]
     if not isinstance(value, Labelled):
-        about += [value.is_leaf]  # torch's way of making a subclass's instance is an operation
+        about += [value.is_leaf]  # torch creates an instance of a subclass by an operation
     elif hasattr(value, "label"):
         about += [value.label["name"], value.label["also"].tolist()]
     if value.is_nested:
@@ -132,7 +132,7 @@ def test_p25_each_kind_arrives(n):
 
 
 class EachKind(Dataset):
-    """Sample i is a value of the i-th kind, and what the worker's descriptors are."""
+    """Sample i is a value of kind i // 2, and the number of descriptors that the worker has."""
 
     def __len__(self):
         return 2 * len(KINDS)
@@ -237,7 +237,7 @@ def test_p25_what_cannot_be_sent_is_an_error_and_never_a_hang():
     assert got[-1] == ("end",)
 
 
-# What of a storage travels
+# The part of a storage that is sent
 
 
 EMPTY = {
@@ -279,13 +279,13 @@ ROWS = {
 @pytest.mark.ours
 @pytest.mark.parametrize("how", ROWS)
 def test_64_rows_of_a_gigabyte_move_64_rows(how):
-    huge = torch.empty(1 << 28)  # pages exist where they are written to
+    huge = torch.empty(1 << 28)  # pages exist only where they are written to
     rows = [huge[i << 22 : (i << 22) + 16 * 1024].fill_(i) for i in range(64)]
     (got,) = send(ROWS[how](rows))
     got = got if isinstance(got, list) else got.data
     got = list(got[0]) if how == "one view" else got
     assert [t.detach().unique().tolist() for t in got] == [[i] for i in range(64)]
-    # 4 MiB are shown.
+    # The rows have 4 MiB.
     assert arena_bytes() < 12 * MB
     assert sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in got}.values()) == 4 * MB
 
@@ -315,7 +315,7 @@ def test_t5_overlapping_slices_of_a_subclass_share_memory(n):
 def test_p25_backward_hooks_that_do_not_travel_are_warned_of():
     leaf = torch.ones(3, requires_grad=True)
     leaf.register_hook(lambda gradient: gradient)
-    # A warning that is raised in a worker is the error of its batch, and so it is seen here.
+    # A warning that a worker raises as an error is the error of its batch, so it arrives here.
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "backward hook")
         with pytest.raises(UserWarning, match="will not be serialized"):

@@ -1,4 +1,4 @@
-"""The snapshots that real workers send: what they count, and what comes of errors."""
+"""The snapshots that real workers send: what they count, and the effect of errors."""
 
 import functools
 import os
@@ -87,9 +87,9 @@ def test_an_error_of_the_start_is_the_first_snapshot(workers, case):
     ((count, error, is_error),) = workers.sent()
     assert (count, is_error, error.exc_type) == (0, True, kind)
     assert error.where == "in DataLoader worker process 0" and error.exc_type.__name__ in error.exc_msg
-    # The next epoch begins as ever.
-    got = [outcome(next, iter(loader))[0], workers.sent()[1][2]]
-    assert got == (["value", False] if case in ("load", "iterator") else ["error", True])
+    # The next epoch begins as usual.
+    results = [outcome(next, iter(loader))[0], workers.sent()[1][2]]
+    assert results == (["value", False] if case in ("load", "iterator") else ["error", True])
 
 
 # Through the engine
@@ -98,9 +98,9 @@ def test_an_error_of_the_start_is_the_first_snapshot(workers, case):
 @pytest.fixture
 def engine(monkeypatch):
     """Gives workers a start; their snapshots go to the engine."""
-    made = fallback.Engine
+    original = fallback.Engine
     monkeypatch.setattr(
-        fallback, "Engine", lambda config, *rest, **kw: made(config.changed(snapshots=True), *rest, **kw)
+        fallback, "Engine", lambda config, *rest, **kw: original(config.changed(snapshots=True), *rest, **kw)
     )
 
     def begin(*starts, every=1, first_ordinal=0):
@@ -114,12 +114,12 @@ def engine(monkeypatch):
 
 def snapshot(iterator, worker, answers):
     """(count, state or error, is_error)"""
-    found = iterator._core.snapshot(worker, answers)
-    return found.answers, (pickle.loads if found.is_error else snapshots.read)(found.payload), found.is_error
+    result = iterator._core.snapshot(worker, answers)
+    return result.answers, (pickle.loads if result.is_error else snapshots.read)(result.payload), result.is_error
 
 
 def place(iterator, worker, answers):
-    """After how many answers the snapshot was made, and the iterator's place then."""
+    """The number of answers before the snapshot, and the place of the iterator in it."""
     count, state, is_error = snapshot(iterator, worker, answers)
     assert not is_error
     return count, state.iterator_state["i"]
@@ -149,7 +149,7 @@ def test_a_worker_cannot_change_the_state_that_it_was_given(engine, method):
 
 
 class Marking(Logged, Numbers):
-    """Sample i is how often the worker has changed its mark."""
+    """Each sample is the number of times that the worker has changed its mark."""
 
     def __init__(self, n):
         Logged.__init__(self)
@@ -161,7 +161,7 @@ class Marking(Logged, Numbers):
 
 
 class Arriving:
-    """Notes each process that reads it."""
+    """Logs the ID of each process that unpickles it."""
 
     def __init__(self, path):
         self.path = path
