@@ -105,9 +105,9 @@ fn a_tied_result_whose_opening_was_cut_off_is_opened_again_from_what_is_left() {
     let (arena, mut engine, ports) = start(1);
     answer(&ports[0], ResultKind::Tied, b"first");
     half_open(&arena, &mut engine);
-    let Step::Open { ready: Some(left), .. } = step(&mut engine) else { panic!("the result is not opened again") };
-    assert_eq!(left, b"first");
-    engine.opened(left).unwrap();
+    let Step::Open { ready: Some(remainder), .. } = step(&mut engine) else { panic!("the result is not opened again") };
+    assert_eq!(remainder, b"first");
+    engine.opened(remainder).unwrap();
     assert!(matches!(step(&mut engine), Step::Deliver { tag: 0, ready: Some(opened), .. } if opened == b"first"));
 }
 
@@ -122,18 +122,18 @@ fn what_is_left_of_a_tied_result_outlives_its_worker_and_its_message_is_given_ba
     assert_eq!(arena.usage().held, before);
     process.kill().unwrap();
     process.wait().unwrap();
-    let left = loop {
+    let remainder = loop {
         match step(&mut engine) {
             // Until the death is noticed, the engine asks to open the result.
             Step::Open { ready, .. } => {
                 engine.delivery().open_interrupted(ready.unwrap());
                 std::thread::sleep(std::time::Duration::from_millis(20));
             }
-            Step::Deliver { tag: 0, ready: Some(left), .. } => break left,
+            Step::Deliver { tag: 0, ready: Some(remainder), .. } => break remainder,
             other => panic!("{other:?}"),
         }
     };
-    assert_eq!(left, [7; 100_000]);
+    assert_eq!(remainder, [7; 100_000]);
     assert!(matches!(step(&mut engine), Step::Dead(death) if death.lost.is_some()));
     assert_eq!(arena.usage().held, before);
 }

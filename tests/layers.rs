@@ -62,18 +62,18 @@ fn first_names(rest: &str) -> Vec<&str> {
 fn used(text: &str, depth: usize) -> Vec<Used> {
     let text = code(text);
     let root = "super::".repeat(depth);
-    let mut found = Vec::new();
+    let mut uses = Vec::new();
     for prefix in ["crate::", &root] {
         for (at, _) in text.match_indices(prefix) {
             let starts = !text[..at].ends_with(|c: char| c == ':' || c == '_' || c.is_ascii_alphanumeric());
             let line = text[..at].matches('\n').count() + 1;
             if starts {
                 let names = first_names(&text[at + prefix.len()..]);
-                found.extend(names.into_iter().map(|name| (line, name.to_owned())));
+                uses.extend(names.into_iter().map(|name| (line, name.to_owned())));
             }
         }
     }
-    found
+    uses
 }
 
 /// Describes the violations in one file of a module, a line each.
@@ -126,17 +126,17 @@ fn modules_use_only_lower_layers() {
     };
     let modules: BTreeSet<String> = lib.lines().filter_map(declared).collect();
     assert_eq!(layers.keys().cloned().collect::<BTreeSet<_>>(), modules, "the table names every module once");
-    let (mut wrong, mut seen) = (String::new(), 0);
+    let (mut wrong, mut count) = (String::new(), 0);
     for path in files(&src) {
         let file = path.strip_prefix(&src).unwrap();
         let modules = modules_of(file);
         if file != Path::new("lib.rs") {
             let text = std::fs::read_to_string(&path).unwrap();
-            seen += used(&text, modules.len()).len();
+            count += used(&text, modules.len()).len();
             wrong += &violations(&layers, &modules[0], &Path::new("src").join(file), &text, modules.len());
         }
     }
-    assert!(seen > 200, "only {seen} uses were found");
+    assert!(count > 200, "only {count} uses are found");
     assert!(wrong.is_empty(), "the layers of src/lib.rs are broken:\n{wrong}");
 }
 
@@ -177,14 +177,14 @@ type Arrows = BTreeMap<Module, BTreeSet<Module>>;
 /// Returns the paths after a prefix such as `super::`, one for each branch between braces.
 fn paths(rest: &str) -> Vec<Module> {
     if let Some(inside) = rest.strip_prefix('{') {
-        let (mut depth, mut begin, mut found) = (0, 0, Vec::new());
+        let (mut depth, mut begin, mut all) = (0, 0, Vec::new());
         for (at, c) in inside.char_indices() {
             match c {
                 '{' => depth += 1,
                 ',' | '}' if depth == 0 => {
                     // Nothing follows a trailing comma.
                     let branch = Some(inside[begin..at].trim()).filter(|branch| !branch.is_empty());
-                    found.extend(branch.into_iter().flat_map(paths));
+                    all.extend(branch.into_iter().flat_map(paths));
                     begin = at + 1;
                     if c == '}' {
                         break;
@@ -194,7 +194,7 @@ fn paths(rest: &str) -> Vec<Module> {
                 _ => {}
             }
         }
-        return found;
+        return all;
     }
     let first = name(rest);
     let deeper = rest[first.len()..].strip_prefix("::").map_or_else(|| vec![Module::new()], paths);
@@ -313,7 +313,7 @@ fn the_files_of_a_module_use_each_other_in_one_direction() {
         }
     }
     let engine: usize = by_top["engine"].values().map(BTreeSet::len).sum();
-    assert!(engine > 60, "only {engine} arrows were found in `engine`");
+    assert!(engine > 60, "only {engine} arrows are found in `engine`");
 }
 
 #[test]

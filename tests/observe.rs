@@ -58,14 +58,17 @@ fn an_arena_shows_its_iterator_from_the_begin_to_the_end() {
     let arena = arena();
     assert!(view(&arena).is_none(), "no iterator uses it yet");
     let mut engine = engine(&arena);
-    let seen = view(&arena).unwrap();
-    assert_eq!((seen.pid, seen.state), (std::process::id(), MainState::Starting));
-    assert_eq!(seen.name, "", "it has no name yet");
+    let observed = view(&arena).unwrap();
+    assert_eq!((observed.pid, observed.state), (std::process::id(), MainState::Starting));
+    assert_eq!(observed.name, "", "it has no name yet");
     engine.show_name("train");
     assert_eq!(view(&arena).unwrap().name, "train");
-    assert_eq!((seen.prefetch_factor, seen.in_order, seen.persistent, seen.pinning), (2, true, true, false));
-    assert_eq!(seen.workers.len(), WORKERS as usize);
-    let idle = &seen.workers[1];
+    assert_eq!(
+        (observed.prefetch_factor, observed.in_order, observed.persistent, observed.pinning),
+        (2, true, true, false)
+    );
+    assert_eq!(observed.workers.len(), WORKERS as usize);
+    let idle = &observed.workers[1];
     assert_eq!((idle.state, idle.totals.pid, idle.batch, &idle.index), (WorkerState::Starting, 0, None, &None));
     engine.finish();
     assert!(view(&arena).is_none(), "it has ended");
@@ -86,9 +89,9 @@ fn workers_that_share_a_queue_show_what_waits_in_it() {
     assert_eq!(queued(), [4, 4]);
     let worker = port(&arena, 1);
     assert!(matches!(worker.receive().unwrap(), Received::Task(_)));
-    let seen = view(&arena).unwrap().workers.remove(1);
-    assert_eq!((seen.state, seen.batch, seen.queued), (WorkerState::Fetch, Some(0), 3));
-    assert_eq!(seen.index.as_deref(), Some("[10, 11, 12, 13]"));
+    let observed = view(&arena).unwrap().workers.remove(1);
+    assert_eq!((observed.state, observed.batch, observed.queued), (WorkerState::Fetch, Some(0), 3));
+    assert_eq!(observed.index.as_deref(), Some("[10, 11, 12, 13]"));
     worker.send(0, ResultKind::Plain, &[], b"batch", Timings::default()).unwrap();
     assert_eq!(view(&arena).unwrap().workers[1].ready, 1);
     // A valid header has 0 or 1 here.
@@ -129,31 +132,31 @@ fn a_worker_shows_its_batch_and_its_index() {
     engine.epoch_begins();
     let worker = port(&arena, 0);
     engine.submit(7, TaskKind::Plain, &indices()).unwrap();
-    let seen = view(&arena).unwrap().workers.remove(0);
-    assert_eq!((seen.queued, seen.totals.start_cpu_ns), (1, 0), "it is starting");
+    let observed = view(&arena).unwrap().workers.remove(0);
+    assert_eq!((observed.queued, observed.totals.start_cpu_ns), (1, 0), "it is starting");
     assert!(matches!(worker.receive().unwrap(), Received::Task(_)));
     std::thread::sleep(Duration::from_millis(2));
-    let seen = view(&arena).unwrap().workers.remove(0);
-    assert_eq!((seen.state, seen.batch, seen.queued), (WorkerState::Fetch, Some(0), 0));
-    assert_eq!(seen.index.as_deref(), Some("[10, 11, 12, 13]"));
-    assert!(seen.at_batch_ns >= 2_000_000 && seen.in_state_ns >= 2_000_000);
-    assert!(seen.totals.spent_ns[WorkerState::Fetch as usize] >= 2_000_000, "the current state counts");
-    let started = seen.totals.start_cpu_ns;
+    let observed = view(&arena).unwrap().workers.remove(0);
+    assert_eq!((observed.state, observed.batch, observed.queued), (WorkerState::Fetch, Some(0), 0));
+    assert_eq!(observed.index.as_deref(), Some("[10, 11, 12, 13]"));
+    assert!(observed.at_batch_ns >= 2_000_000 && observed.in_state_ns >= 2_000_000);
+    assert!(observed.totals.spent_ns[WorkerState::Fetch as usize] >= 2_000_000, "the current state counts");
+    let started = observed.totals.start_cpu_ns;
     assert!(started > 0, "its start is complete");
-    assert_eq!(seen.totals.fetch_measured_ns, 0, "the fetch has not ended");
+    assert_eq!(observed.totals.fetch_measured_ns, 0, "the fetch has not ended");
     worker.enter(WorkerState::Pack);
     let measured = view(&arena).unwrap().workers.remove(0).totals;
     assert!(measured.fetch_measured_ns >= 2_000_000 && measured.fetch_cpu_ns > 0);
     worker.send(0, ResultKind::Plain, &[], b"batch", Timings::default()).unwrap();
-    let seen = view(&arena).unwrap();
-    assert_eq!((seen.workers[0].ready, seen.workers[0].totals.tasks), (1, 1));
-    assert!(seen.workers[0].warm > 0 && seen.usage.warm >= seen.workers[0].warm);
+    let observed = view(&arena).unwrap();
+    assert_eq!((observed.workers[0].ready, observed.workers[0].totals.tasks), (1, 1));
+    assert!(observed.workers[0].warm > 0 && observed.usage.warm >= observed.workers[0].warm);
     // The next index batch is a pickle, which only the worker may open.
     engine.submit(8, TaskKind::Plain, b"").unwrap();
     engine.submit(9, TaskKind::Pickle, &[0; 100]).unwrap();
     assert!(matches!(worker.receive().unwrap(), Received::Task(_)));
-    let seen = view(&arena).unwrap().workers.remove(0);
-    assert_eq!((seen.batch, seen.index), (Some(2), None));
+    let observed = view(&arena).unwrap().workers.remove(0);
+    assert_eq!((observed.batch, observed.index), (Some(2), None));
     worker.enter(WorkerState::Starting);
     worker.enter(WorkerState::Idle);
     assert_eq!(
@@ -175,16 +178,16 @@ fn main_shows_its_state_and_its_counters() {
     assert_eq!(view(&arena).unwrap().state, MainState::Next);
     engine.wait(Some(Duration::ZERO)).unwrap();
     std::thread::sleep(Duration::from_millis(2));
-    let seen = view(&arena).unwrap();
-    assert_eq!(seen.state, MainState::First);
-    assert!(seen.counts[Count::First as usize] >= 2_000_000, "the current state counts");
+    let observed = view(&arena).unwrap();
+    assert_eq!(observed.state, MainState::First);
+    assert!(observed.counts[Count::First as usize] >= 2_000_000, "the current state counts");
     engine.after_wait().unwrap();
     assert_eq!(view(&arena).unwrap().state, MainState::Next);
     engine.handle().meter.add(Count::Batches, 3);
     engine.next_ends();
-    let seen = view(&arena).unwrap();
-    assert_eq!((seen.state, seen.epoch_batches), (MainState::Step, 3));
-    assert_eq!(seen.counts[Count::Epochs as usize], 1);
+    let observed = view(&arena).unwrap();
+    assert_eq!((observed.state, observed.epoch_batches), (MainState::Step, 3));
+    assert_eq!(observed.counts[Count::Epochs as usize], 1);
     std::thread::sleep(Duration::from_millis(2));
     assert!(view(&arena).unwrap().counts[Count::Step as usize] >= 2_000_000);
     engine.next_begins();
@@ -211,8 +214,8 @@ fn only_the_waits_of_a_next_count_as_waiting() {
     pause();
     engine.wait(Some(Duration::ZERO)).unwrap();
     pause();
-    let seen = view(&arena).unwrap();
-    let (in_next, first) = (seen.counts[Count::Next as usize], seen.counts[Count::First as usize]);
+    let observed = view(&arena).unwrap();
+    let (in_next, first) = (observed.counts[Count::Next as usize], observed.counts[Count::First as usize]);
     assert!(first >= 5_000_000 && in_next >= first + 5_000_000, "{first} of {in_next}");
     engine.after_wait().unwrap();
     let shown = times(Count::First);
@@ -224,9 +227,9 @@ fn only_the_waits_of_a_next_count_as_waiting() {
     assert!(times(Count::First) >= shown + 5_000_000, "the next wait is added");
     engine.after_wait().unwrap();
     engine.next_ends();
-    let seen = view(&arena).unwrap();
-    assert_eq!(seen.counts[Count::First as usize], engine.handle().meter.get(Count::First));
-    assert!(seen.counts[Count::First as usize] + 10_000_000 <= seen.counts[Count::Next as usize]);
+    let observed = view(&arena).unwrap();
+    assert_eq!(observed.counts[Count::First as usize], engine.handle().meter.get(Count::First));
+    assert!(observed.counts[Count::First as usize] + 10_000_000 <= observed.counts[Count::Next as usize]);
 }
 
 #[test]
@@ -320,7 +323,7 @@ fn garbage_behind_a_sound_head_is_shown_or_refused_but_leads_nowhere() {
             head[at] ^= random() as u8;
         }
         match observe(file_of(&head, arena.geometry().total).as_fd()) {
-            Ok(Some(seen)) => assert_eq!(seen.workers.len(), WORKERS as usize),
+            Ok(Some(observed)) => assert_eq!(observed.workers.len(), WORKERS as usize),
             Ok(None) | Err(Error::Corrupt { .. } | Error::Layout { .. }) => {}
             Err(other) => panic!("{other}"),
         }

@@ -197,9 +197,9 @@ proptest! {
             Ok(())
         });
         let link = pin::start(fake(slow).0, &handle, Completions::new(&arena), 96, false, Body::run).unwrap();
-        let (mut sent, mut got) = ([0u64; 3], vec![Vec::new(); 3]);
-        let take = |got: &mut Vec<Vec<u64>>| match link.events.recv_timeout(LIMIT).unwrap() {
-            PinEvent::Result(incoming, Some(number)) => got[incoming.worker as usize].push(number),
+        let (mut sent, mut delivered) = ([0u64; 3], vec![Vec::new(); 3]);
+        let take = |delivered: &mut Vec<Vec<u64>>| match link.events.recv_timeout(LIMIT).unwrap() {
+            PinEvent::Result(incoming, Some(number)) => delivered[incoming.worker as usize].push(number),
             other => panic!("{other:?}"),
         };
         for &(worker, count, and_take) in &sends {
@@ -208,14 +208,14 @@ proptest! {
                 sent[worker] += 1;
             }
             if and_take {
-                take(&mut got);
+                take(&mut delivered);
             }
         }
-        while got.iter().map(Vec::len).sum::<usize>() < sent.iter().sum::<u64>() as usize {
-            take(&mut got);
+        while delivered.iter().map(Vec::len).sum::<usize>() < sent.iter().sum::<u64>() as usize {
+            take(&mut delivered);
         }
         for worker in 0..3 {
-            prop_assert_eq!(&got[worker], &(0..sent[worker]).collect::<Vec<_>>());
+            prop_assert_eq!(&delivered[worker], &(0..sent[worker]).collect::<Vec<_>>());
         }
         end(&handle);
         prop_assert!(link.events.is_empty());
@@ -231,21 +231,21 @@ proptest! {
             Ok(())
         });
         let mut rig = Rig::new(1, 4, in_order, slow);
-        let (mut answered, mut got) = (0, Vec::new());
+        let (mut answered, mut delivered) = (0, Vec::new());
         for _ in 0..answers {
             answered += usize::from(rig.answer(0).is_some());
-            if got.len() < taken.min(answered) {
-                got.push(rig.next(true).unwrap());
+            if delivered.len() < taken.min(answered) {
+                delivered.push(rig.next(true).unwrap());
             }
         }
         rig.kill(0);
         let last = loop {
             match rig.next(true) {
-                Ok(number) => got.push(number),
+                Ok(number) => delivered.push(number),
                 Err(cause) => break cause,
             }
         };
-        prop_assert_eq!(got, (0..answered as u64).collect::<Vec<_>>());
+        prop_assert_eq!(delivered, (0..answered as u64).collect::<Vec<_>>());
         prop_assert_eq!(last, "worker 0 is dead");
         prop_assert_eq!(rig.next(true).unwrap_err(), "worker 0 is dead");
     }

@@ -49,17 +49,17 @@ const WITHOUT: &[(&str, &str, &str)] = &[
 
 /// Returns the sources under `folder`, without tests and comments.
 fn sources(folder: &Path) -> Vec<(PathBuf, String)> {
-    let mut found = Vec::new();
+    let mut all = Vec::new();
     for entry in std::fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
         let is_product = !path.ends_with("failpoint.rs") && path.file_stem().unwrap() != "tests";
         if path.is_dir() && is_product {
-            found.extend(sources(&path));
+            all.extend(sources(&path));
         } else if path.extension().is_some_and(|end| end == "rs") && is_product {
-            found.push((path.clone(), product_of(&std::fs::read_to_string(&path).unwrap())));
+            all.push((path.clone(), product_of(&std::fs::read_to_string(&path).unwrap())));
         }
     }
-    found
+    all
 }
 
 /// Returns a source without items marked `#[cfg(test)]` and comment lines. It relies on rustfmt's layout: an item ends
@@ -110,44 +110,44 @@ fn imports(text: &str) -> Vec<&str> {
 
 /// Describes what in a source belongs in `sys`, or lacks a failpoint there.
 fn faults(path: &Path, text: &str) -> Vec<String> {
-    let mut found = Vec::new();
+    let mut problems = Vec::new();
     let file = path.file_name().unwrap().to_str().unwrap();
-    found.extend(imports(text).iter().map(|name| format!("{name} is imported in {file}")));
+    problems.extend(imports(text).iter().map(|name| format!("{name} is imported in {file}")));
     for (at, name) in calls(text) {
         if !path.parent().unwrap().ends_with("sys") {
-            found.push(format!("{name} is called in {}", path.display()));
+            problems.push(format!("{name} is called in {}", path.display()));
         }
         // The macro is around the call, or around a closure defined a line or two earlier.
         let near = String::from_utf8_lossy(&text.as_bytes()[at.saturating_sub(130)..text.len().min(at + 260)]);
         let known = WITHOUT.iter().any(|(place, call, _)| (*place, *call) == (file, name));
         if !near.contains("failpoint!(\"") && !known {
-            found.push(format!("{name} in {file} has no failpoint"));
+            problems.push(format!("{name} in {file} has no failpoint"));
         }
     }
     let files = text.matches("std::fs::").count();
     if files > usize::from(path.ends_with("sys/mod.rs")) {
-        found.push(format!("a file is read in {file}"));
+        problems.push(format!("a file is read in {file}"));
     }
     let starts_named = text.contains("thread::Builder") && file != "thread.rs";
     if starts_named || text.contains("std::thread::spawn(") {
-        found.push(format!("a thread is started in {file}"));
+        problems.push(format!("a thread is started in {file}"));
     }
-    found
+    problems
 }
 
 #[test]
 fn calls_are_in_sys_and_have_a_failpoint() {
     let mut unused: Vec<_> = WITHOUT.iter().collect();
-    let mut seen = 0;
+    let mut count = 0;
     for (path, text) in sources(&src()) {
         assert_eq!(faults(&path, &text), Vec::<String>::new());
         let file = path.file_name().unwrap().to_str().unwrap();
         for (_, name) in calls(&text) {
-            seen += 1;
+            count += 1;
             unused.retain(|(place, call, _)| (*place, *call) != (file, name));
         }
     }
-    assert!(seen > 30, "only {seen} calls were found");
+    assert!(count > 30, "only {count} calls are found");
     assert!(unused.is_empty(), "entries that match no call: {unused:?}");
 }
 

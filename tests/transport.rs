@@ -244,7 +244,7 @@ impl Worker {
             let start = Instant::now();
             let (block, memory) = loop {
                 match self.port.allocate(*len as u64) {
-                    Ok(found) => break found,
+                    Ok(allocated) => break allocated,
                     Err(error) => assert!(start.elapsed() < LIMIT, "{error}"),
                 }
                 std::thread::sleep(Duration::from_millis(1));

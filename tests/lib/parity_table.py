@@ -46,7 +46,7 @@ LIMIT = 2000
 class Raised:
     """An error instead of a value."""
 
-    told: list
+    description: list
 
 
 END = Raised(["end"])
@@ -59,9 +59,9 @@ def attempt(function, *args, **kw):
     except StopIteration as error:
         return Raised(describe.error(error)) if error.args else END
     except Exception as error:
-        told = Raised(describe.error(error))
+        description = Raised(describe.error(error))
         error.__traceback__ = None  # its frames hold iterators
-        return told
+        return description
 
 
 def take(iterator, calls):
@@ -176,7 +176,7 @@ def record(program, cls, arguments, engine=True):
 def shown(seen):
     """Describes what a program has yielded in plain values."""
     if isinstance(seen, Raised):
-        return ["raised", seen.told]
+        return ["raised", seen.description]
     if isinstance(seen, TorchDataLoader):
         return ["loader", *describe.loader(seen)]
     if isinstance(seen, torch_dataloader._BaseDataLoaderIter):

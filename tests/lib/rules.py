@@ -41,13 +41,13 @@ def helpers():
 
 
 def threads():
-    found = []
+    named = []
     for tid in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError), open(f"/proc/self/task/{tid}/comm") as f:
             name = f.read().strip()
             if name != "jemalloc_bg_thd":  # pyarrow's allocator starts and ends these at any time
-                found.append((int(tid), name))
-    return found
+                named.append((int(tid), name))
+    return named
 
 
 def shared_memory_files():
@@ -64,17 +64,17 @@ def shared_memory_files():
 
 def state():
     pids, files = helpers()
-    found = {
+    held = {
         "children": list(children() - pids),
         "mappings": mappings(),
         "shared memory files": shared_memory_files(),
     }
     if not TORCH_MODE:  # torch's loader leaks descriptors, and a thread if indices are tensors
-        found["threads"] = threads()
-        found["descriptors"] = [
+        held["threads"] = threads()
+        held["descriptors"] = [
             target for n, target in open_files().items() if n not in files and not target.startswith("/proc/")
         ]
-    return found
+    return held
 
 
 def left(before, now):

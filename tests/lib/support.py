@@ -354,11 +354,11 @@ def children():
     """Returns the pids of this process's children, from the kernel's list if it has one: scanning /proc is slower."""
     if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
         return children_of(os.getpid())
-    found = set()
+    pids = set()
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/children") as file:
-            found.update(map(int, file.read().split()))
-    return found
+            pids.update(map(int, file.read().split()))
+    return pids
 
 
 def in_session(leader):

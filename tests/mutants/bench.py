@@ -119,8 +119,8 @@ def file_of(target: str) -> str:
     name = target.split("::")[0]
     if name.startswith("tests/"):
         return name
-    found = [str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "python").rglob(name)]
-    return found[0] if found else f"tests/python/{name}"
+    paths = [str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "python").rglob(name)]
+    return paths[0] if paths else f"tests/python/{name}"
 
 
 def exists(target: str) -> bool:

@@ -213,7 +213,7 @@ def run_mutant(mutant: Mutant, product: str, named: bool) -> dict:
 def report(mutants: list[Mutant], broken: dict[str, str], product: str, diffs: bool = False) -> int:
     """Prints the result of each mutant, and its diff if `diffs`. Returns the exit status."""
     known = results()
-    found: dict[str, list[tuple[Mutant, dict]]] = {
+    by_verdict: dict[str, list[tuple[Mutant, dict]]] = {
         verdict: [] for verdict in ("caught", "survived", "open", "error", "not run")
     }
     for mutant in mutants:
@@ -222,27 +222,32 @@ def report(mutants: list[Mutant], broken: dict[str, str], product: str, diffs: b
             line = {"verdict": "error", "by": "", "how": broken[mutant.name]}
         elif line is None or line["key"] != key_of(mutant, product):
             line = {"verdict": "not run", "by": "", "how": ""}
-        found[line["verdict"]].append((mutant, line))
+        by_verdict[line["verdict"]].append((mutant, line))
         print(f"{line['verdict']:9} {mutant.name:37} {mutant.at:27} {line['how']} {short(line['by'])}".rstrip())
         if diffs and mutant.name not in broken:
             print(mutant.change.diff())
-    caught, survived = found["caught"], found["survived"]
+    caught, survived = by_verdict["caught"], by_verdict["survived"]
     share = len(caught) / len(mutants)
     in_python = sum(not m.is_rust for m in mutants)
     print(f"\n{len(mutants)} mutants, {in_python} of them in Python: {len(caught)} caught ({share:.1%})")
     for mutant, line in survived:
         reason = mutant.equivalent or f"NO REASON GIVEN. {mutant.fault}"
         print(f"  survived: {mutant.name}: {reason} {line['how']}".rstrip())
-    for mutant, line in found["error"]:
+    for mutant, line in by_verdict["error"]:
         print(f"  error: {mutant.name}: {line['how']}")
-    for mutant, _ in found["open"]:
+    for mutant, _ in by_verdict["open"]:
         print(f"  open: {mutant.name}: its named tests pass. {mutant.fault}")
-    if found["not run"]:
-        print(f"  not run: {len(found['not run'])}")
+    if by_verdict["not run"]:
+        print(f"  not run: {len(by_verdict['not run'])}")
     for mutant, _ in caught:
         if mutant.equivalent:
             print(f"  {mutant.name} is caught now; remove its field `equivalent`")
-    bad = [m for m, _ in survived if not m.equivalent] or found["open"] or found["error"] or found["not run"]
+    bad = (
+        [m for m, _ in survived if not m.equivalent]
+        or by_verdict["open"]
+        or by_verdict["error"]
+        or by_verdict["not run"]
+    )
     return 1 if bad or share < REQUIRED else 0
 
 

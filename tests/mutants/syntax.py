@@ -21,7 +21,7 @@ _REST = "rest_"
 
 _COMMENTS = ("comment", "line_comment", "block_comment")
 
-Found = dict[str, str]
+Holes = dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Match:
     source: Source
     begin: int
     end: int
-    found: Found
+    holes: Holes
     node: Node
 
     @property
@@ -59,7 +59,7 @@ class Change:
 def _patterns(dialect: Dialect, text: str) -> list[list[Node]]:
     """Returns each way to parse a pattern: as statements or an expression, as an argument, as an arm of a match."""
     text = _without_holes(text)
-    found = []
+    forms = []
     for frame in dialect.frames:
         begin = len(frame.split("§")[0].encode())
         end = begin + len(text.encode())
@@ -68,10 +68,10 @@ def _patterns(dialect: Dialect, text: str) -> list[list[Node]]:
             continue
         node = node.descendant_for_byte_range(begin, end) or node
         if (node.start_byte, node.end_byte) == (begin, end) and node.parent:
-            found.append([node])
+            forms.append([node])
         else:
-            found.append([n for n in _parts(node) if n.start_byte >= begin and n.end_byte <= end])
-    return found
+            forms.append([n for n in _parts(node) if n.start_byte >= begin and n.end_byte <= end])
+    return forms
 
 
 def _without_holes(text: str) -> str:
@@ -109,34 +109,34 @@ def _hole(node: Node) -> str:
     return text if re.fullmatch(rf"({_HOLE}|{_REST})\w+", text) else ""
 
 
-def _fits_all(pattern: Sequence[Node], nodes: Sequence[Node], found: Found) -> Found | None:
+def _fits_all(pattern: Sequence[Node], nodes: Sequence[Node], holes: Holes) -> Holes | None:
     if not pattern:
-        return None if nodes else found
+        return None if nodes else holes
     if (hole := _hole(pattern[0])).startswith(_REST):
         for count in range(len(nodes) + 1):
-            result = _fits_all(pattern[1:], nodes[count:], {**found, hole: _span(nodes[:count])})
+            result = _fits_all(pattern[1:], nodes[count:], {**holes, hole: _span(nodes[:count])})
             if result is not None:
                 return result
         return None
     if not nodes:
         return None
-    result = _fits(pattern[0], nodes[0], found)
+    result = _fits(pattern[0], nodes[0], holes)
     return None if result is None else _fits_all(pattern[1:], nodes[1:], result)
 
 
-def _fits(pattern: Node, node: Node, found: Found) -> Found | None:
+def _fits(pattern: Node, node: Node, holes: Holes) -> Holes | None:
     """Returns the code of the holes if the pattern matches, else None."""
     if hole := _hole(pattern):
-        if not node.is_named or found.get(hole, text_of(node)) != text_of(node):
+        if not node.is_named or holes.get(hole, text_of(node)) != text_of(node):
             return None
-        return {**found, hole: text_of(node)}
+        return {**holes, hole: text_of(node)}
     pattern, node = _bare(pattern), _bare(node)
     if pattern.type != node.type:
         return None
     inner = _parts(pattern)
     if not inner:
-        return found if text_of(pattern) == text_of(node) else None
-    return _fits_all(inner, _parts(node), found)
+        return holes if text_of(pattern) == text_of(node) else None
+    return _fits_all(inner, _parts(node), holes)
 
 
 def _end(node: Node) -> int:
@@ -154,9 +154,9 @@ def _matches(pattern: list[Node], source: Source, scope: Node) -> Iterator[Match
             parts = _parts(node)
             windows = [parts[first : first + len(pattern)] for first in range(len(parts) - len(pattern) + 1)]
         for window in windows:
-            found = _fits_all(pattern, window, {})
-            if found is not None:
-                yield Match(source, window[0].start_byte, _end(window[-1]), found, window[0])
+            holes = _fits_all(pattern, window, {})
+            if holes is not None:
+                yield Match(source, window[0].start_byte, _end(window[-1]), holes, window[0])
 
 
 def find(dialect: Dialect, at: str, pattern: str, root: Path = ROOT) -> Match:
@@ -164,21 +164,21 @@ def find(dialect: Dialect, at: str, pattern: str, root: Path = ROOT) -> Match:
     forms = _patterns(dialect, pattern)
     if not forms:
         raise NotFound(f"{pattern!r} is no code, even with its holes filled")
-    found: dict[tuple[str, int, int], Match] = {}
+    matches: dict[tuple[str, int, int], Match] = {}
     for source, scope in named(dialect, at, root):
         for form in forms:
             for match in _matches(form, source, scope):
-                found.setdefault((source.path, match.begin, match.end), match)
+                matches.setdefault((source.path, match.begin, match.end), match)
     where = at or dialect.folder
-    if not found:
+    if not matches:
         raise NotFound(f"nothing in {where} fits {pattern!r}")
-    if len(found) > 1:
-        lines = ", ".join(match.line for match in found.values())
+    if len(matches) > 1:
+        lines = ", ".join(match.line for match in matches.values())
         raise NotFound(
-            f"{len(found)} places in {where} fit {pattern!r} ({lines}): let it cover more code, or give `at` more of "
+            f"{len(matches)} places in {where} fit {pattern!r} ({lines}): let it cover more code, or give `at` more of "
             f"its name (module{dialect.separator}Class{dialect.separator}function)"
         )
-    (match,) = found.values()
+    (match,) = matches.values()
     return match
 
 
@@ -195,11 +195,11 @@ def replace(dialect: Dialect, at: str, pattern: str, put: str, root: Path = ROOT
 
     def filled(hole: re.Match[str]) -> str:
         name = hole.group().removesuffix(";")
-        if name not in match.found:
+        if name not in match.holes:
             raise NotFound(f"{put!r} has a hole that {pattern!r} does not have")
         # The code of a statement has its own semicolon.
-        end = ";" if hole.group().endswith(";") and not match.found[name].endswith((";", "}")) else ""
-        return match.found[name] + end
+        end = ";" if hole.group().endswith(";") and not match.holes[name].endswith((";", "}")) else ""
+        return match.holes[name] + end
 
     text = re.sub(rf"\b({_HOLE}|{_REST})\w+;?", filled, _without_holes(put).replace("\n", indent))
     return _changed(match.source, match.begin, match.end, text)

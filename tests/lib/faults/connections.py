@@ -213,7 +213,7 @@ class Play:
         total = sum(map(len, expected))
         disruptions = [(action, int(share * total)) for action, share in self.trial.disruptions]
         seen = 0
-        for epoch, right in enumerate(expected):
+        for epoch, wanted in enumerate(expected):
             try:
                 iterator = iter(loader)
             except RuntimeError as error:
@@ -221,13 +221,13 @@ class Play:
                     raise
                 self.figures["failed starts"] += 1
                 return None
-            got = []
+            delivered = []
             for batch in iterator:
-                got.append(restart_data.content(batch))
+                delivered.append(restart_data.content(batch))
                 seen += 1
                 while disruptions and disruptions[0][1] < seen:
                     self.strike(disruptions.pop(0)[0], iterator)
-            self.compare(epoch, got, right)
+            self.compare(epoch, delivered, wanted)
             del iterator
         return loader
 
@@ -240,11 +240,11 @@ class Play:
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker.pid, signal.SIGSTOP if action == "stop" else signal.SIGKILL)
 
-    def compare(self, epoch, got, right):
+    def compare(self, epoch, delivered, wanted):
         if not self.trial.in_order:
-            got, right = collections.Counter(got), collections.Counter(right)
-        if got != right:
-            self.wrong.append(f"epoch {epoch}: wrong batches ({len(got)}, expected {len(right)})")
+            delivered, wanted = collections.Counter(delivered), collections.Counter(wanted)
+        if delivered != wanted:
+            self.wrong.append(f"epoch {epoch}: wrong batches ({len(delivered)}, expected {len(wanted)})")
 
 
 # Ray

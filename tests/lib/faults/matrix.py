@@ -156,13 +156,13 @@ class Play:
         from support import gone, wait_until, worker_pids
 
         case = self.case
-        got = []
+        delivered = []
         iterator = iter(self.loader)
         pids = worker_pids(iterator)
         if case.place == "between":
             assert self.epoch(iterator) == list(range(self.n))
         elif case.place in ("idle", "shutdown"):
-            got += [scenes.number(next(iterator)) for _ in range(3)]
+            delivered += [scenes.number(next(iterator)) for _ in range(3)]
         if case.place in ("idle", "between"):
             assert wait_until(lambda: os.path.exists(self.marker + ".ready"), LIMIT[case.method])
             time.sleep(0.1)
@@ -171,10 +171,10 @@ class Play:
         if case.place == "shutdown":
             iterator._shutdown_workers()
         elif case.restarts:
-            self.survive(iterator, got, pids)
+            self.survive(iterator, delivered, pids)
         else:
-            error, seen = self.death(iterator, got)
-            self.check(error, got, pids)
+            error, seen = self.death(iterator, delivered)
+            self.check(error, delivered, pids)
         assert wait_until(lambda: all(map(gone, pids))), "a worker has survived"
         del iterator
         for _ in range(2 if case.method == "fork" else 1):
@@ -187,7 +187,7 @@ class Play:
         numbers = [scenes.number(batch) for batch in iterator]
         return numbers if self.case.in_order else sorted(numbers)
 
-    def death(self, iterator, got):
+    def death(self, iterator, delivered):
         """Takes batches in another thread until the error. Returns the error and how long it took."""
         from support import gone, in_thread, wait_until, worker_pids
 
@@ -200,7 +200,7 @@ class Play:
                 raise AssertionError("iter() does not raise the death")
             while True:
                 batch = in_thread(next, iterator, seconds=LIMIT[self.case.method])
-                got.append(scenes.number(batch))
+                delivered.append(scenes.number(batch))
                 del batch
                 last = time.monotonic()
         except RuntimeError as error:
@@ -214,14 +214,14 @@ class Play:
                     assert str(repeated) == str(first) and repeated.__notes__ == first.__notes__
         return first, now - max(last, self.died()[0])
 
-    def survive(self, iterator, got, pids):
+    def survive(self, iterator, delivered, pids):
         """Takes all batches, and checks that only the victim has been replaced."""
         import rustloader
 
         if self.case.place == "between":
             iterator = iter(self.loader)
-        got += map(scenes.number, iterator)
-        assert (got if self.case.in_order else sorted(got)) == list(range(self.n)), got
+        delivered += map(scenes.number, iterator)
+        assert (delivered if self.case.in_order else sorted(delivered)) == list(range(self.n)), delivered
         faults = rustloader.stats(self.loader).faults
         assert faults.restarts == 1 and str(self.died()[1]) in faults.deaths[0], faults
         pids += [worker.pid for worker in iterator._workers]
@@ -236,7 +236,7 @@ class Play:
             moment, pid = file.read().split()
         return float(moment), int(pid)
 
-    def check(self, error, got, pids):
+    def check(self, error, delivered, pids):
         case = self.case
         pid = self.died()[1]
         if case.in_order or case.place not in ("item", "packing"):
@@ -250,15 +250,15 @@ class Play:
         assert re.search(rf"orker {pids.index(pid)}\b", note), note
         if case.place in ("item", "packing"):
             assert f" {LAST}." in note, note
-        assert len(set(got)) == len(got) and set(got) <= set(range(self.n)), got
+        assert len(set(delivered)) == len(delivered) and set(delivered) <= set(range(self.n)), delivered
         if case.in_order:
-            before = {"birth": 1, "init": 1, "iter": 1, "item": LAST, "packing": LAST}.get(case.place, len(got))
-            assert got == list(range(before)), got
-            assert case.place != "idle" or len(got) % 2 == VICTIM, "the lost batch is not the victim's"
+            before = {"birth": 1, "init": 1, "iter": 1, "item": LAST, "packing": LAST}.get(case.place, len(delivered))
+            assert delivered == list(range(before)), delivered
+            assert case.place != "idle" or len(delivered) % 2 == VICTIM, "the lost batch is not the victim's"
         elif case.place in ("birth", "init", "iter"):
-            assert case.place != "iter" or all(i % 2 != VICTIM for i in got)
+            assert case.place != "iter" or all(i % 2 != VICTIM for i in delivered)
         elif case.place in ("item", "packing"):
-            assert LAST not in got
+            assert LAST not in delivered
 
 
 def kernel_reports_status():

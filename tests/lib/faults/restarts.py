@@ -216,28 +216,28 @@ class Play:
         expected = self.expected[epoch]
         at = int(torch.randint(max(1, len(expected)), (), generator=rng))
         iterator = iter(loader)
-        workers, got, state = iterator._workers, [], None
+        workers, delivered, state = iterator._workers, [], None
         for batch in iterator:
-            got.append((restart_data.numbers(batch), restart_data.content(batch)))
+            delivered.append((restart_data.numbers(batch), restart_data.content(batch)))
             if self.trial.kept and not self.trial.pinned and len(self.kept) < 10:
-                self.kept.append((batch, got[-1][1]))
+                self.kept.append((batch, delivered[-1][1]))
             del batch
-            if len(got) == at + 1 and "state" in hows:
+            if len(delivered) == at + 1 and "state" in hows:
                 killer.announce("state")
                 until = time.monotonic() + 0.003
                 while state is None or time.monotonic() < until:
                     state = loader.state_dict()
-            if len(got) == at + 1 and "shutdown" in hows:
+            if len(delivered) == at + 1 and "shutdown" in hows:
                 killer.announce("shutdown")
                 iterator._shutdown_workers()
-                self.compare(epoch, got, expected, whole=False)
+                self.compare(epoch, delivered, expected, whole=False)
                 break
         else:
-            self.compare(epoch, got, expected)
+            self.compare(epoch, delivered, expected)
         if iterator._workers is not workers or len(workers) != self.trial.workers:
             self.wrong.append("the iterator's list of workers was replaced, or has changed its length")
         if state is not None:
-            self.states.append((state, epoch, got[: at + 1]))
+            self.states.append((state, epoch, delivered[: at + 1]))
 
     def resume(self, state, epoch, before):
         """Resumes an undisturbed loader from the state."""
@@ -248,15 +248,19 @@ class Play:
         self.compare(f"{epoch}, resumed after {len(before)} batches", before + rest, self.expected[epoch])
         self.figures["resumed"] += 1
 
-    def compare(self, name, got, expected, whole=True):
+    def compare(self, name, delivered, expected, whole=True):
         if self.trial.in_order:
-            right = got == (expected if whole else expected[: len(got)])
+            right = delivered == (expected if whole else expected[: len(delivered)])
         else:
-            more, fewer = map(collections.Counter, (got, expected))
+            more, fewer = map(collections.Counter, (delivered, expected))
             right = not more - fewer and (not whole or not fewer - more)
         if not right:
-            shown = [[batch for batch, _ in batches] for batches in (got, expected)]
-            text = f"got {shown[0]}, expected {shown[1]}" if shown[0] != shown[1] else f"wrong contents, {shown[0]}"
+            numbers = [[batch for batch, _ in batches] for batches in (delivered, expected)]
+            text = (
+                f"got {numbers[0]}, expected {numbers[1]}"
+                if numbers[0] != numbers[1]
+                else f"wrong contents, {numbers[0]}"
+            )
             self.wrong.append(f"epoch {name}: {text}")
 
 

@@ -134,7 +134,7 @@ class Soak:
         if name is None and options.get("timeout"):
             name = "late"  # the machine may be busy, or workers may still be in the previous epoch
         moment = self.rng.randrange(max(1, len(expected)))
-        iterator, got, errors = start_epoch(loader, before), [], []
+        iterator, delivered, errors = start_epoch(loader, before), [], []
         for number in itertools.count():
             if name is not None and number == moment and self.disturb(name, iterator) == "break":
                 # The iterator is dropped with tasks outstanding.
@@ -148,12 +148,12 @@ class Soak:
                 if len(errors) > 1 or is_final(error):
                     break
                 continue
-            got.append(hash_of(batch))
+            delivered.append(hash_of(batch))
             self.counts["batches"] += 1
             if not options["pin_memory"] and self.rng.random() < 0.02:
-                self.keep(batch, got[-1])
+                self.keep(batch, delivered[-1])
         del iterator
-        return self.judge(name, expected, got, errors, options)
+        return self.judge(name, expected, delivered, errors, options)
 
     def disturb(self, name, iterator):
         """Injects a fault from the main process, into itself or a worker."""
@@ -176,18 +176,18 @@ class Soak:
                     self.wrong.append("kept batches differ in a forked child")
         return None
 
-    def judge(self, name, expected, got, errors, options):
+    def judge(self, name, expected, delivered, errors, options):
         texts, in_order = [str(error) for error in errors], options["in_order"]
         if name in MORTAL and options["max_restarts"]:
             name = "restart"
         if in_order:
             # Batches may be missing, such as one that an error replaced.
             rest = iter(expected)
-            if not all(any(batch == other for other in rest) for batch in got):
-                return f"the {len(got)} batches are no subsequence of torch's"
-        elif collections.Counter(got) - collections.Counter(expected):
+            if not all(any(batch == other for other in rest) for batch in delivered):
+                return f"the {len(delivered)} batches are no subsequence of torch's"
+        elif collections.Counter(delivered) - collections.Counter(expected):
             return "batches that torch's loader does not return"
-        missing = len(expected) - len(got)
+        missing = len(expected) - len(delivered)
         match name:
             case None | "stop" | "fork" | "thread" | "restart" | "stuck" | "bad":
                 fine = not errors and missing == 0
