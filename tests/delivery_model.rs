@@ -1,5 +1,6 @@
-//! What calls of `next` owe, keep back and answer, against a small reference: the calls written out one after the
-//! other, in plain loops, over the same random sampler, scheduler and interrupts.
+//! Compares the delivery with a small reference: the draws that calls of `next` owe, the results that they keep, and
+//! their answers. The reference writes the calls out as plain loops, over the same random sampler, scheduler and
+//! interrupts.
 
 mod common;
 
@@ -14,20 +15,20 @@ use rustloader::id::{TaskId, WorkerId};
 use rustloader::scheduler::{Death, Decision};
 use rustloader::wire::{ResultEntry, ResultKind};
 
-/// What a draw of the sampler ends in.
+/// The outcome of a draw from the sampler.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Draw {
     Sent,
     Fails,
-    /// It yields an index that cannot be submitted for lack of memory.
+    /// The index cannot be submitted for lack of memory.
     Unsent,
     Interrupted,
 }
 
-/// The scheduler's next answer. `Batch` asks for a draw first, and delivers on the next call. With a window, `Batch`
-/// and `Exhausted` each make room for one more task, and the scheduler asks while there is room.
+/// The scheduler's next decision. `Batch` asks for a draw first, and delivers at the next decision. With a window,
+/// `Batch` and `Exhausted` each make room for one more task, and the scheduler asks for draws while there is room.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Says {
+enum Scripted {
     Batch,
     Exhausted,
     Wait,
@@ -50,13 +51,13 @@ enum Before {
     NewEpoch,
 }
 
-/// What a call of the user ends in. Errors are numbered, so that none is raised twice or out of its order.
+/// The outcome of a user's call. Errors are numbered, to show that none is raised twice or out of order.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Answer {
     Batch(u64),
     SamplerError(u64),
     Interrupted,
-    /// A batch was delivered, and its decoding cut off.
+    /// A batch was delivered, but its decoding was interrupted.
     CutOff,
     Opened,
     Waits,
@@ -71,20 +72,20 @@ enum Answer {
 
 #[derive(Clone, Debug)]
 struct Script {
-    /// The scheduler fills a window.
+    /// Whether the scheduler fills a window.
     fills: bool,
     before: Vec<Before>,
     draws: Vec<Draw>,
-    says: Vec<Says>,
-    /// Which decodings a signal handler cuts off.
+    scripted: Vec<Scripted>,
+    /// Which decodings a signal handler interrupts.
     cut_off: Vec<bool>,
 }
 
-/// Sampler, scheduler and signals, as both sides see them.
+/// Sampler, scheduler and signals, which are the same for both sides.
 struct World<'a> {
     script: &'a Script,
     draws: usize,
-    says: usize,
+    scripted: usize,
     decodings: usize,
     /// A batch that is delivered as soon as an index has been drawn.
     staged: Option<u64>,
@@ -92,15 +93,15 @@ struct World<'a> {
     room: usize,
     batches: u64,
     errors: u64,
-    /// Indices that the sampler has yielded, and those that were sent.
+    /// How many indices the sampler has yielded, and the indices that were sent.
     yielded: u64,
     sent: Vec<u64>,
 }
 
 impl<'a> World<'a> {
     fn new(script: &'a Script) -> Self {
-        let (draws, says, decodings, room, batches, errors, yielded) = (0, 0, 0, 0, 0, 0, 0);
-        Self { script, draws, says, decodings, staged: None, room, batches, errors, yielded, sent: Vec::new() }
+        let (draws, scripted, decodings, room, batches, errors, yielded) = (0, 0, 0, 0, 0, 0, 0);
+        Self { script, draws, scripted, decodings, staged: None, room, batches, errors, yielded, sent: Vec::new() }
     }
 
     fn draw(&mut self) -> Draw {
@@ -108,9 +109,9 @@ impl<'a> World<'a> {
         self.script.draws.get(self.draws - 1).copied().unwrap_or(Draw::Sent)
     }
 
-    fn says(&mut self) -> Says {
-        self.says += 1;
-        self.script.says.get(self.says - 1).copied().unwrap_or(Says::End)
+    fn scripted(&mut self) -> Scripted {
+        self.scripted += 1;
+        self.script.scripted.get(self.scripted - 1).copied().unwrap_or(Scripted::End)
     }
 
     fn is_cut_off(&mut self) -> bool {
@@ -118,7 +119,7 @@ impl<'a> World<'a> {
         self.script.cut_off.get(self.decodings - 1).copied().unwrap_or(false)
     }
 
-    /// The next index: the unsent one, or the sampler's.
+    /// Returns the unsent index, or the sampler's next.
     fn index(&mut self, unsent: Option<u64>) -> u64 {
         unsent.unwrap_or_else(|| {
             self.yielded += 1;
@@ -126,7 +127,7 @@ impl<'a> World<'a> {
         })
     }
 
-    /// An index has been sent.
+    /// Records that an index is sent.
     fn send(&mut self, index: u64) {
         self.sent.push(index);
         self.room = self.room.saturating_sub(1);
@@ -143,7 +144,7 @@ impl<'a> World<'a> {
     }
 }
 
-/// The reference: the calls as loops, with what they leave behind in plain variables.
+/// The reference: calls as plain loops, with plain variables between them.
 #[derive(Default)]
 struct Reference {
     errors: VecDeque<u64>,
@@ -172,7 +173,7 @@ impl Reference {
         }
     }
 
-    /// One draw; whether it was interrupted, which ends the call.
+    /// Makes a draw. If it is interrupted, the call ends.
     fn draw(&mut self, world: &mut World<'_>) -> Draw {
         let draw = world.draw();
         match draw {
@@ -208,7 +209,7 @@ impl Reference {
             match self.draw(world) {
                 Draw::Interrupted => return Answer::Interrupted,
                 Draw::Unsent => break,
-                // It failed or not: it is not owed any more, unless an index waits for memory.
+                // Even a failed draw is no longer owed, unless an index waits for memory.
                 Draw::Fails if self.unsent.is_some() => break,
                 Draw::Sent | Draw::Fails => self.owed -= 1,
             }
@@ -223,7 +224,7 @@ impl Reference {
             return Answer::Opened;
         }
         loop {
-            // A window is filled, up to the first error.
+            // Fills the window, up to the first error.
             while world.script.fills && world.room > 0 && self.errors.is_empty() {
                 if self.draw(world) == Draw::Interrupted {
                     return Answer::Interrupted;
@@ -232,9 +233,9 @@ impl Reference {
             if let Some(batch) = world.staged.take() {
                 return self.decode(world, batch);
             }
-            match world.says() {
-                says @ (Says::Batch | Says::Exhausted) => {
-                    if says == Says::Batch {
+            match world.scripted() {
+                scripted @ (Scripted::Batch | Scripted::Exhausted) => {
+                    if scripted == Scripted::Batch {
                         world.staged = Some(world.batch());
                     }
                     if world.script.fills {
@@ -251,13 +252,13 @@ impl Reference {
                         }
                     }
                 }
-                Says::Wait if self.pin_thread_ended => return Answer::NoPinThread,
-                Says::Wait => return Answer::Waits,
-                Says::TimedOut => return Answer::TimedOut,
-                Says::Vacant => return Answer::Vacant,
-                Says::Resend => {}
-                Says::Dead => return Answer::Dead,
-                Says::End => {
+                Scripted::Wait if self.pin_thread_ended => return Answer::NoPinThread,
+                Scripted::Wait => return Answer::Waits,
+                Scripted::TimedOut => return Answer::TimedOut,
+                Scripted::Vacant => return Answer::Vacant,
+                Scripted::Resend => {}
+                Scripted::Dead => return Answer::Dead,
+                Scripted::End => {
                     return self.errors.pop_front().map_or(Answer::End, Answer::SamplerError);
                 }
             }
@@ -270,7 +271,7 @@ fn incoming() -> Incoming {
     Incoming { worker: 0, entry: ResultEntry::from_words(&words).unwrap() }
 }
 
-/// The scheduler that both see, in the words of the real one. A batch is its own ready result.
+/// The scheduler of both sides, as decisions of the real one. A batch is its own ready result.
 fn decide(world: &mut World<'_>, may_ask: bool) -> Decision<(), Arrival<u64>> {
     if world.script.fills && world.room > 0 && may_ask {
         return Decision::Submit;
@@ -278,15 +279,15 @@ fn decide(world: &mut World<'_>, may_ask: bool) -> Decision<(), Arrival<u64>> {
     if let Some(batch) = world.staged.take() {
         let result = Arrival { incoming: incoming(), ready: Some(batch) };
         let (task, worker) = (TaskId(batch), WorkerId(0));
-        // Errors of workers take the same way.
+        // Some results are errors of workers, which are delivered in the same way.
         return match batch % 3 {
             0 => Decision::Raise { task, worker, tag: (), result },
             _ => Decision::Deliver { task, worker, tag: (), result },
         };
     }
-    match world.says() {
-        says @ (Says::Batch | Says::Exhausted) => {
-            if says == Says::Batch {
+    match world.scripted() {
+        scripted @ (Scripted::Batch | Scripted::Exhausted) => {
+            if scripted == Scripted::Batch {
                 world.staged = Some(world.batch());
             }
             if world.script.fills {
@@ -295,16 +296,16 @@ fn decide(world: &mut World<'_>, may_ask: bool) -> Decision<(), Arrival<u64>> {
             }
             Decision::Submit
         }
-        Says::Wait => Decision::Wait(None),
-        Says::TimedOut => Decision::TimedOut,
-        Says::Vacant => Decision::Vacant(Death { worker: WorkerId(1), lost: None }),
-        Says::Resend => Decision::Resend,
-        Says::Dead => Decision::Dead(Death { worker: WorkerId(1), lost: None }),
-        Says::End => Decision::End,
+        Scripted::Wait => Decision::Wait(None),
+        Scripted::TimedOut => Decision::TimedOut,
+        Scripted::Vacant => Decision::Vacant(Death { worker: WorkerId(1), lost: None }),
+        Scripted::Resend => Decision::Resend,
+        Scripted::Dead => Decision::Dead(Death { worker: WorkerId(1), lost: None }),
+        Scripted::End => Decision::End,
     }
 }
 
-/// The real one, driven as the bindings do it.
+/// The real delivery, driven as the bindings do.
 struct Driver {
     delivery: Delivery<u64, u64, u64>,
     closed: bool,
@@ -356,7 +357,7 @@ impl Driver {
     fn call(&mut self, world: &mut World<'_>) -> Answer {
         self.delivery.on_event(Event::NextBegan);
         loop {
-            // The bindings keep no tag; here an equivalent type stands for it.
+            // The delivery's tags are of another type here.
             let decide = |may_ask| match decide(world, may_ask) {
                 Decision::Deliver { task, worker, result, .. } => Decision::Deliver { task, worker, tag: 0, result },
                 Decision::Raise { task, worker, result, .. } => Decision::Raise { task, worker, tag: 0, result },
@@ -389,7 +390,7 @@ impl Driver {
                 Step::NoPinThread(_) => Answer::NoPinThread,
                 Step::Wait(_) => {
                     assert!(self.delivery.begins_to_wait(), "each call starts its own wait");
-                    assert!(!self.delivery.begins_to_wait(), "it goes on waiting");
+                    assert!(!self.delivery.begins_to_wait(), "it is already waiting");
                     Answer::Waits
                 }
             };
@@ -413,7 +414,7 @@ fn run(script: &Script) {
         reference.before(&mut mirror, before);
         let answer = driver.next(&mut world);
         assert_eq!(answer, reference.next(&mut mirror));
-        assert_eq!((world.draws, world.says, &world.sent), (mirror.draws, mirror.says, &mirror.sent));
+        assert_eq!((world.draws, world.scripted, &world.sent), (mirror.draws, mirror.scripted, &mirror.sent));
         if let Answer::Batch(batch) = answer {
             batches.push(batch);
         }
@@ -422,7 +423,7 @@ fn run(script: &Script) {
     assert!(world.sent.is_sorted_by(|a, b| a < b), "each index once: {:?}", world.sent);
     let undisturbed = |before: &Before| matches!(before, Before::Nothing | Before::Tied);
     if script.before.iter().all(undisturbed) {
-        // No index and no batch is lost, but the one that is on its way.
+        // No index and no batch is lost; one may be in progress.
         assert!(world.yielded - world.sent.len() as u64 <= 1);
         assert!(world.batches - batches.len() as u64 <= 1);
     }
@@ -444,45 +445,46 @@ fn script() -> impl Strategy<Value = Script> {
         1 => Just(Draw::Unsent),
         1 => Just(Draw::Interrupted),
     ];
-    let says = prop_oneof![
-        8 => Just(Says::Batch),
-        1 => Just(Says::Exhausted),
-        1 => Just(Says::Wait),
-        1 => Just(Says::TimedOut),
-        1 => Just(Says::Vacant),
-        1 => Just(Says::Resend),
-        1 => Just(Says::Dead),
-        1 => Just(Says::End),
+    let scripted = prop_oneof![
+        8 => Just(Scripted::Batch),
+        1 => Just(Scripted::Exhausted),
+        1 => Just(Scripted::Wait),
+        1 => Just(Scripted::TimedOut),
+        1 => Just(Scripted::Vacant),
+        1 => Just(Scripted::Resend),
+        1 => Just(Scripted::Dead),
+        1 => Just(Scripted::End),
     ];
     let calls = prop_oneof![proptest::collection::vec(before, 1..40), proptest::collection::vec(calm, 1..40),];
     let draws = proptest::collection::vec(draw, 0..60);
     let cut_off = proptest::collection::vec(proptest::bool::weighted(0.2), 0..60);
-    (any::<bool>(), calls, draws, proptest::collection::vec(says, 0..60), cut_off)
-        .prop_map(|(fills, before, draws, says, cut_off)| Script { fills, before, draws, says, cut_off })
+    (any::<bool>(), calls, draws, proptest::collection::vec(scripted, 0..60), cut_off)
+        .prop_map(|(fills, before, draws, scripted, cut_off)| Script { fills, before, draws, scripted, cut_off })
 }
 
 proptest! {
     #![proptest_config(common::model_config(10_000))]
 
     #[test]
-    fn it_does_what_the_loops_do(script in script()) {
+    fn delivery_matches_the_reference(script in script()) {
         run(&script);
     }
 }
 
-/// The rows of the table in the module's documentation, each above all that come after it.
+/// Each row of the table in the module's documentation precedes all later rows.
 #[test]
 fn the_answers_have_the_precedence_of_the_table() {
     let mut delivery = Delivery::<u64, u64, u64>::new(false);
-    // All at once: an error and a draw that it owes, an unread result, damage, a tied result, an end.
+    // Together: an error and an owed draw, an unread result, a tied result, and the end of the pin thread. Damage comes
+    // last.
     delivery.on_event(Event::DrawFailed(1));
     delivery.on_event(Event::DecodeInterrupted(2));
     delivery.tie(incoming());
     delivery.on_event(Event::PinThreadEnded("why".to_owned()));
     delivery.on_event(Event::NextBegan);
-    let mut said = Vec::new();
+    let mut answers = Vec::new();
     let mut ask = |delivery: &mut Delivery<u64, u64, u64>, closed, decision| {
-        said.push(match delivery.answer(closed, |_| decision) {
+        answers.push(match delivery.answer(closed, |_| decision) {
             Err(_) => "broken",
             Ok(Step::Raise(1)) => "error",
             Ok(Step::Closed) => "closed",
@@ -506,10 +508,10 @@ fn the_answers_have_the_precedence_of_the_table() {
     delivery.tie(incoming());
     delivery.on_event(Event::Broken(Error::corrupt("it is broken")));
     ask(&mut delivery, false, Decision::End);
-    assert_eq!(said, ["error", "closed", "draw", "unread", "open", "end", "no pin thread", "broken"]);
+    assert_eq!(answers, ["error", "closed", "draw", "unread", "open", "end", "no pin thread", "broken"]);
 }
 
-/// A window repeats failed draws by asking again; without one they are owed.
+/// With a window, failed draws are repeated because the scheduler asks again; without one, they are owed.
 #[test]
 fn a_failed_draw_is_owed_without_a_window_alone_and_a_window_does_not_ask_before_its_error_is_raised() {
     for fills in [false, true] {

@@ -1,4 +1,4 @@
-//! What a broken worker writes over shared memory is damage, and called so.
+//! Whatever a broken worker writes to shared memory is reported as damage.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -13,7 +13,7 @@ use rustloader::sys::event::EventFd;
 use rustloader::wire::{Leaf, ResultKind, TaskKind, Timings};
 use rustloader::worker::port::{Keep, Port, Received};
 
-/// A result as it comes out of the ring: a message with two leaves, which lie in the same block if `twice`.
+/// Returns a result from the ring: a message with two leaves, which are in the same block if `twice`.
 fn sent(kind: ResultKind, twice: bool) -> (Arc<Arena>, Incoming) {
     let arena = Arena::create_sized(1 << 30, 1, 4).unwrap();
     let doorbell = EventFd::new().unwrap().as_fd().try_clone_to_owned().unwrap();
@@ -33,7 +33,7 @@ fn a_pickle_that_has_changed_on_its_way_is_not_opened() {
             let (arena, incoming) = sent(kind, false);
             let (block, len) = (incoming.entry.block.unwrap(), incoming.entry.len);
             let memory = arena.block_memory(0, block, len).unwrap().as_ptr();
-            // SAFETY: the message's last byte; nothing else reads it now.
+            // SAFETY: this is the message's last byte, and nothing else reads it now.
             unsafe { *memory.add(len as usize - 1) ^= u8::from(damaged) };
             match Message::open(&arena, &incoming, Vec::new()) {
                 Ok(message) => assert!(!damaged && message.payload() == b"payload"),
@@ -56,9 +56,9 @@ fn a_block_that_two_leaves_name_is_leased_once() {
     assert!(matches!(leaves.take(1), Err(Error::Corrupt { .. })));
 }
 
-/// The message of a worker that finds damage.
-fn damage<T: std::fmt::Debug>(found: Result<T, Error>) -> String {
-    let error = found.unwrap_err();
+/// Returns the text of an error, which must report damage.
+fn damage<T: std::fmt::Debug>(result: Result<T, Error>) -> String {
+    let error = result.unwrap_err();
     assert!(matches!(error, Error::Corrupt { .. }), "{error}");
     error.to_string()
 }
@@ -83,7 +83,7 @@ fn a_head_of_the_shared_queue_that_hides_a_task_is_no_silent_wait() {
     }
 }
 
-/// Found by `tests/python/unit/test_damage.py`: the error reported an internal error.
+/// Found by `tests/python/unit/test_damage.py`: this damage used to be reported as an internal error.
 #[test]
 fn a_worker_that_says_it_has_taken_less_than_it_has_is_broken() {
     let arena = Arena::create_sized(1 << 30, 1, 4).unwrap();
@@ -95,7 +95,7 @@ fn a_worker_that_says_it_has_taken_less_than_it_has_is_broken() {
     }
     for tag in 4..1000 {
         let Received::Task(entry) = port.receive().unwrap() else { panic!("no task") };
-        // Nothing of the ring is free, if this is true.
+        // Claims that no slot of the ring is free.
         let ring = &arena.control(0).tasks;
         ring.head.0.store(ring.tail.0.load(Relaxed).wrapping_sub(arena.geometry().ring_slots), Relaxed);
         port.send(entry.task, ResultKind::Plain, &[], b"x", Timings::default()).unwrap();

@@ -1,4 +1,4 @@
-//! An engine whose workers are connections: order, deaths, restarts and the end are those of local workers.
+//! An engine with remote workers: order, deaths, restarts and the end are those of local workers.
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -18,12 +18,12 @@ use rustloader::worker::port::{Port, Received};
 
 type Loader = Engine<u64, Vec<u8>>;
 
-/// A worker in a thread. It leaves without a word before its answer number `dies`.
-fn serve(socket: UnixStream, dies: u64, made: Arc<AtomicU64>) {
+/// Runs a worker in this thread. It closes its connection without notice before its answer number `dies`.
+fn serve(socket: UnixStream, dies: u64, answered: Arc<AtomicU64>) {
     let lost = Arc::new(AtomicBool::new(false));
-    let noted = lost.clone();
+    let lost_flag = lost.clone();
     let cut = socket.try_clone().unwrap();
-    let remote = Remote::start(socket.into(), 8, 1 << 28, move || noted.store(true, Relaxed), || {}).unwrap();
+    let remote = Remote::start(socket.into(), 8, 1 << 28, move || lost_flag.store(true, Relaxed), || {}).unwrap();
     let port = Port::over(remote.clone()).unwrap();
     remote.ready();
     let mut answers = 0;
@@ -38,7 +38,7 @@ fn serve(socket: UnixStream, dies: u64, made: Arc<AtomicU64>) {
             return;
         }
         answers += 1;
-        made.fetch_add(1, Relaxed);
+        answered.fetch_add(1, Relaxed);
         let payload = &entry.inline[..entry.len as usize];
         port.send(entry.task, ResultKind::Plain, &[], payload, Timings::default()).unwrap();
     }
@@ -46,11 +46,11 @@ fn serve(socket: UnixStream, dies: u64, made: Arc<AtomicU64>) {
     assert!(lost.load(Relaxed) || remote.finish(Duration::from_secs(30)));
 }
 
-fn attach(engine: &mut Loader, worker: u32, dies: u64, made: &Arc<AtomicU64>) {
+fn attach(engine: &mut Loader, worker: u32, dies: u64, answered: &Arc<AtomicU64>) {
     let (one, other) = UnixStream::pair().unwrap();
-    let made = made.clone();
-    std::thread::spawn(move || serve(other, dies, made));
-    // The number of a process elsewhere may be that of any process here.
+    let answered = answered.clone();
+    std::thread::spawn(move || serve(other, dies, answered));
+    // A remote process may have the same pid as any local process.
     engine.attached(worker, one.into(), std::process::id() as i32).unwrap();
 }
 
@@ -61,10 +61,10 @@ fn epoch(dispatch: Dispatch, batches: u64, every: u64) -> u64 {
     let arena = Arena::create_for(1 << 30, needs).unwrap();
     let settings = Settings { dispatch, restarts: true, ..Settings::torch(2, 3, true) };
     let mut engine = Loader::over(arena, settings).unwrap();
-    let (mut next, mut got, mut deaths) = (0, 0, 0);
-    let made = Arc::new(AtomicU64::new(0));
+    let (mut next, mut received, mut deaths) = (0, 0, 0);
+    let answered = Arc::new(AtomicU64::new(0));
     for worker in 0..2 {
-        attach(&mut engine, worker, every, &made);
+        attach(&mut engine, worker, every, &answered);
     }
     let send = |engine: &mut Loader, next: &mut u64| {
         if *next == batches {
@@ -91,31 +91,32 @@ fn epoch(dispatch: Dispatch, batches: u64, every: u64) -> u64 {
             }
             Step::Deliver { incoming, .. } => {
                 let message = Message::open(engine.arena(), &incoming, Vec::new()).unwrap();
-                assert_eq!(message.payload(), got_bytes(&mut got));
+                assert_eq!(message.payload(), next_bytes(&mut received));
             }
             Step::Vacant(death) => {
                 deaths += 1;
                 let worker = death.worker.0;
                 assert_eq!(engine.report(death).status, None);
                 engine.vacate(worker).unwrap();
-                attach(&mut engine, worker, every, &made);
+                attach(&mut engine, worker, every, &answered);
             }
             Step::End => break,
             other => panic!("{other:?}"),
         }
     }
-    assert_eq!(got, batches);
-    assert!(made.load(Relaxed) >= batches);
+    assert_eq!(received, batches);
+    assert!(answered.load(Relaxed) >= batches);
     engine.handle().close();
     while !engine.handle().wait_gone(Duration::from_secs(30)).unwrap() {}
     let pooled = matches!(engine.finish(), Ending::Pool(_));
-    assert_eq!(pooled, deaths == 0, "an arena is used again if all workers have left");
+    assert_eq!(pooled, deaths == 0, "an arena is reused if all workers have left");
     deaths
 }
 
-fn got_bytes(got: &mut u64) -> [u8; 8] {
-    *got += 1;
-    (*got - 1).to_le_bytes()
+/// Returns the expected payload of the next batch, and counts the batch.
+fn next_bytes(received: &mut u64) -> [u8; 8] {
+    *received += 1;
+    (*received - 1).to_le_bytes()
 }
 
 #[test]
@@ -161,7 +162,7 @@ fn each_worker_gets_a_task_of_a_shared_queue_before_one_gets_two() {
     for worker in 0..4 {
         let (one, mut other) = UnixStream::pair().unwrap();
         engine.attached(worker, one.into(), 1).unwrap();
-        // Its thread looks into the queue before it reads this.
+        // The link's thread looks into the queue before it reads this.
         other.write_all(&Head::bare(Kind::Ready).to_bytes()).unwrap();
         let state = || engine.handle().status(worker).unwrap().unwrap().names().0;
         let start = Instant::now();

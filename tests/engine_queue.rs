@@ -1,4 +1,4 @@
-//! What the engine does with a queue that its workers share: who holds which task, deaths, abandoned epochs.
+//! An engine with a shared queue: which worker holds which task, deaths, abandoned epochs.
 
 use std::process::{Child, Command};
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use rustloader::wire::{ResultKind, TaskEntry, TaskKind, Timings};
 use rustloader::worker::port::{Port, Received};
 
 const WORKERS: u32 = 3;
-/// Bytes of an index batch, which is too long for an entry.
+/// Bytes of an index batch: more than fit in an entry.
 const INDEX: usize = 100;
 
 fn settings(in_order: bool) -> Settings {
@@ -23,7 +23,7 @@ fn settings(in_order: bool) -> Settings {
     Settings { dispatch: Dispatch::SharedQueue, persistent: true, ..torch }
 }
 
-/// An engine over ports in this process, whose workers' deaths are those of processes that do nothing else.
+/// An engine over ports in this process. A worker dies when its process, which only sleeps, is killed.
 struct Rig {
     arena: Arc<Arena>,
     engine: Engine<u64>,
@@ -49,7 +49,7 @@ impl Rig {
         rig
     }
 
-    /// The start of an epoch.
+    /// Starts an epoch.
     fn prime(&mut self) {
         let mut asked = 0;
         while self.engine.primes(asked) {
@@ -64,7 +64,7 @@ impl Rig {
         self.next += 1;
     }
 
-    /// A worker claims a task.
+    /// Claims a task for a worker.
     fn claim(&self, worker: usize) -> TaskEntry {
         match self.ports[worker].receive().unwrap() {
             Received::Task(entry) => entry,
@@ -81,7 +81,7 @@ impl Rig {
         self.processes[worker].wait().unwrap();
     }
 
-    /// The next step. It sends what is asked for, and waits.
+    /// Returns the next step that is neither a submission nor a wait.
     fn step(&mut self) -> Step<u64> {
         loop {
             match self.engine.step().unwrap() {
@@ -95,7 +95,7 @@ impl Rig {
         }
     }
 
-    /// The tag of the batch that comes now, and its worker.
+    /// Returns the tag of the next batch, and its worker.
     fn batch(&mut self) -> (u64, u32) {
         match self.step() {
             Step::Deliver { tag, incoming, .. } => {
@@ -106,7 +106,7 @@ impl Rig {
         }
     }
 
-    /// Blocks of index batches that are held.
+    /// Returns the number of blocks that hold index batches.
     fn payloads(&self) -> usize {
         let region = self.arena.geometry().main_region();
         let table = &self.arena.table(region)[..self.arena.block_count(region) as usize];
@@ -131,7 +131,7 @@ fn a_slow_task_holds_up_its_worker_alone_and_comes_in_its_place() {
     assert_eq!(rig.payloads(), 0, "a worker releases the index batch that it has read");
     assert!(
         matches!(rig.engine.step().unwrap(), Step::Wait(_)),
-        "the window is full and its first task is not answered"
+        "the window is full, and its first task is outstanding"
     );
     let progress = rig.engine.progress();
     assert_eq!((progress.sent, progress.outstanding, progress.loads), (6, 1, vec![5, 0, 1]));
@@ -142,7 +142,7 @@ fn a_slow_task_holds_up_its_worker_alone_and_comes_in_its_place() {
     rig.send(2, 0);
     assert_eq!(rig.batch(), (0, 2));
     assert_eq!(rig.engine.progress().undelivered.last(), Some(&(6, None)), "it waits in the queue");
-    assert_eq!(rig.engine.oldest_task_of(1).map(|(task, _)| task.0), Some(6), "any worker could take it");
+    assert_eq!(rig.engine.oldest_task_of(1).map(|(task, _)| task.0), Some(6), "any worker may claim it");
     (1..6).for_each(|task| assert_eq!(rig.batch(), (task, 0)));
 }
 
@@ -150,7 +150,7 @@ fn a_slow_task_holds_up_its_worker_alone_and_comes_in_its_place() {
 fn batches_come_as_they_are_completed_while_a_worker_is_stuck() {
     let mut rig = Rig::new(false);
     assert_eq!(rig.claim(1).task, 0);
-    // Its slot in the queue is used again many times.
+    // Its entry in the queue is reused many times.
     for task in 1..200 {
         assert_eq!(rig.claim(0).task, task);
         rig.send(0, task);
@@ -163,7 +163,7 @@ fn batches_come_as_they_are_completed_while_a_worker_is_stuck() {
 
 #[test]
 fn an_answer_of_a_worker_that_does_not_hold_the_task_is_damage() {
-    // Held by another, waiting, answered before, never sent.
+    // The task is held by another worker, waiting, already answered, or was never sent.
     for task in [0, 1, 2, 1000, u64::MAX] {
         let mut rig = Rig::new(true);
         assert_eq!((rig.claim(1).task, rig.claim(2).task, rig.claim(0).task), (0, 1, 2));
@@ -188,7 +188,7 @@ fn a_death_loses_the_task_that_the_worker_held_and_the_others_go_on() {
     let mut rig = Rig::new(true);
     assert_eq!((rig.claim(0).task, rig.claim(1).task), (0, 1));
     rig.send(1, 1);
-    // What it has published counts.
+    // The result that it has published counts.
     assert_eq!(rig.claim(1).task, 2);
     rig.kill(1);
     while rig.engine.death().is_none() {
@@ -197,7 +197,7 @@ fn a_death_loses_the_task_that_the_worker_held_and_the_others_go_on() {
         rig.engine.after_wait().unwrap();
     }
     assert_eq!(rig.engine.death().map(|death| (death.worker.0, death.lost.map(|task| task.0))), Some((1, Some(2))));
-    assert_eq!(rig.claim(2).task, 3, "what waits goes on to others");
+    assert_eq!(rig.claim(2).task, 3, "waiting tasks go to other workers");
     rig.send(2, 3);
     rig.send(0, 0);
     assert_eq!((rig.batch(), rig.batch()), ((0, 0), (1, 1)));
@@ -247,7 +247,7 @@ fn tasks_of_an_abandoned_epoch_are_taken_back_unless_a_worker_holds_them() {
     }
     assert!(matches!(rig.engine.step().unwrap(), Step::Wait(_)));
     assert!(rig.engine.resuming());
-    // The last one answers its task first, in vain.
+    // Worker 0 first answers its task, in vain.
     rig.send(0, 0);
     assert_eq!(rig.claim(0).kind, TaskKind::Resume);
     rig.ports[0].answer(0, ResultKind::Resumed).unwrap();

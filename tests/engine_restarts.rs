@@ -1,4 +1,4 @@
-//! Workers that die and are replaced: what each of their processes gets, and what of their results counts.
+//! Workers that die and are replaced: which tasks each of their processes receives, and which of their results count.
 
 use std::process::{Child, Command};
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use rustloader::worker::port::{Port, Received};
 
 type Loader = Engine<u64, Vec<u8>>;
 
-/// An engine over ports in this process, whose workers' deaths are those of processes that do nothing else.
+/// An engine over ports in this process. A worker dies when its process, which only sleeps, is killed.
 struct Rig {
     arena: Arc<Arena>,
     engine: Loader,
@@ -72,7 +72,7 @@ impl Rig {
         }
     }
 
-    /// A worker answers its next task, which is this one.
+    /// Answers a worker's next task, which must be `task`.
     fn answer(&self, worker: usize, task: u64, kind: ResultKind) {
         let entry = self.take(worker);
         assert_eq!(entry.task, task);
@@ -93,8 +93,8 @@ impl Rig {
         self.ports[worker] = open(&self.arena, &self.engine, worker as u32);
     }
 
-    /// Sends what is to be sent again, which comes before anything else.
-    fn send_again(&mut self) -> Vec<u64> {
+    /// Resends all tasks that are due. They come before any other step.
+    fn resend_all(&mut self) -> Vec<u64> {
         let mut sent = Vec::new();
         while let Some(&index) = self.engine.unsent() {
             assert!(matches!(self.engine.step().unwrap(), Step::Resend));
@@ -105,7 +105,7 @@ impl Rig {
         sent
     }
 
-    /// The next step that is none of the bindings' work. Indices never run out.
+    /// Returns the next step that is not a submission, a resend or a wait. The sampler never ends.
     fn step(&mut self) -> Step<u64, Vec<u8>> {
         loop {
             match self.engine.step().unwrap() {
@@ -123,7 +123,7 @@ impl Rig {
         }
     }
 
-    /// The worker that is vacant now, its first task, its answers and its generation.
+    /// Returns the vacant worker, its task, the count of its answers, and its generation.
     fn vacancy(&mut self) -> (u32, Option<u64>, u64, u32) {
         match self.step() {
             Step::Vacant(death) => {
@@ -134,7 +134,7 @@ impl Rig {
         }
     }
 
-    /// The tag of the next batch, whose payload it is.
+    /// Returns the tag of the next batch, which must be its payload.
     fn batch(&mut self) -> u64 {
         match self.step() {
             Step::Deliver { tag, incoming, ready: None } => {
@@ -151,7 +151,7 @@ impl Rig {
     }
 
     fn open_tied(&mut self) {
-        let Step::Open { incoming, ready: None } = self.step() else { panic!("a result is to be opened") };
+        let Step::Open { incoming, ready: None } = self.step() else { panic!("no result to open") };
         let message = Message::open(&self.arena, &incoming, Vec::new()).unwrap();
         self.engine.opened(message.payload().to_vec()).unwrap();
     }
@@ -168,7 +168,7 @@ fn a_worker_may_die_again_and_again_and_no_task_is_lost_or_doubled() {
     let mut rig = Rig::new(2, Dispatch::RoundRobin);
     let mut expected = 0;
     for generation in 0..20 {
-        // One answer of each process of worker 1, and then its end, with two tasks in its ring.
+        // Each process of worker 1 answers once, and then dies with two tasks in its ring.
         rig.answer(1, 2 * u64::from(generation) + 1, ResultKind::Plain);
         rig.answer(0, 2 * u64::from(generation), ResultKind::Plain);
         rig.kill(1);
@@ -195,7 +195,7 @@ fn a_worker_may_die_again_and_again_and_no_task_is_lost_or_doubled() {
             }
         }
         rig.replace(1);
-        assert_eq!(rig.send_again()[0], first);
+        assert_eq!(rig.resend_all()[0], first);
     }
     assert!(!rig.engine.handle().all_left());
 }
@@ -212,7 +212,7 @@ fn a_vacancy_is_reported_until_it_is_settled_and_again_after_the_time_to_which_i
         loop {
             match rig.step() {
                 Step::Vacant(death) => break assert_eq!(death.worker.0, 1),
-                // It was delivered before the death was noticed.
+                // This batch is delivered before the death is noticed.
                 Step::Deliver { tag: 0, incoming, .. } => discard(&rig.arena, &incoming),
                 other => panic!("{other:?}"),
             }
@@ -220,7 +220,7 @@ fn a_vacancy_is_reported_until_it_is_settled_and_again_after_the_time_to_which_i
     }
     let before = rustloader::sys::clock::monotonic();
     rig.engine.postpone(1, Duration::from_millis(300)).unwrap();
-    // Meanwhile batches of the other worker go on.
+    // Meanwhile the other worker continues.
     rig.answer(0, 2, ResultKind::Plain);
     while let Step::Deliver { incoming, .. } = rig.step() {
         discard(&rig.arena, &incoming);
@@ -240,21 +240,21 @@ fn what_a_worker_of_the_shared_queue_held_goes_to_its_next_process_whenever_that
     assert_eq!(rig.take(0).task, 0);
     rig.kill(0);
     assert_eq!(rig.vacancy(), (0, Some(0), 0, 0));
-    // The others go on with what waits.
+    // The other worker continues with the waiting tasks.
     rig.answer(1, 1, ResultKind::Plain);
     rig.replace(0);
-    // The new process is quicker than the task that is sent again, and dies with both.
+    // The new process claims a task before task 0 is resent, and dies with both.
     assert_eq!(rig.take(0).task, 2);
     rig.kill(0);
-    assert_eq!(rig.vacancy(), (0, Some(2), 0, 1), "the one that it was at");
+    assert_eq!(rig.vacancy(), (0, Some(2), 0, 1), "the task that it was working on");
     rig.replace(0);
     assert!(matches!(rig.engine.step().unwrap(), Step::Resend));
     rig.kill(0);
-    // One was sent and not taken, the other not sent.
+    // One task is resent but not claimed, the other is not resent.
     rig.engine.resend(TaskKind::Plain, &0u64.to_le_bytes()).unwrap();
     assert_eq!(rig.vacancy(), (0, Some(0), 0, 2));
     rig.replace(0);
-    assert_eq!(rig.send_again(), [0, 2]);
+    assert_eq!(rig.resend_all(), [0, 2]);
     rig.answer(0, 0, ResultKind::Plain);
     rig.answer(0, 2, ResultKind::Plain);
     for task in 3..6 {
@@ -279,7 +279,7 @@ fn a_tied_result_that_was_not_opened_is_made_again_with_all_that_followed_it() {
             assert!(matches!(rig.step(), Step::Open { .. }));
         }
         rig.kill(0);
-        // The end of the process is looked for before the results.
+        // The next step checks for deaths before it reads results.
         std::thread::sleep(DEATH_CHECK);
         while !matches!(rig.step(), Step::Vacant(_)) {
             std::thread::sleep(Duration::from_millis(20));
@@ -287,7 +287,7 @@ fn a_tied_result_that_was_not_opened_is_made_again_with_all_that_followed_it() {
         assert_eq!(rig.vacancy(), (0, Some(2), 1, 0), "the task that it had taken last");
         assert_eq!(rig.engine.handle().snapshot(0, 9).unwrap(), None);
         rig.replace(0);
-        assert_eq!(rig.send_again(), [1, 2, 3]);
+        assert_eq!(rig.resend_all(), [1, 2, 3]);
         rig.answer(0, 1, ResultKind::Tied);
         rig.open_tied();
         rig.answer(0, 2, ResultKind::Plain);
@@ -304,9 +304,9 @@ fn a_worker_of_the_shared_queue_may_have_held_several_tasks() {
     assert_eq!(rig.take(0).task, 2);
     rig.kill(0);
     std::thread::sleep(DEATH_CHECK);
-    assert_eq!(rig.vacancy(), (0, Some(2), 0, 0), "the task that it was at");
+    assert_eq!(rig.vacancy(), (0, Some(2), 0, 0), "the task that it was working on");
     rig.replace(0);
-    assert_eq!(rig.send_again(), [0, 1, 2]);
+    assert_eq!(rig.resend_all(), [0, 1, 2]);
     for task in 0..3 {
         rig.answer(0, task, ResultKind::Plain);
     }
@@ -317,10 +317,10 @@ fn a_worker_of_the_shared_queue_may_have_held_several_tasks() {
 fn a_tied_result_that_cannot_be_opened_because_its_worker_ends_is_no_error() {
     let mut rig = Rig::new(1, Dispatch::RoundRobin);
     rig.answer(0, 0, ResultKind::Tied);
-    assert!(!rig.engine.lost_tied().unwrap(), "there is none yet");
-    let Step::Open { incoming, .. } = rig.step() else { panic!("a result is to be opened") };
+    assert!(!rig.engine.lost_tied().unwrap(), "there is no tied result yet");
+    let Step::Open { incoming, .. } = rig.step() else { panic!("no result to open") };
     discard(&rig.arena, &incoming);
-    // Its message is released now, as after an attempt that failed.
+    // Its message is already released, as after a failed attempt.
     rig.engine.delivery().open_interrupted(Vec::new());
     assert!(!rig.engine.lost_tied().unwrap(), "the worker lives");
     rig.kill(0);
@@ -346,10 +346,10 @@ fn a_worker_that_dies_before_it_has_resumed_begins_the_epoch_with_its_next_proce
         }
         rig.engine.reset(b"").unwrap();
         if dispatch == Dispatch::RoundRobin {
-            // An answer of the last epoch does not count.
+            // An answer of the previous epoch does not count.
             rig.answer(0, 0, ResultKind::Plain);
         }
-        let Step::Vacant(death) = rig.step() else { panic!("it is vacant") };
+        let Step::Vacant(death) = rig.step() else { panic!("worker 1 is not vacant") };
         let report = rig.engine.report(death);
         assert_eq!((report.worker, report.index, report.task, report.answers), (1, None, None, 0));
         assert!(report.first_task >= 6);
@@ -360,11 +360,11 @@ fn a_worker_that_dies_before_it_has_resumed_begins_the_epoch_with_its_next_proce
         assert_eq!(rig.vacancy(), (0, None, 0, 0));
         rig.replace(0);
         rig.replace(1);
-        // Its snapshots are this epoch's.
+        // Its snapshots belong to this epoch.
         rig.ports[1].send_snapshot(0, b"new", false).unwrap();
         assert!(!rig.engine.resuming());
         rig.engine.process_outside_next().unwrap();
-        assert!((0..2).all(|worker| rig.ports[worker].take_up().unwrap().is_none()), "they get no message");
+        assert!((0..2).all(|worker| rig.ports[worker].take_up().unwrap().is_none()), "they receive no message");
         assert_eq!(rig.engine.handle().snapshot(1, 0).unwrap().map(|it| it.payload), Some(b"new".to_vec()));
         let first = rig.next;
         rig.prime();
@@ -390,7 +390,7 @@ fn a_thousand_replacements_leave_no_descriptor_and_no_block() {
         }
     }
     let (before, held) = settled.unwrap();
-    // Other tests run at the same time, and have descriptors, too.
+    // Tests that run at the same time have descriptors, too.
     assert!(descriptors() < before + 200);
     assert_eq!(rig.arena.usage().held, held);
 }

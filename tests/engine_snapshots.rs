@@ -1,4 +1,4 @@
-//! Snapshots of workers: which ones the engine keeps and for how long, and that they change nothing for the results.
+//! Snapshots of workers: which ones the engine keeps and for how long, and that results are unaffected.
 
 use std::os::fd::AsRawFd;
 use std::process::{Child, Command};
@@ -22,7 +22,7 @@ use rustloader::worker::port::{Port, Received};
 
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// Blocks that the main process has not released.
+/// Returns the number of blocks that the main process has not released.
 fn held(arena: &Arc<Arena>) -> usize {
     let entries = |region| &arena.table(region)[..arena.block_count(region) as usize];
     (0..arena.geometry().workers)
@@ -34,7 +34,7 @@ fn held(arena: &Arc<Arena>) -> usize {
 fn until(mut condition: impl FnMut() -> bool) {
     let start = Instant::now();
     while !condition() {
-        assert!(start.elapsed() < LIMIT, "it did not happen");
+        assert!(start.elapsed() < LIMIT, "the condition never holds");
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -55,7 +55,7 @@ impl Prepare for Counting {
     }
 }
 
-/// An engine over ports in this process, whose workers' deaths are those of processes that do nothing else.
+/// An engine over ports in this process. A worker dies when its process, which only sleeps, is killed.
 struct Rig {
     arena: Arc<Arena>,
     engine: Engine<u64, ()>,
@@ -82,7 +82,7 @@ impl Rig {
         rig
     }
 
-    /// Persistent workers with two tasks each.
+    /// Creates a rig of persistent workers with two tasks each.
     fn persistent(workers: usize) -> Self {
         Self::new(Settings { persistent: true, ..Settings::torch(workers, 2, true) })
     }
@@ -98,7 +98,7 @@ impl Rig {
         entry.task
     }
 
-    /// A worker answers its next task.
+    /// Answers a worker's next task.
     fn answer(&self, worker: usize, kind: ResultKind) {
         let task = self.take(worker);
         self.ports[worker].send(task, kind, &[], b"data", Timings::default()).unwrap();
@@ -108,17 +108,17 @@ impl Rig {
         assert!(self.ports[worker].send_snapshot(count, payload, false).unwrap());
     }
 
-    /// What the engine has for a number of answers.
-    fn found(&self, worker: u32, answers: u64) -> Option<(u64, bool, Vec<u8>)> {
-        let found = self.engine.handle().snapshot(worker, answers).unwrap()?;
-        Some((found.answers, found.is_error, found.payload))
+    /// Returns (answers, is_error, payload) of the engine's snapshot for this many answers.
+    fn kept(&self, worker: u32, answers: u64) -> Option<(u64, bool, Vec<u8>)> {
+        let snapshot = self.engine.handle().snapshot(worker, answers).unwrap()?;
+        Some((snapshot.answers, snapshot.is_error, snapshot.payload))
     }
 
     fn count(&self, worker: u32, answers: u64) -> Option<u64> {
-        self.found(worker, answers).map(|(count, ..)| count)
+        self.kept(worker, answers).map(|(count, ..)| count)
     }
 
-    /// Takes in everything that has come, and opens what is tied.
+    /// Processes all results that have arrived, and opens tied ones.
     fn process_outside_next(&mut self) {
         while let Some((incoming, _)) = self.engine.process_outside_next().unwrap() {
             drop(Message::open(&self.arena, &incoming, Vec::new()).unwrap());
@@ -126,7 +126,7 @@ impl Rig {
         }
     }
 
-    /// The result that comes now; submits where the engine asks for it.
+    /// Returns the tag of the next result. Submits tasks as the engine asks.
     fn deliver(&mut self) -> u64 {
         let start = Instant::now();
         loop {
@@ -176,11 +176,11 @@ fn a_snapshot_comes_before_its_result_and_is_no_result() {
         (sent, rig.engine.handle().status(0).unwrap().unwrap().tasks_done)
     };
     assert_eq!(done(&rig), (1, 1));
-    assert_eq!(rig.found(0, 9), None, "nothing has been taken in");
+    assert_eq!(rig.kept(0, 9), None, "nothing has been processed yet");
     assert_eq!(rig.deliver(), 0);
-    assert_eq!(rig.found(0, 9), Some((0, false, b"first".to_vec())));
-    assert_eq!(rig.found(1, 9), None);
-    // Of the second answer, made before it was sent.
+    assert_eq!(rig.kept(0, 9), Some((0, false, b"first".to_vec())));
+    assert_eq!(rig.kept(1, 9), None);
+    // The state after the second answer is sent before that answer.
     rig.snapshot(0, 2, b"second");
     rig.answer(0, ResultKind::Error);
     rig.answer(1, ResultKind::Plain);
@@ -188,13 +188,13 @@ fn a_snapshot_comes_before_its_result_and_is_no_result() {
     rig.process_outside_next();
     assert_eq!(rig.engine.progress().outstanding, before.outstanding - 2);
     assert_eq!((rig.deliver(), rig.deliver()), (1, 2));
-    assert_eq!(rig.found(0, 1), Some((0, false, b"first".to_vec())));
-    assert_eq!(rig.found(0, 2), Some((2, false, b"second".to_vec())));
+    assert_eq!(rig.kept(0, 1), Some((0, false, b"first".to_vec())));
+    assert_eq!(rig.kept(0, 2), Some((2, false, b"second".to_vec())));
     assert_eq!(done(&rig), (2, 2));
     assert!(rig.ports[0].send_snapshot(2, b"why not", true).unwrap());
     rig.process_outside_next();
-    assert_eq!(rig.found(0, 2), Some((2, true, b"why not".to_vec())));
-    assert_eq!(rig.found(7, 2), None);
+    assert_eq!(rig.kept(0, 2), Some((2, true, b"why not".to_vec())));
+    assert_eq!(rig.kept(7, 2), None);
 }
 
 #[test]
@@ -214,14 +214,14 @@ fn every_position_that_can_be_asked_for_has_its_snapshot_and_no_older_one_is_kep
                     let Ok(position) = state.positions.at(answers - missing, back) else { continue };
                     drop(state);
                     for (worker, count) in (0..).zip(position.per_worker) {
-                        let (found, is_error, payload) = rig.found(worker, count).unwrap();
+                        let (found, is_error, payload) = rig.kept(worker, count).unwrap();
                         assert_eq!((found, is_error), (count, false));
                         assert_eq!(payload, if count == 0 { b"first".to_vec() } else { count.to_le_bytes().into() });
                     }
                 }
             }
-            // The answers that a position may go behind, one before them for each worker, one under way, and one that
-            // goes with its worker's next.
+            // A snapshot for each answer that a position may go back, one before them for each worker, one in
+            // progress, and one that is released with its worker's next.
             assert!(held(&rig.arena) <= BACK_BATCHES + 1 + 2 + 2, "{} are held", held(&rig.arena));
         }
     }
@@ -238,19 +238,19 @@ fn a_new_epoch_releases_the_snapshots_and_drops_those_of_the_old_one() {
     assert_eq!(held(&rig.arena), 2);
     assert!(!rig.engine.is_starting());
     rig.engine.reset(b"").unwrap();
-    assert_eq!((held(&rig.arena), rig.found(0, 9)), (0, None));
-    // These still belong to the old epoch.
+    assert_eq!((held(&rig.arena), rig.kept(0, 9)), (0, None));
+    // This snapshot and this answer still belong to the old epoch.
     rig.snapshot(0, 2, b"old");
     rig.answer(0, ResultKind::Plain);
     rig.process_outside_next();
-    assert_eq!((held(&rig.arena), rig.found(0, 9)), (0, None));
+    assert_eq!((held(&rig.arena), rig.kept(0, 9)), (0, None));
     assert!(rig.engine.is_starting());
     rig.answer(0, ResultKind::Plain);
     assert_eq!(rig.take(0), 0, "the message has no task");
     rig.ports[0].answer(0, ResultKind::Resumed).unwrap();
     rig.snapshot(0, 0, b"new");
     rig.process_outside_next();
-    assert_eq!(rig.found(0, 9), Some((0, false, b"new".to_vec())));
+    assert_eq!(rig.kept(0, 9), Some((0, false, b"new".to_vec())));
     assert!(rig.engine.is_starting(), "worker 1 has not resumed");
     (0..2).for_each(|_| rig.answer(1, ResultKind::Plain));
     assert_eq!(rig.take(1), 0);
@@ -271,11 +271,11 @@ fn the_end_releases_the_snapshots_before_another_iterator_gets_the_arena() {
     rig.snapshot(1, 0, b"in the ring");
     rig.leave();
     assert_eq!(held(&rig.arena), 2);
-    let Ending::Pool(arena) = rig.engine.finish() else { panic!("a clean end") };
+    let Ending::Pool(arena) = rig.engine.finish() else { panic!("the end is not clean") };
     assert!(rig.engine.process_outside_next().unwrap().is_none());
-    assert_eq!((held(&arena), rig.found(0, 9)), (0, None));
+    assert_eq!((held(&arena), rig.kept(0, 9)), (0, None));
     let position = rig.engine.handle().answers().positions.at(1, 0).unwrap();
-    assert_eq!((position.low, position.per_worker), (1, vec![1, 0]), "what is outstanding is not delivered");
+    assert_eq!((position.low, position.per_worker), (1, vec![1, 0]), "outstanding tasks are not delivered");
     assert!(!rig.engine.is_starting());
 }
 
@@ -319,7 +319,7 @@ fn nothing_is_awaited_of_an_iterator_that_is_closed_or_has_no_snapshots() {
     rig.engine.handle().close();
     assert!(!rig.engine.is_starting());
     assert!(rig.engine.process_outside_next().unwrap().is_none());
-    assert_eq!(rig.found(0, 0), None, "a closed iterator takes in nothing");
+    assert_eq!(rig.kept(0, 0), None, "a closed iterator processes nothing");
     let plain = Engine::<u64>::new(Settings::torch(1, 2, true), false).unwrap();
     assert!(!plain.is_starting());
 }
@@ -363,7 +363,7 @@ fn the_ring_has_room_for_all_snapshots_while_nobody_takes_them() {
             Settings { persistent: true, ..torchs.clone() },
             Settings { persistent: true, dispatch: Dispatch::SharedQueue, ..torchs },
         ] {
-            // With a shared queue, one worker may take all tasks.
+            // With a shared queue, one worker may claim all tasks.
             let tasks = if settings.dispatch == Dispatch::SharedQueue { workers } else { 1 } * prefetch_factor;
             let mut rig = Rig::new(settings);
             rig.snapshot(0, 0, b"first");
@@ -393,10 +393,10 @@ fn a_pin_thread_passes_snapshots_on_and_prepares_the_batches_alone() {
         rig.snapshot(0, count, b"state");
         rig.answer(0, ResultKind::Plain);
     }
-    // The thread finishes all of them, although `next` takes nothing.
+    // The thread processes all of them, although `next` takes nothing.
     until(|| prepared.load(Ordering::SeqCst) == 16);
     until(|| rig.arena.control(0).results.head.0.load(Ordering::SeqCst) == 33);
-    assert_eq!(rig.found(0, 99), None);
+    assert_eq!(rig.kept(0, 99), None);
     assert!(rig.engine.is_starting());
     for number in 0..16 {
         assert_eq!(rig.deliver(), number);
@@ -408,7 +408,7 @@ fn a_pin_thread_passes_snapshots_on_and_prepares_the_batches_alone() {
     until(|| rig.engine.handle().pinning().unwrap().join(LIMIT));
 }
 
-/// Publishes an entry past the port.
+/// Publishes an entry without the port.
 fn forge(rig: &Rig, entry: &ResultEntry) {
     Producer::new(rig.arena.result_ring(0)).push(&entry.to_words()).unwrap();
     rustloader::shm::doorbell::mark(rig.arena.bitmap(), 0);
@@ -423,13 +423,13 @@ fn what_a_broken_worker_wrote_is_an_error_and_leads_nowhere() {
     let mut rig = Rig::new(Settings::torch(2, 2, false));
     rig.snapshot(0, 0, b"state");
     rig.process_outside_next();
-    // Each bit of the payload, and of the head before it.
+    // Flips each bit of the payload and of the head before it.
     let block = (0..rig.arena.block_count(0))
         .find(|id| rig.arena.table(0)[*id as usize].state.load(Ordering::SeqCst) & CONSUMER != 0);
     let block = block.unwrap();
     let memory = rig.arena.block_memory(0, block, 13).unwrap().as_ptr();
     for bit in 0..13 * 8 {
-        // SAFETY: the block has 13 bytes, and this test alone uses it.
+        // SAFETY: the block has at least 13 bytes, and only this test uses it.
         let flip = || unsafe { *memory.add(bit / 8) ^= 1 << (bit % 8) };
         flip();
         assert!(is_damaged(rig.engine.handle().snapshot(0, 0)), "bit {bit}");
@@ -456,7 +456,7 @@ fn what_a_broken_worker_wrote_is_an_error_and_leads_nowhere() {
         rig.process_outside_next();
         assert!(is_damaged(rig.engine.handle().snapshot(0, u64::MAX)), "{entry:?}");
     }
-    // Results are delivered all the same.
+    // Results are still delivered.
     rig.answer(1, ResultKind::Plain);
     assert_eq!(rig.deliver(), 1);
 }

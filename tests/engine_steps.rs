@@ -1,5 +1,5 @@
-//! What the engine answers when nothing can be delivered yet, when a worker's process ends, and at the ends of epochs;
-//! and what workers see of it.
+//! The engine's steps if nothing can be delivered yet, if a worker's process ends, and at the ends of epochs; and what
+//! workers receive.
 
 use std::os::fd::AsRawFd;
 use std::process::{Child, Command};
@@ -20,7 +20,7 @@ const LIMIT: Duration = Duration::from_secs(20);
 
 const SETTINGS: Settings = Settings::torch(2, 2, true);
 
-/// An engine over ports in this process, whose workers' deaths are those of processes that do nothing else.
+/// An engine over ports in this process. A worker dies when its process, which only sleeps, is killed.
 struct Rig {
     arena: Arc<Arena>,
     engine: Engine<u64, ()>,
@@ -47,7 +47,7 @@ impl Rig {
         Self { arena, engine, ports, processes }
     }
 
-    /// A worker answers its next task.
+    /// Answers a worker's next task.
     fn answer(&self, worker: usize) {
         let received = self.ports[worker].receive().unwrap();
         let Received::Task(entry) = received else { panic!("{received:?}") };
@@ -63,7 +63,7 @@ impl Rig {
         self.engine.step().unwrap()
     }
 
-    /// The tag of the batch that comes now; the sampler has ended.
+    /// Returns the tag of the next batch. Submits nothing.
     fn batch(&mut self) -> u64 {
         loop {
             match self.step() {
@@ -82,10 +82,10 @@ impl Drop for Rig {
 }
 
 #[test]
-fn the_timeout_counts_in_each_next_anew() {
+fn each_next_has_the_whole_timeout() {
     let mut rig = Rig::new(Settings { timeout: Some(LIMIT), ..SETTINGS });
-    let Step::Wait(Some(first)) = rig.step() else { panic!("no result is ready") };
-    // As long as `next` waits it has one deadline.
+    let Step::Wait(Some(first)) = rig.step() else { panic!("it does not wait") };
+    // While `next` waits, its deadline stays the same.
     assert!(matches!(rig.step(), Step::Wait(Some(same)) if same == first));
     rig.answer(0);
     assert_eq!(rig.batch(), 0);
@@ -101,7 +101,7 @@ fn a_death_is_seen_although_other_results_never_run_out() {
     let mut tag = rig.engine.max_tasks() as u64;
     rig.answer(0);
     loop {
-        assert!(start.elapsed() < LIMIT, "it is not seen");
+        assert!(start.elapsed() < LIMIT, "the death is not noticed");
         match rig.step() {
             Step::Submit => {
                 rig.engine.submit(tag, TaskKind::Plain, &[0; 8]).unwrap();
@@ -123,7 +123,7 @@ fn what_a_worker_had_published_comes_before_its_death() {
     rig.kill(0);
     // The first step checks for deaths before it reads any result.
     assert_eq!((rig.batch(), rig.batch()), (0, 1));
-    let Step::Dead(death) = rig.step() else { panic!("the worker is dead") };
+    let Step::Dead(death) = rig.step() else { panic!("the death is not reported") };
     assert_eq!((death.worker.0, death.lost.map(|task| task.0)), (0, Some(2)));
     let report = rig.engine.report(death);
     assert_eq!((report.worker, report.pid), (0, rig.processes[0].id() as i32));
@@ -133,7 +133,7 @@ fn what_a_worker_had_published_comes_before_its_death() {
 #[test]
 fn the_report_of_a_death_says_how_the_worker_ended_and_what_it_was_at() {
     let mut rig = Rig::new(SETTINGS);
-    // Not reaped: the kernel still has its status.
+    // The process is not reaped, so the kernel still has its status.
     rig.processes[1].kill().unwrap();
     rig.answer(0);
     assert_eq!(rig.batch(), 0);
@@ -154,7 +154,7 @@ fn the_report_of_a_death_says_how_the_worker_ended_and_what_it_was_at() {
     assert_eq!(report.index, Some(&1));
 }
 
-/// One wait of `next`; `meanwhile` runs between its begin and its end.
+/// Runs one wait of `next`, and `meanwhile` during the wait.
 fn wait(rig: &mut Rig, meanwhile: impl FnOnce(&Rig)) {
     assert!(matches!(rig.step(), Step::Wait(_)));
     rig.engine.wait(Some(Duration::ZERO)).unwrap();
@@ -168,7 +168,7 @@ fn a_next_knows_how_long_its_batch_blocked_later_ones() {
     let mut rig = Rig::new(SETTINGS);
     let counted = |rig: &Rig| rig.engine.handle().meter.get(Count::Blocked) / 1000;
     rig.engine.epoch_begins();
-    // The first batch of an epoch waits for the start of its worker.
+    // In the first `next` of an epoch, which waits for the start of a worker, nothing counts as blocked.
     rig.engine.next_begins();
     rig.answer(1);
     wait(&mut rig, |rig| rig.answer(0));
@@ -177,7 +177,7 @@ fn a_next_knows_how_long_its_batch_blocked_later_ones() {
     rig.engine.next_begins();
     assert_eq!((rig.batch(), rig.engine.blocked_us()), (1, 0));
     rig.engine.next_ends();
-    // While nothing is ready, nothing is blocked; then batch 2 blocks batch 3, for two waits.
+    // While nothing is ready, nothing is blocked; then batch 2 blocks batch 3 for two waits.
     rig.engine.next_begins();
     wait(&mut rig, |rig| rig.answer(1));
     assert_eq!(rig.engine.blocked_us(), 0);
@@ -189,13 +189,13 @@ fn a_next_knows_how_long_its_batch_blocked_later_ones() {
     assert!(once >= 2000 && blocked >= once + 2000, "{once}, {blocked}");
     assert_eq!(blocked, counted(&rig));
     rig.engine.next_ends();
-    // What one batch did is not counted for the next one.
+    // The time is not counted for the next batch.
     rig.engine.next_begins();
     assert_eq!((rig.batch(), rig.engine.blocked_us()), (3, 0));
     rig.engine.next_ends();
     assert_eq!(counted(&rig), blocked);
     let waits = rig.engine.handle().meter.totals().waits;
-    assert_eq!(waits.iter().sum::<u64>(), 3, "one for each `next` but the first: {waits:?}");
+    assert_eq!(waits.iter().sum::<u64>(), 3, "one for each `next` except the first: {waits:?}");
 }
 
 #[test]
@@ -203,12 +203,12 @@ fn a_new_epoch_gives_back_the_blocks_of_the_old_ones_batches() {
     let mut rig = Rig::new(Settings { persistent: true, ..SETTINGS });
     let before = rig.arena.usage().held;
     rig.answer(1);
-    // It waits for the batch before it.
+    // This result waits for the batch before it.
     assert!(matches!(rig.step(), Step::Wait(_)));
     assert!(rig.arena.usage().held > before);
     rig.engine.reset(b"").unwrap();
     assert_eq!(rig.arena.usage().held, before);
-    // And this one comes after the reset.
+    // This result comes after the reset.
     rig.answer(0);
     assert!(rig.arena.usage().held > before);
     assert!(matches!(rig.step(), Step::Wait(_)) && rig.engine.resuming());
@@ -221,7 +221,7 @@ fn a_new_epoch_brings_each_worker_its_message_and_the_number_of_its_first_task()
         let mut rig = Rig::new(Settings { persistent: true, ..SETTINGS });
         let sent = rig.engine.max_tasks() as u64;
         rig.engine.reset(message).unwrap();
-        // Neither has answered: the messages that are under way serve the third epoch, too.
+        // No worker has answered yet, so the messages that were sent serve the third epoch, too.
         rig.engine.reset(b"other").unwrap();
         for (worker, port) in rig.ports.iter().enumerate() {
             (0..SETTINGS.prefetch_factor).for_each(|_| rig.answer(worker));

@@ -1,4 +1,4 @@
-//! A result that is tied to its worker is opened before the worker is asked to exit.
+//! A tied result is opened before its worker is told to exit.
 
 use std::process::Command;
 use std::sync::Arc;
@@ -10,12 +10,12 @@ use rustloader::shm::arena::Arena;
 use rustloader::wire::{ResultKind, TaskEntry, TaskKind, Timings};
 use rustloader::worker::port::{Port, Received};
 
-type Opened = Engine<u64, Vec<u8>>;
+type TestEngine = Engine<u64, Vec<u8>>;
 
-fn start(workers: u32) -> (Arc<Arena>, Opened, Vec<Port>) {
+fn start(workers: u32) -> (Arc<Arena>, TestEngine, Vec<Port>) {
     let arena = Arena::create_sized(1 << 30, workers, 16).unwrap();
     let settings = Settings::torch(workers as usize, 4, true);
-    let mut engine = Opened::over(arena.clone(), settings).unwrap();
+    let mut engine = TestEngine::over(arena.clone(), settings).unwrap();
     let port = |worker| {
         let doorbell = engine.handle().doorbell.as_fd().try_clone_to_owned().unwrap();
         Port::open(arena.clone(), worker, doorbell).unwrap()
@@ -38,8 +38,8 @@ fn answer(port: &Port, kind: ResultKind, payload: &[u8]) {
     port.send(task(port).task, kind, &[], payload, Timings::default()).unwrap();
 }
 
-/// The next step that is no submission; indices have run out.
-fn step(engine: &mut Opened) -> Step<u64, Vec<u8>> {
+/// Returns the next step that is not a submission. Submits nothing.
+fn step(engine: &mut TestEngine) -> Step<u64, Vec<u8>> {
     loop {
         match engine.step().unwrap() {
             Step::Submit => {}
@@ -57,9 +57,9 @@ fn the_worker_is_told_to_leave_after_its_last_tied_result_was_opened() {
     ports[0].answer(task(&ports[0]).task, ResultKind::Exhausted).unwrap();
 
     for payload in [&b"first"[..], b"third"] {
-        // Asked again it answers the same, and nothing after the result has been read.
-        let Step::Open { .. } = step(&mut engine) else { panic!("the result is to be opened") };
-        let Step::Open { incoming, ready: None } = step(&mut engine) else { panic!("the result is to be opened") };
+        // The step repeats, and no later result is read.
+        let Step::Open { .. } = step(&mut engine) else { panic!("no result to open") };
+        let Step::Open { incoming, ready: None } = step(&mut engine) else { panic!("no result to open") };
         assert_eq!(engine.active(), [true, true]);
         let message = Message::open(&arena, &incoming, Vec::new()).unwrap();
         assert_eq!(message.payload(), payload);
@@ -71,9 +71,9 @@ fn the_worker_is_told_to_leave_after_its_last_tied_result_was_opened() {
 
     answer(&ports[1], ResultKind::Plain, b"of the other");
     assert!(matches!(step(&mut engine), Step::Deliver { tag: 1, .. }));
-    let Step::Deliver { tag: 2, incoming, .. } = step(&mut engine) else { panic!("the second result") };
+    let Step::Deliver { tag: 2, incoming, .. } = step(&mut engine) else { panic!("no second result") };
     drop(Message::open(&arena, &incoming, Vec::new()).unwrap());
-    assert!(engine.opened(Vec::new()).is_err(), "nothing is to be opened");
+    assert!(engine.opened(Vec::new()).is_err(), "there is no result to open");
 }
 
 #[test]
@@ -84,7 +84,7 @@ fn a_tied_result_that_nobody_opens_is_given_back() {
     let before = arena.usage().held;
     answer(&ports[0], ResultKind::Tied, &[7; 100_000]);
     assert!(arena.usage().held > before);
-    let Step::Open { .. } = step(&mut engine) else { panic!("the result is to be opened") };
+    let Step::Open { .. } = step(&mut engine) else { panic!("no result to open") };
     ports[0].leave();
     process.kill().unwrap();
     process.wait().unwrap();
@@ -92,9 +92,9 @@ fn a_tied_result_that_nobody_opens_is_given_back() {
     assert_eq!(arena.usage().held, before);
 }
 
-/// Opens the first result, which a signal handler cuts off. What is left of it stands for the message.
-fn opened_by_half(arena: &Arc<Arena>, engine: &mut Opened) {
-    let Step::Open { incoming, ready: None } = step(engine) else { panic!("the result is to be opened") };
+/// Opens the first result, and is interrupted as by a signal handler. The payload stands for the half-opened message.
+fn half_open(arena: &Arc<Arena>, engine: &mut TestEngine) {
+    let Step::Open { incoming, ready: None } = step(engine) else { panic!("no result to open") };
     let message = Message::open(arena, &incoming, Vec::new()).unwrap();
     engine.delivery().open_interrupted(message.payload().to_vec());
     engine.interrupted();
@@ -104,10 +104,10 @@ fn opened_by_half(arena: &Arc<Arena>, engine: &mut Opened) {
 fn a_tied_result_whose_opening_was_cut_off_is_opened_again_from_what_is_left() {
     let (arena, mut engine, ports) = start(1);
     answer(&ports[0], ResultKind::Tied, b"first");
-    opened_by_half(&arena, &mut engine);
-    let Step::Open { ready: Some(left), .. } = step(&mut engine) else { panic!("once more") };
-    assert_eq!(left, b"first");
-    engine.opened(left).unwrap();
+    half_open(&arena, &mut engine);
+    let Step::Open { ready: Some(remainder), .. } = step(&mut engine) else { panic!("the result is not opened again") };
+    assert_eq!(remainder, b"first");
+    engine.opened(remainder).unwrap();
     assert!(matches!(step(&mut engine), Step::Deliver { tag: 0, ready: Some(opened), .. } if opened == b"first"));
 }
 
@@ -118,22 +118,22 @@ fn what_is_left_of_a_tied_result_outlives_its_worker_and_its_message_is_given_ba
     engine.started(0, process.id() as i32).unwrap();
     let before = arena.usage().held;
     answer(&ports[0], ResultKind::Tied, &[7; 100_000]);
-    opened_by_half(&arena, &mut engine);
+    half_open(&arena, &mut engine);
     assert_eq!(arena.usage().held, before);
     process.kill().unwrap();
     process.wait().unwrap();
-    let left = loop {
+    let remainder = loop {
         match step(&mut engine) {
-            // Until the death is noticed it is to be opened.
+            // Until the death is noticed, the engine asks to open the result.
             Step::Open { ready, .. } => {
                 engine.delivery().open_interrupted(ready.unwrap());
                 std::thread::sleep(std::time::Duration::from_millis(20));
             }
-            Step::Deliver { tag: 0, ready: Some(left), .. } => break left,
+            Step::Deliver { tag: 0, ready: Some(remainder), .. } => break remainder,
             other => panic!("{other:?}"),
         }
     };
-    assert_eq!(left, [7; 100_000]);
+    assert_eq!(remainder, [7; 100_000]);
     assert!(matches!(step(&mut engine), Step::Dead(death) if death.lost.is_some()));
     assert_eq!(arena.usage().held, before);
 }

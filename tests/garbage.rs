@@ -1,4 +1,4 @@
-//! A broken worker may write anything over rings, headers and tables: reading it is an error, never a crash.
+//! A broken worker may write anything to rings, headers and tables: reading it is an error, never a crash.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -43,11 +43,11 @@ proptest! {
         payload in proptest::collection::vec(any::<u8>(), 0..64),
     ) {
         let arena = Arena::create_sized(1 << 30, 2, 8).unwrap();
-        // One sound block, so that some of the entries lead somewhere.
+        // One valid block, so that some of the entries lead somewhere.
         let mut allocator = Allocator::new(arena.clone(), 0);
-        let sound = allocator.allocate(4096, WORKER).unwrap();
-        let memory = arena.block_memory(0, sound, 4096).unwrap();
-        // SAFETY: the block has 4096 bytes and nothing else uses it.
+        let valid = allocator.allocate(4096, WORKER).unwrap();
+        let memory = arena.block_memory(0, valid, 4096).unwrap();
+        // SAFETY: the block has 4096 bytes, and nothing else uses it.
         unsafe { std::ptr::copy_nonoverlapping(payload.as_ptr(), memory.as_ptr(), payload.len()) };
         let mut completions = Completions::new(&arena);
         let control = arena.control(0);
@@ -76,7 +76,7 @@ proptest! {
                 Ok(None) | Err(_) => break,
             }
         }
-        for block in [sound, 0, 1, 2, 3, blocks, returned] {
+        for block in [valid, 0, 1, 2, 3, blocks, returned] {
             let (timings, load) = (Timings::default(), Load::default());
             let (kind, block) = (ResultKind::Plain, Some(block));
             let entry = ResultEntry { task: 0, kind, block, len: 64, checksum: 0, timings, load };

@@ -1,4 +1,4 @@
-//! The layers of the crate: a module uses only what lies below it. The table stands in the documentation of
+//! The layers of the crate: a module uses only modules of lower layers. The table is in the documentation of
 //! `src/lib.rs`.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,23 +11,23 @@ const PYO3: &[&str] = &["codec", "interop", "python"];
 /// The layer of each module; 0 is the highest.
 type Layers = BTreeMap<String, usize>;
 
-/// Reads the table of `lib.rs`: a layer a line, its modules first, two spaces, then words.
+/// Reads the table of `lib.rs`. Each line is a layer: its modules, two spaces, and a description.
 fn table(lib: &str) -> Layers {
     let lines = lib.lines().skip_while(|line| *line != "//! ```text").skip(1);
     let lines = lines.take_while(|line| *line != "//! ```").filter_map(|line| line.strip_prefix("//! "));
     let mut layers = Layers::new();
     for (layer, line) in lines.enumerate() {
         for module in line.split("  ").next().unwrap().split(", ") {
-            assert!(layers.insert(module.into(), layer).is_none(), "{module} stands in two layers");
+            assert!(layers.insert(module.into(), layer).is_none(), "{module} is in two layers");
         }
     }
     layers
 }
 
-/// A use of a module: the line, from 1, and the module.
+/// A use of a module: the line number, from 1, and the module.
 type Used = (usize, String);
 
-/// The code of a file, comments blanked.
+/// Returns the code of a file without comments. Lines keep their numbers.
 fn code(text: &str) -> String {
     let code = |line: &str| line.split("//").next().unwrap_or("").to_owned() + "\n";
     text.lines().map(code).collect()
@@ -37,7 +37,7 @@ fn name(text: &str) -> &str {
     &text[..text.find(|c: char| c != '_' && !c.is_ascii_alphanumeric()).unwrap_or(text.len())]
 }
 
-/// The first names of what follows a path: one, or those between braces.
+/// Returns the first name after a path prefix, or the first name of each branch between braces.
 fn first_names(rest: &str) -> Vec<&str> {
     let Some(inside) = rest.strip_prefix('{') else { return vec![name(rest)] };
     let (mut depth, mut begins, mut names) = (0, true, Vec::new());
@@ -57,26 +57,26 @@ fn first_names(rest: &str) -> Vec<&str> {
     names
 }
 
-/// The modules of the crate's root that a file names: by `crate::`, or by as many `super::` as lead there. `depth` is
-/// the number of modules around the file's code.
+/// Returns the uses of modules in the crate's root, by `crate::` or by `super::` repeated `depth` times. `depth` is the
+/// number of modules around the file's code.
 fn used(text: &str, depth: usize) -> Vec<Used> {
     let text = code(text);
     let root = "super::".repeat(depth);
-    let mut found = Vec::new();
+    let mut uses = Vec::new();
     for prefix in ["crate::", &root] {
         for (at, _) in text.match_indices(prefix) {
             let starts = !text[..at].ends_with(|c: char| c == ':' || c == '_' || c.is_ascii_alphanumeric());
             let line = text[..at].matches('\n').count() + 1;
             if starts {
                 let names = first_names(&text[at + prefix.len()..]);
-                found.extend(names.into_iter().map(|name| (line, name.to_owned())));
+                uses.extend(names.into_iter().map(|name| (line, name.to_owned())));
             }
         }
     }
-    found
+    uses
 }
 
-/// What is wrong with the files of one module; empty if nothing is.
+/// Describes the violations in one file of a module, a line each.
 fn violations(layers: &Layers, module: &str, file: &Path, text: &str, depth: usize) -> String {
     let (mut wrong, own) = (String::new(), layers[module]);
     for (line, other) in used(text, depth) {
@@ -98,14 +98,14 @@ fn violations(layers: &Layers, module: &str, file: &Path, text: &str, depth: usi
     wrong
 }
 
-/// Every source under a folder.
+/// Returns every source file under a folder.
 fn files(folder: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     let all = entries.flat_map(|path| if path.is_dir() { files(&path) } else { vec![path] });
     all.filter(|path| path.extension().is_some_and(|end| end == "rs")).collect()
 }
 
-/// The modules around a file's code.
+/// Returns the path of modules around a file's code.
 fn modules_of(file: &Path) -> Vec<String> {
     let mut parts: Vec<String> = file.iter().map(|part| part.to_str().unwrap().to_owned()).collect();
     let last = parts.pop().unwrap();
@@ -116,7 +116,7 @@ fn modules_of(file: &Path) -> Vec<String> {
 }
 
 #[test]
-fn modules_use_only_what_lies_below_them() {
+fn modules_use_only_lower_layers() {
     let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let lib = std::fs::read_to_string(src.join("lib.rs")).unwrap();
     let layers = table(&lib);
@@ -126,22 +126,22 @@ fn modules_use_only_what_lies_below_them() {
     };
     let modules: BTreeSet<String> = lib.lines().filter_map(declared).collect();
     assert_eq!(layers.keys().cloned().collect::<BTreeSet<_>>(), modules, "the table names every module once");
-    let (mut wrong, mut seen) = (String::new(), 0);
+    let (mut wrong, mut count) = (String::new(), 0);
     for path in files(&src) {
         let file = path.strip_prefix(&src).unwrap();
         let modules = modules_of(file);
         if file != Path::new("lib.rs") {
             let text = std::fs::read_to_string(&path).unwrap();
-            seen += used(&text, modules.len()).len();
+            count += used(&text, modules.len()).len();
             wrong += &violations(&layers, &modules[0], &Path::new("src").join(file), &text, modules.len());
         }
     }
-    assert!(seen > 200, "only {seen} uses were found");
+    assert!(count > 200, "only {count} uses are found");
     assert!(wrong.is_empty(), "the layers of src/lib.rs are broken:\n{wrong}");
 }
 
 #[test]
-fn what_points_upwards_is_found() {
+fn uses_of_higher_layers_are_found() {
     let layers = table("//! ```text\n//! top  words\n//! left, right  words\n//! base  words\n//! ```\n");
     assert_eq!(layers["left"], layers["right"]);
     let check = |text: &str, depth| violations(&layers, "left", Path::new("src/left.rs"), text, depth);
@@ -165,8 +165,8 @@ fn what_points_upwards_is_found() {
     assert!(check("use pyo3::prelude::*;", 1).contains("src/left.rs:1: `left` uses `pyo3`"));
 }
 
-/// Modules whose files still form circles: children use what their `mod.rs` defines.
-const CIRCLES: &[&str] = &["codec", "scheduler", "shm", "store", "sys", "tree"];
+/// Modules whose files still form cycles: children use what their `mod.rs` defines.
+const CYCLES: &[&str] = &["codec", "scheduler", "shm", "store", "sys", "tree"];
 
 /// The module of a file, as names from the crate's root.
 type Module = Vec<String>;
@@ -174,17 +174,17 @@ type Module = Vec<String>;
 /// A module, and those that it uses or declares.
 type Arrows = BTreeMap<Module, BTreeSet<Module>>;
 
-/// The paths after a prefix such as `super::`, one for each branch of its braces.
+/// Returns the paths after a prefix such as `super::`, one for each branch between braces.
 fn paths(rest: &str) -> Vec<Module> {
     if let Some(inside) = rest.strip_prefix('{') {
-        let (mut depth, mut begin, mut found) = (0, 0, Vec::new());
+        let (mut depth, mut begin, mut all) = (0, 0, Vec::new());
         for (at, c) in inside.char_indices() {
             match c {
                 '{' => depth += 1,
                 ',' | '}' if depth == 0 => {
                     // Nothing follows a trailing comma.
                     let branch = Some(inside[begin..at].trim()).filter(|branch| !branch.is_empty());
-                    found.extend(branch.into_iter().flat_map(paths));
+                    all.extend(branch.into_iter().flat_map(paths));
                     begin = at + 1;
                     if c == '}' {
                         break;
@@ -194,7 +194,7 @@ fn paths(rest: &str) -> Vec<Module> {
                 _ => {}
             }
         }
-        return found;
+        return all;
     }
     let first = name(rest);
     let deeper = rest[first.len()..].strip_prefix("::").map_or_else(|| vec![Module::new()], paths);
@@ -202,7 +202,7 @@ fn paths(rest: &str) -> Vec<Module> {
     deeper.into_iter().map(prepend).collect()
 }
 
-/// Adds what the file of `module` uses of `modules`, and declares. Tests do not count.
+/// Adds the `modules` that the file of `module` uses or declares. Tests do not count.
 fn add_arrows(arrows: &mut Arrows, modules: &BTreeSet<Module>, module: &Module, text: &str) {
     let text = code(text);
     let mut own = BTreeSet::new();
@@ -259,8 +259,8 @@ fn add_arrows(arrows: &mut Arrows, modules: &BTreeSet<Module>, module: &Module, 
     arrows.insert(module.clone(), own);
 }
 
-/// A circle of arrows, if there is one.
-fn circle(arrows: &Arrows) -> Option<Vec<Module>> {
+/// Returns a cycle of arrows, if there is one.
+fn cycle(arrows: &Arrows) -> Option<Vec<Module>> {
     fn follow(arrows: &Arrows, done: &mut BTreeSet<Module>, way: &mut Vec<Module>) -> bool {
         let last = way.last().unwrap().clone();
         for next in arrows.get(&last).into_iter().flatten() {
@@ -286,9 +286,9 @@ fn circle(arrows: &Arrows) -> Option<Vec<Module>> {
     })
 }
 
-/// Names the files of a circle, in the order of their arrows.
-fn named(circle: &[Module]) -> String {
-    circle.iter().map(|module| module.join("::")).collect::<Vec<_>>().join(" -> ")
+/// Names the files of a cycle, in the order of their arrows.
+fn named(cycle: &[Module]) -> String {
+    cycle.iter().map(|module| module.join("::")).collect::<Vec<_>>().join(" -> ")
 }
 
 #[test]
@@ -306,18 +306,18 @@ fn the_files_of_a_module_use_each_other_in_one_direction() {
         }
     }
     for (top, arrows) in &by_top {
-        let found = circle(arrows).map(|circle| named(&circle));
-        match CIRCLES.contains(&&**top) {
-            true => assert!(found.is_some(), "`{top}` has no circle any more: strike it from CIRCLES"),
+        let found = cycle(arrows).map(|cycle| named(&cycle));
+        match CYCLES.contains(&&**top) {
+            true => assert!(found.is_some(), "`{top}` has no cycle any more: remove it from CYCLES"),
             false => assert_eq!(found, None, "move what both need into a file of its own"),
         }
     }
     let engine: usize = by_top["engine"].values().map(BTreeSet::len).sum();
-    assert!(engine > 60, "only {engine} arrows were found in `engine`");
+    assert!(engine > 60, "only {engine} arrows are found in `engine`");
 }
 
 #[test]
-fn a_circle_of_files_is_found() {
+fn a_cycle_of_files_is_found() {
     let modules: BTreeSet<Module> = [&["a"][..], &["a", "x"], &["a", "y"], &["a", "y", "z"], &["b"]]
         .map(|module| module.iter().map(|name| name.to_string()).collect())
         .into();
@@ -327,7 +327,7 @@ fn a_circle_of_files_is_found() {
             let module = module.iter().map(|name| name.to_string()).collect();
             add_arrows(&mut arrows, &modules, &module, text);
         }
-        circle(&arrows).map(|circle| named(&circle))
+        cycle(&arrows).map(|cycle| named(&cycle))
     };
     let root: (&[&str], &str) = (&["a"], "mod x;\npub mod y;\npub use x::X;\n");
     for (x, y, want) in [
@@ -349,6 +349,6 @@ fn a_circle_of_files_is_found() {
 #[test]
 fn a_module_with_a_folder_is_its_mod_rs() {
     let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
-    let beside: Vec<PathBuf> = files(&src).into_iter().filter(|file| file.with_extension("").is_dir()).collect();
-    assert!(beside.is_empty(), "move each of these into its folder, as mod.rs: {beside:?}");
+    let misplaced: Vec<PathBuf> = files(&src).into_iter().filter(|file| file.with_extension("").is_dir()).collect();
+    assert!(misplaced.is_empty(), "move each of these into its folder, as mod.rs: {misplaced:?}");
 }

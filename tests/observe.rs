@@ -1,4 +1,4 @@
-//! What `observe` reads of an arena that an engine of this process has, and of files that are none.
+//! What `observe` reads from the arena of an engine in this process, and from files that are not arenas.
 
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -34,7 +34,7 @@ fn port(arena: &Arc<Arena>, worker: u32) -> Port {
     Port::open(arena.inherited(), worker, doorbell.as_fd().try_clone_to_owned().unwrap()).unwrap()
 }
 
-/// The index batch of four ints, encoded.
+/// Returns an encoded index batch of four ints.
 fn indices() -> Vec<u8> {
     let mut bytes = Vec::new();
     let mut writer = tree::Writer::new(&mut bytes);
@@ -43,35 +43,38 @@ fn indices() -> Vec<u8> {
     bytes
 }
 
-/// The arena's file, reopened read-only.
+/// Reopens the arena's file read-only.
 fn read_only(arena: &Arena) -> OwnedFd {
     let path = format!("/proc/self/fd/{}", arena.raw_fd());
     File::open(path).unwrap().into()
 }
 
-fn look(arena: &Arena) -> Option<Observed> {
+fn view(arena: &Arena) -> Option<Observed> {
     observe(read_only(arena).as_fd()).unwrap()
 }
 
 #[test]
 fn an_arena_shows_its_iterator_from_the_begin_to_the_end() {
     let arena = arena();
-    assert!(look(&arena).is_none(), "no iterator has it yet");
+    assert!(view(&arena).is_none(), "no iterator uses it yet");
     let mut engine = engine(&arena);
-    let seen = look(&arena).unwrap();
-    assert_eq!((seen.pid, seen.state), (std::process::id(), MainState::Starting));
-    assert_eq!(seen.name, "", "nothing has named it");
+    let observed = view(&arena).unwrap();
+    assert_eq!((observed.pid, observed.state), (std::process::id(), MainState::Starting));
+    assert_eq!(observed.name, "", "it has no name yet");
     engine.show_name("train");
-    assert_eq!(look(&arena).unwrap().name, "train");
-    assert_eq!((seen.prefetch_factor, seen.in_order, seen.persistent, seen.pinning), (2, true, true, false));
-    assert_eq!(seen.workers.len(), WORKERS as usize);
-    let idle = &seen.workers[1];
+    assert_eq!(view(&arena).unwrap().name, "train");
+    assert_eq!(
+        (observed.prefetch_factor, observed.in_order, observed.persistent, observed.pinning),
+        (2, true, true, false)
+    );
+    assert_eq!(observed.workers.len(), WORKERS as usize);
+    let idle = &observed.workers[1];
     assert_eq!((idle.state, idle.totals.pid, idle.batch, &idle.index), (WorkerState::Starting, 0, None, &None));
     engine.finish();
-    assert!(look(&arena).is_none(), "it has ended");
+    assert!(view(&arena).is_none(), "it has ended");
     engine.next_begins();
     engine.next_ends();
-    assert!(look(&arena).is_none(), "a late call does not touch what may be another iterator's");
+    assert!(view(&arena).is_none(), "a late call does not write to an arena that another iterator may use");
 }
 
 #[test]
@@ -80,18 +83,18 @@ fn workers_that_share_a_queue_show_what_waits_in_it() {
     let arena = Arena::create_for(64 << 20, needs).unwrap();
     let settings = Settings { dispatch: Dispatch::SharedQueue, ..Settings::torch(WORKERS as usize, 2, true) };
     let mut engine = Engine::<u32>::over(arena.clone(), settings).unwrap();
-    let queued = || look(&arena).unwrap().workers.iter().map(|worker| worker.queued).collect::<Vec<_>>();
+    let queued = || view(&arena).unwrap().workers.iter().map(|worker| worker.queued).collect::<Vec<_>>();
     assert_eq!(queued(), [0, 0]);
     (0..4).for_each(|tag| _ = engine.submit(tag, TaskKind::Plain, &indices()).unwrap().unwrap());
     assert_eq!(queued(), [4, 4]);
     let worker = port(&arena, 1);
     assert!(matches!(worker.receive().unwrap(), Received::Task(_)));
-    let seen = look(&arena).unwrap().workers.remove(1);
-    assert_eq!((seen.state, seen.batch, seen.queued), (WorkerState::Fetch, Some(0), 3));
-    assert_eq!(seen.index.as_deref(), Some("[10, 11, 12, 13]"));
+    let observed = view(&arena).unwrap().workers.remove(1);
+    assert_eq!((observed.state, observed.batch, observed.queued), (WorkerState::Fetch, Some(0), 3));
+    assert_eq!(observed.index.as_deref(), Some("[10, 11, 12, 13]"));
     worker.send(0, ResultKind::Plain, &[], b"batch", Timings::default()).unwrap();
-    assert_eq!(look(&arena).unwrap().workers[1].ready, 1);
-    // A number that is neither 0 nor 1 is none of a header.
+    assert_eq!(view(&arena).unwrap().workers[1].ready, 1);
+    // A valid header has 0 or 1 here.
     arena.header().shared_queue.store(2, Ordering::Relaxed);
     assert!(matches!(observe(read_only(&arena).as_fd()), Err(Error::Corrupt { .. })));
 }
@@ -101,12 +104,12 @@ fn snapshots_are_no_batches_that_are_ready() {
     let arena = arena();
     let mut engine = engine(&arena);
     let (other, worker) = (port(&arena, 0), port(&arena, 1));
-    // Round and round, so that the entries lie across the ring's end.
+    // Several times around the ring, so that the entries wrap around its end.
     for tag in 0..20 {
         engine.submit(tag, TaskKind::Plain, &indices()).unwrap().unwrap();
         engine.submit(tag, TaskKind::Plain, &indices()).unwrap().unwrap();
         let Received::Task(entry) = worker.receive().unwrap() else { panic!("no task") };
-        let ready = || look(&arena).unwrap().workers[1].ready;
+        let ready = || view(&arena).unwrap().workers[1].ready;
         assert_eq!(ready(), 0);
         assert!(worker.send_snapshot(1, b"state", tag % 2 == 0).unwrap());
         assert_eq!(ready(), 0);
@@ -129,37 +132,37 @@ fn a_worker_shows_its_batch_and_its_index() {
     engine.epoch_begins();
     let worker = port(&arena, 0);
     engine.submit(7, TaskKind::Plain, &indices()).unwrap();
-    let seen = look(&arena).unwrap().workers.remove(0);
-    assert_eq!((seen.queued, seen.totals.start_cpu_ns), (1, 0), "it is starting");
+    let observed = view(&arena).unwrap().workers.remove(0);
+    assert_eq!((observed.queued, observed.totals.start_cpu_ns), (1, 0), "it is starting");
     assert!(matches!(worker.receive().unwrap(), Received::Task(_)));
     std::thread::sleep(Duration::from_millis(2));
-    let seen = look(&arena).unwrap().workers.remove(0);
-    assert_eq!((seen.state, seen.batch, seen.queued), (WorkerState::Fetch, Some(0), 0));
-    assert_eq!(seen.index.as_deref(), Some("[10, 11, 12, 13]"));
-    assert!(seen.at_batch_ns >= 2_000_000 && seen.in_state_ns >= 2_000_000);
-    assert!(seen.totals.spent_ns[WorkerState::Fetch as usize] >= 2_000_000, "the state that lasts counts");
-    let started = seen.totals.start_cpu_ns;
-    assert!(started > 0, "its start is behind it");
-    assert_eq!(seen.totals.fetch_measured_ns, 0, "the fetch has not ended");
+    let observed = view(&arena).unwrap().workers.remove(0);
+    assert_eq!((observed.state, observed.batch, observed.queued), (WorkerState::Fetch, Some(0), 0));
+    assert_eq!(observed.index.as_deref(), Some("[10, 11, 12, 13]"));
+    assert!(observed.at_batch_ns >= 2_000_000 && observed.in_state_ns >= 2_000_000);
+    assert!(observed.totals.spent_ns[WorkerState::Fetch as usize] >= 2_000_000, "the current state counts");
+    let started = observed.totals.start_cpu_ns;
+    assert!(started > 0, "its start is complete");
+    assert_eq!(observed.totals.fetch_measured_ns, 0, "the fetch has not ended");
     worker.enter(WorkerState::Pack);
-    let measured = look(&arena).unwrap().workers.remove(0).totals;
+    let measured = view(&arena).unwrap().workers.remove(0).totals;
     assert!(measured.fetch_measured_ns >= 2_000_000 && measured.fetch_cpu_ns > 0);
     worker.send(0, ResultKind::Plain, &[], b"batch", Timings::default()).unwrap();
-    let seen = look(&arena).unwrap();
-    assert_eq!((seen.workers[0].ready, seen.workers[0].totals.tasks), (1, 1));
-    assert!(seen.workers[0].warm > 0 && seen.usage.warm >= seen.workers[0].warm);
-    // The next one is a pickle, which only the worker opens.
+    let observed = view(&arena).unwrap();
+    assert_eq!((observed.workers[0].ready, observed.workers[0].totals.tasks), (1, 1));
+    assert!(observed.workers[0].warm > 0 && observed.usage.warm >= observed.workers[0].warm);
+    // The next index batch is a pickle, which only the worker may open.
     engine.submit(8, TaskKind::Plain, b"").unwrap();
     engine.submit(9, TaskKind::Pickle, &[0; 100]).unwrap();
     assert!(matches!(worker.receive().unwrap(), Received::Task(_)));
-    let seen = look(&arena).unwrap().workers.remove(0);
-    assert_eq!((seen.batch, seen.index), (Some(2), None));
+    let observed = view(&arena).unwrap().workers.remove(0);
+    assert_eq!((observed.batch, observed.index), (Some(2), None));
     worker.enter(WorkerState::Starting);
     worker.enter(WorkerState::Idle);
     assert_eq!(
-        look(&arena).unwrap().workers[0].totals.start_cpu_ns,
+        view(&arena).unwrap().workers[0].totals.start_cpu_ns,
         started,
-        "the start of a later epoch is not meant"
+        "the start of a later epoch does not count"
     );
     arena.reset_control();
     let status = &arena.control(0).status;
@@ -172,31 +175,31 @@ fn main_shows_its_state_and_its_counters() {
     let mut engine = engine(&arena);
     engine.epoch_begins();
     engine.next_begins();
-    assert_eq!(look(&arena).unwrap().state, MainState::Next);
+    assert_eq!(view(&arena).unwrap().state, MainState::Next);
     engine.wait(Some(Duration::ZERO)).unwrap();
     std::thread::sleep(Duration::from_millis(2));
-    let seen = look(&arena).unwrap();
-    assert_eq!(seen.state, MainState::First);
-    assert!(seen.counts[Count::First as usize] >= 2_000_000, "the state that lasts counts");
+    let observed = view(&arena).unwrap();
+    assert_eq!(observed.state, MainState::First);
+    assert!(observed.counts[Count::First as usize] >= 2_000_000, "the current state counts");
     engine.after_wait().unwrap();
-    assert_eq!(look(&arena).unwrap().state, MainState::Next);
+    assert_eq!(view(&arena).unwrap().state, MainState::Next);
     engine.handle().meter.add(Count::Batches, 3);
     engine.next_ends();
-    let seen = look(&arena).unwrap();
-    assert_eq!((seen.state, seen.epoch_batches), (MainState::Step, 3));
-    assert_eq!(seen.counts[Count::Epochs as usize], 1);
+    let observed = view(&arena).unwrap();
+    assert_eq!((observed.state, observed.epoch_batches), (MainState::Step, 3));
+    assert_eq!(observed.counts[Count::Epochs as usize], 1);
     std::thread::sleep(Duration::from_millis(2));
-    assert!(look(&arena).unwrap().counts[Count::Step as usize] >= 2_000_000);
+    assert!(view(&arena).unwrap().counts[Count::Step as usize] >= 2_000_000);
     engine.next_begins();
-    assert!(look(&arena).unwrap().counts[Count::Step as usize] >= 2_000_000, "and is not lost when it ends");
+    assert!(view(&arena).unwrap().counts[Count::Step as usize] >= 2_000_000, "its time is kept when it ends");
     engine.wait(Some(Duration::ZERO)).unwrap();
-    assert_eq!(look(&arena).unwrap().state, MainState::Waiting);
+    assert_eq!(view(&arena).unwrap().state, MainState::Waiting);
     engine.after_wait().unwrap();
     engine.epoch_ends();
     engine.next_ends();
-    assert_eq!(look(&arena).unwrap().state, MainState::Between);
+    assert_eq!(view(&arena).unwrap().state, MainState::Between);
     engine.handle().close();
-    assert!(look(&arena).unwrap().stopping);
+    assert!(view(&arena).unwrap().stopping);
 }
 
 #[test]
@@ -206,13 +209,13 @@ fn only_the_waits_of_a_next_count_as_waiting() {
     engine.epoch_begins();
     engine.next_begins();
     let pause = || std::thread::sleep(Duration::from_millis(5));
-    let times = |count: Count| look(&arena).unwrap().counts[count as usize];
-    // A slow sampler.
+    let times = |count: Count| view(&arena).unwrap().counts[count as usize];
+    // Stands for a slow sampler.
     pause();
     engine.wait(Some(Duration::ZERO)).unwrap();
     pause();
-    let seen = look(&arena).unwrap();
-    let (in_next, first) = (seen.counts[Count::Next as usize], seen.counts[Count::First as usize]);
+    let observed = view(&arena).unwrap();
+    let (in_next, first) = (observed.counts[Count::Next as usize], observed.counts[Count::First as usize]);
     assert!(first >= 5_000_000 && in_next >= first + 5_000_000, "{first} of {in_next}");
     engine.after_wait().unwrap();
     let shown = times(Count::First);
@@ -224,13 +227,13 @@ fn only_the_waits_of_a_next_count_as_waiting() {
     assert!(times(Count::First) >= shown + 5_000_000, "the next wait is added");
     engine.after_wait().unwrap();
     engine.next_ends();
-    let seen = look(&arena).unwrap();
-    assert_eq!(seen.counts[Count::First as usize], engine.handle().meter.get(Count::First));
-    assert!(seen.counts[Count::First as usize] + 10_000_000 <= seen.counts[Count::Next as usize]);
+    let observed = view(&arena).unwrap();
+    assert_eq!(observed.counts[Count::First as usize], engine.handle().meter.get(Count::First));
+    assert!(observed.counts[Count::First as usize] + 10_000_000 <= observed.counts[Count::Next as usize]);
 }
 
 #[test]
-fn looking_writes_nothing_and_makes_no_page() {
+fn observing_writes_nothing_and_allocates_no_page() {
     let arena = arena();
     let _engine = engine(&arena);
     let blocks = || std::fs::metadata(format!("/proc/self/fd/{}", arena.raw_fd())).unwrap().blocks();
@@ -243,7 +246,7 @@ fn looking_writes_nothing_and_makes_no_page() {
     assert_eq!(refused.raw_os_error(), Some(libc::EBADF));
 }
 
-/// A file of these bytes.
+/// Creates a file of `len` bytes that begins with `bytes`.
 fn file_of(bytes: &[u8], len: u64) -> OwnedFd {
     let fd = sys::memfd::create("rustloader-test", len).unwrap();
     let file = File::from(fd);
@@ -251,7 +254,7 @@ fn file_of(bytes: &[u8], len: u64) -> OwnedFd {
     file.into()
 }
 
-/// The fixed part of an arena's file.
+/// Reads the fixed part of an arena's file.
 fn head_of(arena: &Arena) -> Vec<u8> {
     let len = arena.geometry().table(0) as usize;
     sys::proc_fd::read(arena.fd(), 0, len)
@@ -275,12 +278,12 @@ fn what_is_no_arena_is_an_error() {
     assert!(matches!(observe(file_of(b"", 0).as_fd()), Err(Error::Corrupt { .. })));
     assert!(matches!(observe(file_of(b"short", 100).as_fd()), Err(Error::Corrupt { .. })));
     assert!(matches!(observe(file_of(&[7; 4096], 1 << 20).as_fd()), Err(Error::Corrupt { .. })));
-    // Of zeroes: an arena in the making.
+    // A file of zeroes is an arena that is still being created.
     assert!(observe(file_of(b"", 1 << 20).as_fd()).unwrap().is_none());
     let (reader, _writer) = std::io::pipe().unwrap();
     assert!(matches!(observe(reader.as_fd()), Err(Error::Corrupt { .. })));
     let closed = reader.as_raw_fd() + 1000;
-    // SAFETY: no descriptor has this number; that it is rejected is what is tested.
+    // SAFETY: no descriptor has this number, and the test is that it is rejected.
     assert!(observe(unsafe { BorrowedFd::borrow_raw(closed) }).is_err());
 }
 
@@ -299,15 +302,15 @@ fn a_truncated_arena_is_an_error() {
 fn garbage_behind_a_sound_head_is_shown_or_refused_but_leads_nowhere() {
     let arena = arena();
     let _engine = engine(&arena);
-    let sound = head_of(&arena);
+    let valid = head_of(&arena);
     let mut state = 3u64;
     let mut random = || {
         state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         state >> 33
     };
     for round in 0..300 {
-        let mut head = sound.clone();
-        // In some rounds all words are damaged, in others a few.
+        let mut head = valid.clone();
+        // Some rounds damage as many words as there are, others only 20.
         let damaged = if round % 3 == 0 { head.len() / 8 } else { 20 };
         for _ in 0..damaged {
             let at = 24 + random() as usize % (head.len() - 32);
@@ -315,12 +318,12 @@ fn garbage_behind_a_sound_head_is_shown_or_refused_but_leads_nowhere() {
             head[at..at + 8].copy_from_slice(&word.to_le_bytes());
         }
         if round % 5 == 0 {
-            // The sizes, too.
+            // The sizes are damaged, too.
             let at = 8 + random() as usize % 16;
             head[at] ^= random() as u8;
         }
         match observe(file_of(&head, arena.geometry().total).as_fd()) {
-            Ok(Some(seen)) => assert_eq!(seen.workers.len(), WORKERS as usize),
+            Ok(Some(observed)) => assert_eq!(observed.workers.len(), WORKERS as usize),
             Ok(None) | Err(Error::Corrupt { .. } | Error::Layout { .. }) => {}
             Err(other) => panic!("{other}"),
         }

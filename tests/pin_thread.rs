@@ -1,5 +1,5 @@
-//! The pin thread delivers what the workers publish in their order, once, and before their ends. It can be stopped at
-//! any moment, and never runs further ahead than the capacity of its channel.
+//! The pin thread passes on each result once, in its worker's order, and before the worker's end. It can be stopped at
+//! any moment, and runs no further ahead than the capacity of its channel.
 
 use std::process::{Child, Command};
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
@@ -16,14 +16,14 @@ use rustloader::shm::block::CONSUMER;
 use rustloader::wire::{Leaf, ResultKind, TaskKind, Timings};
 use rustloader::worker::port::{Keep, Port, Received};
 
-/// The number of a batch that stands for an error.
+/// The number that stands for an error instead of a batch.
 const ERROR: u64 = u64::MAX;
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// What a fake pin thread does with each batch, by the number in its payload.
+/// What the fake does with each batch, by the number in its payload.
 type Act = Arc<dyn Fn(u64) -> Result<(), String> + Send + Sync>;
 
-/// A batch is its number; its leaf is dropped.
+/// Prepares a batch as its number, and drops its leaf.
 struct Fake {
     act: Act,
     prepared: Arc<AtomicUsize>,
@@ -46,7 +46,7 @@ impl Prepare for Fake {
     }
 }
 
-fn nothing() -> Act {
+fn accept_all() -> Act {
     Arc::new(|_| Ok(()))
 }
 
@@ -60,14 +60,14 @@ fn open(arena: &Arc<Arena>, handle: &Handle) -> Vec<Port> {
     (0..arena.geometry().workers).map(|worker| Port::open(arena.clone(), worker, doorbell()).unwrap()).collect()
 }
 
-/// A worker publishes batch `number` as the answer to a task, with one leaf.
+/// Publishes batch `number` as a worker's result for a task, with one leaf.
 fn publish(port: &Port, task: u64, number: u64) {
     let (block, _) = port.allocate(20_000).unwrap();
     let leaf = (Leaf { block, len: 20_000 }, Keep::No);
     port.send(task, ResultKind::Plain, &[leaf], &number.to_le_bytes(), Timings::default()).unwrap();
 }
 
-/// Blocks that the main process has not released.
+/// Returns the number of blocks that the main process has not released.
 fn held(arena: &Arc<Arena>) -> usize {
     let entries = |region| &arena.table(region)[..arena.block_count(region) as usize];
     (0..arena.geometry().regions()).flat_map(entries).filter(|entry| entry.state.load(SeqCst) & CONSUMER != 0).count()
@@ -76,7 +76,7 @@ fn held(arena: &Arc<Arena>) -> usize {
 fn until(mut condition: impl FnMut() -> bool) {
     let start = Instant::now();
     while !condition() {
-        assert!(start.elapsed() < LIMIT, "it did not happen");
+        assert!(start.elapsed() < LIMIT, "the condition never holds");
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -86,7 +86,7 @@ fn end(handle: &Handle) {
     until(|| handle.pinning().unwrap().join(LIMIT));
 }
 
-/// An engine over ports in this process, whose workers' deaths are those of processes that do nothing else.
+/// An engine over ports in this process. A worker dies when its process, which only sleeps, is killed.
 struct Rig {
     engine: Engine<u64, u64>,
     ports: Vec<Port>,
@@ -116,7 +116,7 @@ impl Rig {
         self.engine.submit(number, TaskKind::Plain, &number.to_le_bytes()).unwrap();
     }
 
-    /// A worker answers its next task, if it has one.
+    /// Answers a worker's next task, if it has one.
     fn answer(&self, worker: usize) -> Option<u64> {
         let arena = self.engine.arena();
         if arena.control(worker as u32).tasks.tail.0.load(SeqCst)
@@ -138,7 +138,7 @@ impl Rig {
         self.processes[worker].wait().unwrap();
     }
 
-    /// What a user's `next` returns: a batch, or why there is none.
+    /// Stands for a user's `next`: returns a batch, or why there is none.
     fn next(&mut self, refill: bool) -> Result<u64, String> {
         let start = Instant::now();
         loop {
@@ -170,11 +170,11 @@ impl Drop for Rig {
 
 #[test]
 fn a_second_pin_thread_is_refused_and_the_first_one_works_on() {
-    let mut rig = Rig::new(1, 3, true, nothing());
-    assert!(rig.engine.start_pinning(fake(nothing()).0, Body::run).is_err());
+    let mut rig = Rig::new(1, 3, true, accept_all());
+    assert!(rig.engine.start_pinning(fake(accept_all()).0, Body::run).is_err());
     rig.answer(0).unwrap();
     assert_eq!(rig.next(true), Ok(0));
-    // While it runs, nothing else may drain the rings, although the worker has left.
+    // While the thread runs, nothing else may drain the rings, although the worker has left.
     rig.ports[0].leave();
     rig.kill(0);
     assert!(rig.engine.handle().all_left());
@@ -197,9 +197,9 @@ proptest! {
             Ok(())
         });
         let link = pin::start(fake(slow).0, &handle, Completions::new(&arena), 96, false, Body::run).unwrap();
-        let (mut sent, mut got) = ([0u64; 3], vec![Vec::new(); 3]);
-        let take = |got: &mut Vec<Vec<u64>>| match link.events.recv_timeout(LIMIT).unwrap() {
-            PinEvent::Result(incoming, Some(number)) => got[incoming.worker as usize].push(number),
+        let (mut sent, mut delivered) = ([0u64; 3], vec![Vec::new(); 3]);
+        let take = |delivered: &mut Vec<Vec<u64>>| match link.events.recv_timeout(LIMIT).unwrap() {
+            PinEvent::Result(incoming, Some(number)) => delivered[incoming.worker as usize].push(number),
             other => panic!("{other:?}"),
         };
         for &(worker, count, and_take) in &sends {
@@ -208,14 +208,14 @@ proptest! {
                 sent[worker] += 1;
             }
             if and_take {
-                take(&mut got);
+                take(&mut delivered);
             }
         }
-        while got.iter().map(Vec::len).sum::<usize>() < sent.iter().sum::<u64>() as usize {
-            take(&mut got);
+        while delivered.iter().map(Vec::len).sum::<usize>() < sent.iter().sum::<u64>() as usize {
+            take(&mut delivered);
         }
         for worker in 0..3 {
-            prop_assert_eq!(&got[worker], &(0..sent[worker]).collect::<Vec<_>>());
+            prop_assert_eq!(&delivered[worker], &(0..sent[worker]).collect::<Vec<_>>());
         }
         end(&handle);
         prop_assert!(link.events.is_empty());
@@ -231,21 +231,21 @@ proptest! {
             Ok(())
         });
         let mut rig = Rig::new(1, 4, in_order, slow);
-        let (mut answered, mut got) = (0, Vec::new());
+        let (mut answered, mut delivered) = (0, Vec::new());
         for _ in 0..answers {
             answered += usize::from(rig.answer(0).is_some());
-            if got.len() < taken.min(answered) {
-                got.push(rig.next(true).unwrap());
+            if delivered.len() < taken.min(answered) {
+                delivered.push(rig.next(true).unwrap());
             }
         }
         rig.kill(0);
         let last = loop {
             match rig.next(true) {
-                Ok(number) => got.push(number),
+                Ok(number) => delivered.push(number),
                 Err(cause) => break cause,
             }
         };
-        prop_assert_eq!(got, (0..answered as u64).collect::<Vec<_>>());
+        prop_assert_eq!(delivered, (0..answered as u64).collect::<Vec<_>>());
         prop_assert_eq!(last, "worker 0 is dead");
         prop_assert_eq!(rig.next(true).unwrap_err(), "worker 0 is dead");
     }
@@ -254,7 +254,7 @@ proptest! {
     fn it_can_be_stopped_at_any_moment_and_all_is_given_back(
         workers in 1..4usize, in_order in any::<bool>(), rounds in 0..6usize, wait in 0..400u64, all in any::<bool>(),
     ) {
-        let mut rig = Rig::new(workers, 3, in_order, nothing());
+        let mut rig = Rig::new(workers, 3, in_order, accept_all());
         let mut due = 0;
         for _ in 0..rounds {
             for worker in 0..workers {
@@ -288,7 +288,7 @@ fn the_channel_is_bounded_and_a_consumer_that_comes_late_gets_all() {
     let arena = Arena::create_sized(1 << 30, 1, 60).unwrap();
     let handle = Arc::new(Handle::new(arena.clone()).unwrap());
     let ports = open(&arena, &handle);
-    let (prepare, prepared) = fake(nothing());
+    let (prepare, prepared) = fake(accept_all());
     let link = pin::start(prepare, &handle, Completions::new(&arena), 2, false, Body::run).unwrap();
     (0..40).for_each(|number| publish(&ports[0], number, number));
     let most = 2 + 4 + 4;
@@ -305,14 +305,14 @@ fn the_channel_is_bounded_and_a_consumer_that_comes_late_gets_all() {
 }
 
 #[test]
-fn what_the_thread_has_held_is_gone_when_its_end_is_told() {
+fn the_thread_has_released_everything_when_its_end_is_reported() {
     let arena = Arena::create_sized(1 << 30, 1, 4).unwrap();
     for _ in 0..200 {
         let handle = Arc::new(Handle::new(arena.clone()).unwrap());
-        let link = pin::start(fake(nothing()).0, &handle, Completions::new(&arena), 2, false, Body::run).unwrap();
+        let link = pin::start(fake(accept_all()).0, &handle, Completions::new(&arena), 2, false, Body::run).unwrap();
         handle.stop_pinning();
         until(|| handle.pinning().unwrap().join(LIMIT));
-        // The handle's own, and the link's.
+        // The handle and the link hold the control.
         assert_eq!((Arc::strong_count(&handle), Arc::strong_count(&link.control)), (1, 2));
     }
 }
@@ -322,16 +322,16 @@ fn a_full_channel_does_not_keep_the_thread_from_ending() {
     let arena = Arena::create_sized(1 << 30, 1, 60).unwrap();
     let handle = Arc::new(Handle::new(arena.clone()).unwrap());
     let ports = open(&arena, &handle);
-    let link = pin::start(fake(nothing()).0, &handle, Completions::new(&arena), 2, false, Body::run).unwrap();
+    let link = pin::start(fake(accept_all()).0, &handle, Completions::new(&arena), 2, false, Body::run).unwrap();
     (0..40).for_each(|number| publish(&ports[0], number, number));
     until(|| link.events.is_full());
     end(&handle);
-    // Nor one that is no longer read.
+    // Neither does a channel that is no longer read.
     drop(link);
 }
 
 #[test]
-fn a_panic_is_told_after_what_was_ready() {
+fn a_panic_is_reported_after_the_ready_batches() {
     let act: Act = Arc::new(|number| if number == 2 { panic!("it is two") } else { Ok(()) });
     let mut rig = Rig::new(1, 4, true, act);
     (0..4).for_each(|_| assert!(rig.answer(0).is_some()));
@@ -343,7 +343,7 @@ fn a_panic_is_told_after_what_was_ready() {
 }
 
 #[test]
-fn an_end_is_told_after_what_was_ready_also_when_the_worker_dies_then() {
+fn a_death_after_the_threads_end_is_reported_after_the_ready_batches() {
     let act: Act = Arc::new(|number| if number == 2 { Err("the end".into()) } else { Ok(()) });
     let mut rig = Rig::new(1, 4, true, act);
     (0..4).for_each(|_| assert!(rig.answer(0).is_some()));
@@ -356,7 +356,7 @@ fn an_end_is_told_after_what_was_ready_also_when_the_worker_dies_then() {
 
 #[test]
 fn damage_is_an_error_for_good() {
-    let mut rig = Rig::new(1, 4, true, nothing());
+    let mut rig = Rig::new(1, 4, true, accept_all());
     rig.answer(0).unwrap();
     assert_eq!(rig.next(false), Ok(0));
     let arena = rig.engine.arena().clone();
@@ -390,7 +390,7 @@ fn the_thread_knows_itself_and_does_not_wait_for_its_own_end() {
     assert!(!rig.engine.handle().pinning().unwrap().is_current());
 }
 
-/// The pin thread passes over a tied result of a worker that has died, and what that published after it.
+/// The pin thread skips a tied result of a dead worker, and everything that the worker published after it.
 #[test]
 fn a_tied_result_of_a_dead_worker_is_made_again_by_its_next_process() {
     let arena = Arena::create_sized(1 << 30, 1, 4).unwrap();
@@ -400,7 +400,7 @@ fn a_tied_result_of_a_dead_worker_is_made_again_by_its_next_process() {
     let spawn = || Command::new("sleep").arg("1000").spawn().unwrap();
     let mut process = spawn();
     engine.started(0, process.id() as i32).unwrap();
-    let (prepare, prepared) = fake(nothing());
+    let (prepare, prepared) = fake(accept_all());
     engine.start_pinning(prepare, Body::run).unwrap();
     (0..3u64).for_each(|task| _ = engine.submit(task, TaskKind::Plain, &task.to_le_bytes()).unwrap());
     let take = |port: &Port, task| {
@@ -429,7 +429,7 @@ fn a_tied_result_of_a_dead_worker_is_made_again_by_its_next_process() {
             other => return other,
         }
     };
-    // The first one counts, because its worker lives, also if it is an error.
+    // The first result counts even if it is an error, because its worker lives.
     take(&port, 0);
     tied(&port, 0, ERROR);
     assert!(matches!(step(&mut engine), Step::Deliver { tag: 0, ready: Some(ERROR), .. }));

@@ -1,10 +1,10 @@
-//! The scheduler against a small reference: a transcription of what torch's `_MultiProcessingDataLoaderIter` does,
-//! with deaths added: final ones, and workers that are replaced, of which torch's algorithm notices nothing. Random
-//! orders of completion, errors, exhaustions, deaths, replacements, resets and timeouts.
+//! Compares the scheduler with a small reference: a transcription of torch's `_MultiProcessingDataLoaderIter`, extended
+//! by deaths. Deaths may be final, or the worker is replaced, which torch's algorithm does not notice. Orders of
+//! completion, errors, exhaustion, deaths, replacements, resets and timeouts are random.
 //!
 //! Settings that torch does not have are combined freely: a shared queue, and windows of batches and bytes. They have
-//! no reference: no task may be lost or delivered twice, the order, all bounds and the dispatch policy must hold, and a
-//! window asks the sampler exactly while there is room.
+//! no reference; instead, invariants are checked: no task is lost or delivered twice, the order, all bounds and the
+//! dispatch policy hold, and a window asks for draws exactly while there is room.
 
 mod common;
 
@@ -16,7 +16,7 @@ use rustloader::scheduler::{
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-/// What a `next` of the user ends in.
+/// The outcome of a user's `next`.
 #[derive(Clone, Debug, PartialEq)]
 enum Outcome {
     Batch { task: u64, worker: usize, failed: bool },
@@ -24,7 +24,7 @@ enum Outcome {
     End,
 }
 
-/// What reaches the main process in one epoch.
+/// An event that reaches the main process during an epoch.
 #[derive(Clone, Debug, PartialEq)]
 enum Arrival {
     Result { task: u64, failed: bool },
@@ -32,7 +32,7 @@ enum Arrival {
     Death { worker: usize },
 }
 
-/// The reference: torch's fields, torch's loops.
+/// The reference, with torch's fields and loops.
 struct Torch {
     prefetch: usize,
     in_order: bool,
@@ -112,8 +112,8 @@ impl Torch {
                 self.rcvd += 1;
                 return self.process(self.rcvd - 1, failed);
             }
-            // Deaths go beyond torch's rules: raised at once out of order, in order when the head is lost or nothing is
-            // left.
+            // Deaths are an addition to torch's rules: raised immediately without order; in order, if the head is lost
+            // or nothing is left.
             let lost =
                 |(_, (worker, data)): &(&u64, &(usize, Option<bool>))| data.is_none() && self.dead.contains(worker);
             if !self.dead.is_empty() && (!self.in_order || head.is_none_or(|(w, _)| self.dead.contains(&w))) {
@@ -135,7 +135,7 @@ impl Torch {
                 Arrival::Exhausted { worker } => {
                     self.outstanding -= 1;
                     self.status[worker] = false;
-                    // torch passes over these one by one later; a death must not take them for lost ones.
+                    // torch skips these one by one later. Here a death must not count them as lost.
                     self.info.retain(|_, (holder, data)| *holder != worker || data.is_some());
                     self.try_put_index();
                 }
@@ -155,17 +155,17 @@ struct Config {
     in_order: bool,
     persistent: bool,
     timeout: bool,
-    /// What the sampler yields in an epoch.
+    /// How many indices the sampler yields in an epoch.
     indices: usize,
-    /// How many batches each worker's dataset has in an epoch; more than `indices` is a map-style dataset.
+    /// How many batches each worker's dataset has in an epoch; usize::MAX for a map-style dataset.
     lengths: Vec<usize>,
-    /// Whether results may be reported before anybody waits for them; then the reference's order is not the only
-    /// right one, and only the invariants are checked.
+    /// Whether results may be reported before `next` waits for them. Then other orders than the reference's are right,
+    /// and only the invariants are checked.
     eager: bool,
     deaths: bool,
-    /// Workers that die may be replaced.
+    /// Whether workers that die may be replaced.
     restarts: bool,
-    /// Settings that need not be torch's; then only the invariants are checked.
+    /// Settings beyond torch's, for which only the invariants are checked.
     free: Option<Free>,
     choices: Vec<u8>,
 }
@@ -177,7 +177,7 @@ struct Free {
     window: Option<Window>,
 }
 
-/// The bytes of a task's result.
+/// Returns the size of a task's result in bytes.
 fn size_of(task: u64) -> u64 {
     if task % 11 == 7 { 90 } else { task * 7 % 13 }
 }
@@ -194,8 +194,8 @@ impl Config {
         Settings { persistent: self.persistent, timeout, restarts: self.restarts, ..settings }
     }
 
-    /// Whether the reference has an answer.
-    fn is_torchs(&self) -> bool {
+    /// Whether the reference applies.
+    fn has_reference(&self) -> bool {
         !self.eager && self.free.is_none()
     }
 
@@ -218,16 +218,17 @@ struct Process {
     left: usize,
     exhausted: bool,
     gone: bool,
-    /// The task that it has taken from the shared queue.
+    /// The task that it has claimed from the shared queue.
     held: Option<u64>,
     /// The tasks of this epoch that are bound to the worker and unanswered, oldest first.
     bound: Vec<u64>,
-    /// Those that the current process has not been sent.
+    /// Those of them that the current process has not been sent.
     unsent: VecDeque<u64>,
-    /// The process has died and may be replaced: now, or at this time.
+    /// Whether the process has died and may be replaced.
     vacant: bool,
+    /// When it may be replaced; None if now.
     due: Option<Duration>,
-    /// It has not begun this epoch.
+    /// Whether it has not begun this epoch.
     stale: bool,
 }
 
@@ -237,7 +238,7 @@ impl Process {
         (self.left, self.exhausted, self.stale) = (length, false, false);
     }
 
-    /// The tasks that it has taken and not answered are its worker's.
+    /// Ends the process. The task that it has claimed but not answered stays bound to its worker.
     fn die(&mut self, epoch: u64) -> Option<u64> {
         let held = self.held.take();
         self.gone = true;
@@ -255,7 +256,7 @@ struct World<'a> {
     choices: std::slice::Iter<'a, u8>,
     scheduler: Scheduler<u64, u64>,
     processes: Vec<Process>,
-    /// The shared queue: tasks that no worker has taken.
+    /// The shared queue: tasks that no worker has claimed.
     queue: VecDeque<u64>,
     /// Results that wait for delivery, in the order of their arrival.
     ready: Vec<u64>,
@@ -263,13 +264,14 @@ struct World<'a> {
     staged: Option<u64>,
     /// Bytes of the largest result so far.
     largest: u64,
-    /// The sampler has reported its end, or raised in this call.
+    /// Whether the sampler has reported its end.
     sampler_ended: bool,
+    /// Whether the sampler has raised in this call.
     sampler_failed: bool,
-    /// Workers that have died at the shared queue, with what they held.
+    /// Workers whose death is final, with the oldest task bound to each.
     dead: Vec<(usize, Option<u64>)>,
     now: Duration,
-    /// When the clock of the timeout was started last, while it runs.
+    /// When the clock of the timeout was last started, if it runs.
     clock: Option<Duration>,
     indices: usize,
     epoch: u64,
@@ -287,7 +289,7 @@ impl World<'_> {
     }
 
     fn event(&mut self, event: Event<u64>) {
-        self.scheduler.on_event(self.now, event).expect("the workers keep to the protocol");
+        self.scheduler.on_event(self.now, event).expect("the workers follow the protocol");
         self.perform();
     }
 
@@ -296,7 +298,7 @@ impl World<'_> {
             match action {
                 Action::Retire(worker) => {
                     self.processes[worker.index()].gone = true;
-                    // Its exit is not a death.
+                    // The exit of a retired worker is not a death.
                     self.scheduler.on_event(self.now, Event::WorkerDied { worker, held: Vec::new() }).unwrap();
                 }
                 Action::Resume(worker) => {
@@ -305,7 +307,7 @@ impl World<'_> {
                     process.ring.push_back(Message::Resume);
                 }
                 Action::Withdraw(task) => {
-                    assert!(task.0 < self.scheduler.first_task().0, "it is of an abandoned epoch");
+                    assert!(task.0 < self.scheduler.first_task().0, "the task is of the current epoch");
                     if let Some(index) = self.queue.iter().position(|waits| *waits == task.0) {
                         self.queue.remove(index);
                         self.scheduler.on_event(self.now, Event::Withdrawn(task)).unwrap();
@@ -320,8 +322,8 @@ impl World<'_> {
         }
     }
 
-    /// A worker may take a task from the shared queue, which main does not observe. Messages in its ring come first.
-    fn a_worker_takes(&mut self) {
+    /// Lets a worker claim a task from the shared queue, which main does not observe. Messages in its ring come first.
+    fn a_worker_claims(&mut self) {
         let index = self.choice() as usize;
         if let Some(process) = self.processes.get_mut(index)
             && !process.gone
@@ -332,7 +334,7 @@ impl World<'_> {
         }
     }
 
-    /// A worker's answer to a task arrives.
+    /// Records a worker's result for a task, and returns its event.
     fn result(&mut self, worker: WorkerId, task: u64) -> Event<u64> {
         let failed = task % 5 == 3;
         self.arrivals.push_back(Arrival::Result { task, failed });
@@ -347,7 +349,7 @@ impl World<'_> {
         }
     }
 
-    /// Makes some worker do something that main observes; false if none can.
+    /// Makes some worker do something that main observes. Returns false if none can.
     fn a_worker_acts(&mut self) -> bool {
         let (count, start) = (self.config.workers, self.choice() as usize);
         for index in (0..count).map(|index| (start + index) % count) {
@@ -409,13 +411,13 @@ impl World<'_> {
         self.event(Event::WorkerDied { worker: WorkerId(index as u32), held });
     }
 
-    /// A death is final.
+    /// Records a final death.
     fn note_death(&mut self, index: usize) {
         self.dead.push((index, self.processes[index].bound.first().copied()));
         self.arrivals.push_back(Arrival::Death { worker: index });
     }
 
-    /// What Python makes of a vacancy: it replaces the worker, at once or later, or gives it up.
+    /// Responds to a vacancy as Python does: replaces the worker now or later, or gives it up.
     fn settle_vacancy(&mut self, death: Death) {
         let Death { worker, lost } = death;
         let process = &self.processes[worker.index()];
@@ -432,7 +434,7 @@ impl World<'_> {
                 self.processes[worker.index()].due = Some(until);
                 self.event(Event::Postponed { worker, until });
             }
-            // The start failed, or was interrupted: the question comes again.
+            // The start fails, or is interrupted. The scheduler reports the vacancy again.
             81..=90 => {}
             _ => {
                 let process = &mut self.processes[worker.index()];
@@ -446,9 +448,9 @@ impl World<'_> {
         }
     }
 
-    /// Sends one task again, unless a signal comes before it, or its worker dies.
+    /// Resends one task, unless a signal comes first, or its worker dies.
     fn resend(&mut self) {
-        let (worker, task, tag) = self.scheduler.unsent().expect("it has been asked for");
+        let (worker, task, tag) = self.scheduler.unsent().expect("a task is to be resent");
         assert_eq!(task.0, *tag);
         let process = &self.processes[worker.index()];
         assert_eq!(process.unsent.front(), Some(tag));
@@ -456,7 +458,7 @@ impl World<'_> {
         match self.choice() {
             0..=9 if self.config.deaths => self.kill(),
             10..=19 => {}
-            20..=39 => self.a_worker_takes(),
+            20..=39 => self.a_worker_claims(),
             _ => {
                 let process = &mut self.processes[worker.index()];
                 process.ring.push_back(Message::Task(task.0));
@@ -480,12 +482,12 @@ impl World<'_> {
         self.event(Event::Time);
     }
 
-    /// Tasks that are outstanding or ready. A staged one is neither.
+    /// Returns the number of tasks that are outstanding or ready. A staged task is neither.
     fn held(&self) -> usize {
         self.scheduler.undelivered().len() - usize::from(self.scheduler.is_staged())
     }
 
-    /// Whether a worker may take a task: an active one, below its share.
+    /// Whether a worker may take a task: it is active, and below its share.
     fn has_taker(&self) -> bool {
         let workers = || (0..self.config.workers as u32).map(WorkerId);
         let active = workers().filter(|worker| self.scheduler.is_active(*worker)).count();
@@ -506,7 +508,7 @@ impl World<'_> {
         outstanding < most && held < window.batches && fits && self.scheduler.death().is_none()
     }
 
-    /// The draw of an index. It fails now and then in a window; torch's rules for that are not the scheduler's.
+    /// Draws an index. With a window, some draws fail. Without one, failed draws do not concern the scheduler.
     fn draw(&mut self) {
         if self.settings.fills() && self.choice() < 10 {
             self.sampler_failed = true;
@@ -526,7 +528,7 @@ impl World<'_> {
         match self.scheduler.submit(tag) {
             Ok((task, placement)) => {
                 assert!(takes, "there is no room for it");
-                assert_eq!(task.0, tag, "numbers go on through the epochs");
+                assert_eq!(task.0, tag, "task numbers continue across epochs");
                 assert!(self.scheduler.undelivered().iter().any(|(number, _)| *number == task));
                 self.ended.push(0);
                 let worker = match placement {
@@ -561,7 +563,7 @@ impl World<'_> {
         }
     }
 
-    /// Takes the next result to deliver from those that are ready.
+    /// Removes and returns the next result to deliver from those that are ready.
     fn take_ready(&mut self) -> u64 {
         let first = match self.settings.delivery {
             DeliveryOrder::InOrder => self.ready.iter().enumerate().min_by_key(|(_, task)| **task),
@@ -571,7 +573,7 @@ impl World<'_> {
         self.ready.remove(index)
     }
 
-    /// Holds a decision of `next` against what the window admits.
+    /// Checks a decision of `next` against the window and the vacancies.
     fn check(&mut self, step: &Decision<u64, u64>) {
         if self.scheduler.is_staged() && self.staged.is_none() {
             self.staged = Some(self.take_ready());
@@ -592,11 +594,11 @@ impl World<'_> {
         match self.settings.fills() {
             true if replaces || *step == Decision::TimedOut || self.scheduler.resuming() => assert!(!asks),
             true => assert_eq!(asks, self.has_room() && !is_blocked, "{step:?}"),
-            false => assert!(!asks || self.has_room(), "it goes nowhere"),
+            false => assert!(!asks || self.has_room(), "there is no room for a task"),
         }
     }
 
-    /// One step of waiting: a worker acts, dies, or time passes. None: continue; Some: what `next` must answer.
+    /// Runs one step of waiting: a worker acts or dies, or time passes. Returns whether `next` must time out now.
     fn waited(&mut self, deadline: Option<Duration>) -> bool {
         let timeout = self.clock.filter(|_| self.config.timeout).map(|start| start + TIMEOUT);
         let dues = || self.processes.iter().filter(|process| process.vacant);
@@ -614,8 +616,8 @@ impl World<'_> {
             }
             _ => {
                 if !self.a_worker_acts() {
-                    // Who waits must be right to wait.
-                    let due = dues_of(&self.processes).expect("nothing ends this wait");
+                    // No worker can act, so the wait must have a reason.
+                    let due = next_due(&self.processes).expect("nothing ends this wait");
                     self.pass_time(due.saturating_sub(self.now));
                 }
             }
@@ -623,7 +625,7 @@ impl World<'_> {
         false
     }
 
-    /// A user's call; it is repeated after a timeout.
+    /// Runs a user's call, which is repeated after a timeout.
     fn next(&mut self) -> Outcome {
         let mut must_time_out = false;
         self.clock = None;
@@ -636,15 +638,15 @@ impl World<'_> {
             must_time_out = false;
             return match step {
                 Decision::Submit => {
-                    // The timeout is for results.
+                    // The timeout applies to results only.
                     self.clock = None;
                     self.draw();
                     continue;
                 }
-                // The error of the sampler comes first, and the next call goes on.
+                // The sampler's error is raised first, and the next call continues.
                 Decision::End if std::mem::take(&mut self.sampler_failed) => continue,
                 Decision::Wait(_) => {
-                    self.a_worker_takes();
+                    self.a_worker_claims();
                     if self.clock.is_none() {
                         self.clock = Some(self.now);
                         self.event(Event::WaitBegan);
@@ -681,7 +683,7 @@ impl World<'_> {
         }
     }
 
-    /// The oldest result that has arrived and was not asked for here yet.
+    /// Returns the oldest result that has arrived and was not returned here yet.
     fn next_result(&mut self) -> Option<u64> {
         std::iter::from_fn(|| self.arrivals.pop_front()).find_map(|arrival| match arrival {
             Arrival::Result { task, .. } => Some(task),
@@ -705,7 +707,8 @@ impl World<'_> {
         assert!(!fills || !self.has_room());
     }
 
-    /// The handshake of a persistent loader, perhaps given up and begun again; false where a death ended it.
+    /// Runs the handshake of a persistent loader, which may be abandoned and repeated. Returns false if a death ends
+    /// it.
     fn reset(&mut self) -> bool {
         self.epoch = self.ended.len() as u64;
         (self.ready, self.staged) = (Vec::new(), None);
@@ -716,7 +719,7 @@ impl World<'_> {
         self.event(Event::EpochReset);
         self.clock = None;
         while self.scheduler.resuming() {
-            self.a_worker_takes();
+            self.a_worker_claims();
             assert_eq!(self.scheduler.submit(0), Err(0));
             if self.choice() < 10 && self.scheduler.death().is_none() {
                 self.processes.iter_mut().for_each(|process| process.stale = true);
@@ -738,8 +741,8 @@ impl World<'_> {
     }
 }
 
-/// When the next postponed vacancy is due.
-fn dues_of(processes: &[Process]) -> Option<Duration> {
+/// Returns when the next postponed vacancy is due.
+fn next_due(processes: &[Process]) -> Option<Duration> {
     processes.iter().filter(|process| process.vacant).filter_map(|process| process.due).min()
 }
 
@@ -773,7 +776,7 @@ fn run(config: &Config) {
     loop {
         if config.eager {
             for _ in 0..world.choice() % 4 {
-                world.a_worker_takes();
+                world.a_worker_claims();
                 world.a_worker_acts();
             }
             if config.restarts && world.choice() < 20 {
@@ -781,10 +784,10 @@ fn run(config: &Config) {
             }
         }
         let outcome = world.next();
-        if config.is_torchs() {
+        if config.has_reference() {
             let arrivals = &mut world.arrivals;
-            assert_eq!(outcome, torch.next(|| arrivals.pop_front().expect("torch would wait on")));
-            assert!(arrivals.is_empty(), "torch would have needed less");
+            assert_eq!(outcome, torch.next(|| arrivals.pop_front().expect("torch would wait longer")));
+            assert!(arrivals.is_empty(), "torch would have waited less");
             assert_eq!(world.sent, torch.sent);
         }
         let alive = match outcome {
@@ -792,7 +795,7 @@ fn run(config: &Config) {
                 batches += 1;
                 match world.settings.delivery {
                     DeliveryOrder::InOrder => assert!(last < Some(task)),
-                    DeliveryOrder::AsCompleted if config.is_torchs() => {}
+                    DeliveryOrder::AsCompleted if config.has_reference() => {}
                     DeliveryOrder::AsCompleted => assert_eq!(world.next_result(), Some(task)),
                 }
                 last = Some(task);
@@ -871,7 +874,7 @@ proptest! {
     #![proptest_config(common::model_config(20_000))]
 
     #[test]
-    fn it_does_what_torch_does_and_keeps_its_bounds_elsewhere(config in config()) {
+    fn the_scheduler_matches_torch_and_keeps_its_invariants(config in config()) {
         run(&config);
     }
 }

@@ -1,4 +1,4 @@
-//! Workers that share a queue: they end at any point, and the slots of the queue say what each of them held.
+//! Workers with a shared queue may end at any point, and the queue's entries show which task each of them held.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -21,9 +21,9 @@ use rustloader::worker::port::{Port, Received};
 
 const WORKERS: u32 = 3;
 const OUTSTANDING: u32 = 12;
-/// Tells a hang from an answer.
+/// After this time a test counts as hung.
 const LIMIT: Duration = Duration::from_secs(30);
-/// Bytes of an index batch, which is too long for an entry.
+/// Bytes of an index batch: more than fit in an entry.
 const INDEX: usize = 100;
 
 fn needs(shared_queue: bool) -> Needs {
@@ -60,7 +60,7 @@ impl Main {
         }
     }
 
-    /// Queues a task; its index batch lies in a block if the number is odd.
+    /// Queues a task. Its index batch is in a block if its number is odd.
     fn send(&mut self, task: u64) {
         let entry = if task.is_multiple_of(2) {
             TaskEntry::inline(task, TaskKind::Plain, &[7; 8]).unwrap()
@@ -80,20 +80,20 @@ impl Main {
         }
     }
 
-    /// Takes all results; returns their tasks with their workers.
+    /// Takes all results. Returns (task, worker) of each.
     fn take(&mut self) -> Vec<(u64, u32)> {
-        let mut found = Vec::new();
+        let mut results = Vec::new();
         while let Some((worker, incoming)) = self.completions.next(&self.arena).unwrap() {
             let task = incoming.entry.task;
             discard(&self.arena, &incoming);
-            assert!(self.unanswered.remove(&task), "{task} was not sent, or is answered twice");
+            assert!(self.unanswered.remove(&task), "{task} was not sent, or was answered twice");
             assert!(self.queue.answered(task, worker), "worker {worker} did not hold {task}");
-            found.push((task, worker));
+            results.push((task, worker));
         }
-        found
+        results
     }
 
-    /// What is left unanswered once nothing comes any more.
+    /// Takes results until at most `expected` tasks are unanswered. Returns those.
     fn settle(&mut self, expected: usize) -> Vec<u64> {
         let end = Instant::now() + LIMIT;
         while self.unanswered.len() > expected {
@@ -104,7 +104,7 @@ impl Main {
         self.unanswered.iter().copied().collect()
     }
 
-    /// Blocks of index batches that are held.
+    /// Returns the number of blocks that hold index batches.
     fn payloads(&self) -> usize {
         let region = self.arena.geometry().main_region();
         let table = &self.arena.table(region)[..self.arena.block_count(region) as usize];
@@ -117,7 +117,7 @@ struct Child(i32);
 
 impl Child {
     fn fork(work: impl FnOnce()) -> Self {
-        // SAFETY: the child runs `work` alone, on copies of what this test owns.
+        // SAFETY: the child runs only `work`, on copies of this test's objects.
         let pid = unsafe { libc::fork() };
         if pid == 0 {
             let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
@@ -128,14 +128,14 @@ impl Child {
     }
 
     fn signal(&self, signal: i32) {
-        // SAFETY: a child of this test that was not waited for yet.
+        // SAFETY: this is a child of this test that has not been waited for.
         assert_eq!(unsafe { libc::kill(self.0, signal) }, 0);
     }
 
-    /// Its status, once it has ended.
+    /// Waits for its end. Returns its status.
     fn wait(self) -> i32 {
         let mut status = 0;
-        // SAFETY: a child of this test; `status` is the kernel's to write.
+        // SAFETY: this is a child of this test; `status` is a local variable for the kernel to fill.
         unsafe { libc::waitpid(self.0, &mut status, 0) };
         status
     }
@@ -170,19 +170,19 @@ fn each_task_is_answered_once_by_the_worker_that_holds_it() {
     let mut main = Main::new();
     let arena = main.arena.clone();
     let children: Vec<Child> = (0..WORKERS).map(|worker| start(&arena, worker)).collect();
-    let (mut sent, mut by) = (0, BTreeSet::new());
+    let (mut sent, mut claimers) = (0, BTreeSet::new());
     let end = Instant::now() + LIMIT;
-    // Until more than one worker has taken tasks: a busy machine may let one alone run for a while.
-    while sent < 3000 || by.len() < 2 || !main.unanswered.is_empty() {
-        assert!(Instant::now() < end, "{:?} are not answered; {by:?} have taken tasks", main.unanswered);
-        while (sent < 3000 || by.len() < 2) && main.unanswered.len() < OUTSTANDING as usize {
+    // Until more than one worker has claimed tasks: on a busy machine only one may run for a while.
+    while sent < 3000 || claimers.len() < 2 || !main.unanswered.is_empty() {
+        assert!(Instant::now() < end, "{:?} are not answered; {claimers:?} have claimed tasks", main.unanswered);
+        while (sent < 3000 || claimers.len() < 2) && main.unanswered.len() < OUTSTANDING as usize {
             main.send(sent);
             sent += 1;
         }
-        by.extend(main.take().into_iter().map(|(_, worker)| worker));
+        claimers.extend(main.take().into_iter().map(|(_, worker)| worker));
     }
     assert_eq!(main.payloads(), 0);
-    // They sleep, and are told to leave.
+    // They fall asleep, and are told to leave.
     std::thread::sleep(Duration::from_millis(50));
     let handle = Handle::new(arena.clone()).unwrap();
     assert!(arena.sleeper_of(0).asleep.load(Relaxed) > 0);
@@ -196,7 +196,7 @@ fn each_task_is_answered_once_by_the_worker_that_holds_it() {
 fn a_worker_that_is_stuck_or_killed_keeps_its_own_task_alone() {
     let mut main = Main::new();
     let arena = main.arena.clone();
-    // One that takes a task and never answers.
+    // This worker claims a task and never answers.
     let stuck = Child::fork(|| {
         let port = open(&arena.inherited(), 0);
         while !matches!(port.receive().unwrap(), Received::Task(_)) {}
@@ -211,7 +211,7 @@ fn a_worker_that_is_stuck_or_killed_keeps_its_own_task_alone() {
         std::thread::sleep(Duration::from_millis(1));
     }
     let other = start(&arena, 1);
-    // Its slot is used again many times.
+    // Its entry in the queue is reused many times.
     for task in 1..200 {
         main.send(task);
         if task % 10 == 0 {
@@ -242,10 +242,10 @@ fn control_messages_come_before_tasks_and_withdrawn_tasks_never() {
     assert_eq!(TaskEntry::from_words(&main.queue.withdraw(1).unwrap()).unwrap().task, 1);
     assert!(main.queue.withdraw(0).is_none() && main.queue.withdraw(2).is_some());
     assert_eq!((take(&port), main.queue.holder(3)), ((3, TaskKind::Plain), Some(1)));
-    assert_eq!(main.queue.held_by(1), Some(0), "the oldest one that is not answered");
+    assert_eq!(main.queue.held_by(1), Some(0), "the oldest unanswered task");
     assert!(main.queue.withdraw(5).is_some());
     assert_eq!((take(&port), take(&port)), ((4, TaskKind::Plain), (99, TaskKind::Leave)));
-    // Blocks of withdrawn tasks, here 1 and 5, are the main process's; the worker has released that of 3.
+    // The main process still holds the blocks of the withdrawn tasks 1 and 5; the worker has released that of 3.
     assert_eq!(main.payloads(), 2);
 }
 
@@ -264,14 +264,14 @@ fn a_sleeping_worker_is_woken_although_another_was_killed_in_its_sleep() {
     asleep(WORKERS);
     std::thread::sleep(Duration::from_millis(20));
     children.pop().unwrap().kill();
-    // Without wake-ups each task would wait for the end of a slice.
+    // Without wake-ups, each task would wait until a worker's sleep times out.
     let end = Instant::now() + LIMIT;
     for task in 0..150 {
-        // The killed one counts, and at least one other.
+        // The killed worker still counts as asleep, and so does at least one other.
         asleep(2);
         main.send(task);
         main.settle(0);
-        assert!(Instant::now() < end, "they wake up by themselves");
+        assert!(Instant::now() < end, "workers are not woken, but wake up by themselves");
     }
     children.into_iter().for_each(Child::kill);
 }
@@ -299,11 +299,11 @@ fn workers_that_are_killed_at_random_lose_what_they_hold_and_nothing_else() {
             }
             main.take();
         }
-        // Anywhere in its work.
+        // The kill may come at any point of its work.
         children.remove(victim as usize).kill();
         main.take();
         let held = main.queue.held_by(victim);
-        // What waits in the queue goes on to the others, who may have slept over a wake-up that the victim took.
+        // Waiting tasks go to the other workers, which may be asleep because the victim received a wake-up.
         main.wake(u32::MAX);
         assert_eq!(main.settle(usize::from(held.is_some())), held.into_iter().collect::<Vec<_>>());
         if let Some(task) = held {
@@ -311,12 +311,12 @@ fn workers_that_are_killed_at_random_lose_what_they_hold_and_nothing_else() {
             lost += 1;
         }
         assert_eq!(main.queue.oldest_waiting(), None);
-        arena.reset_worker(victim, |_| panic!("tasks do not travel in a worker's ring")).unwrap();
+        arena.reset_worker(victim, |_| panic!("a worker's ring contains a task")).unwrap();
         children.insert(victim as usize, start(&arena, victim));
     }
-    assert!(lost < ROUNDS, "some were idle");
+    assert!(lost < ROUNDS, "no victim was idle");
     children.into_iter().for_each(Child::kill);
-    // At most the index batch of each task that was lost.
+    // At most the index batch of each lost task is still held.
     assert!(main.payloads() as u64 <= lost);
 }
 
@@ -333,7 +333,7 @@ fn a_worker_may_end_between_claim_and_work_and_between_work_and_answer() {
                 failpoint::set(kind, nth, Effect::Kill).unwrap();
                 serve(&arena, 2);
             });
-            // It alone takes the first ones, so that it reaches its end.
+            // It is the only worker for the first tasks, so that it reaches its failpoint.
             (0..nth).for_each(|task| main.send(task));
             assert_eq!(doomed.wait(), libc::SIGKILL, "{kind} {nth}");
             assert_eq!(main.settle(1), [nth - 1], "{kind} {nth}");
@@ -362,18 +362,18 @@ fn the_pool_keeps_arenas_with_a_queue_apart_and_empties_the_queue() {
     pool::put(arena);
     let other = pool::take(needs(false)).unwrap();
     assert!(other.queue_control().is_none() && Arc::as_ptr(&other) != place);
-    let again = pool::take(needs(true)).unwrap();
-    assert_eq!(Arc::as_ptr(&again), place);
-    assert_eq!(again.sleeper_of(0).asleep.load(Relaxed), 0);
-    assert!(open(&again, 1).take_up().unwrap().is_none(), "a task of the last iterator");
-    let mut main = Submitter::new(again.queue().unwrap());
+    let reused = pool::take(needs(true)).unwrap();
+    assert_eq!(Arc::as_ptr(&reused), place);
+    assert_eq!(reused.sleeper_of(0).asleep.load(Relaxed), 0);
+    assert!(open(&reused, 1).take_up().unwrap().is_none(), "a task of the previous iterator");
+    let mut main = Submitter::new(reused.queue().unwrap());
     assert_eq!(main.push(&TaskEntry::inline(0, TaskKind::Plain, &[]).unwrap().to_words()), Ok(0));
-    assert_eq!(open(&again, 1).take_up().unwrap().unwrap().task, 0);
+    assert_eq!(open(&reused, 1).take_up().unwrap().unwrap().task, 0);
     pool::clear();
 }
 
 #[test]
-fn an_entry_of_another_place_is_damage() {
+fn an_entry_with_the_wrong_number_is_damage() {
     let arena = Arena::create_for(1 << 30, needs(true)).unwrap();
     let mut main = Submitter::new(arena.queue().unwrap());
     main.push(&TaskEntry::inline(5, TaskKind::Plain, &[]).unwrap().to_words()).unwrap();

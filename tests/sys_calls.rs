@@ -1,69 +1,69 @@
-//! Every system call has its failpoint, or a reason to have none: read out of the sources.
+//! Every system call in the sources has a failpoint, or a listed reason to have none.
 
 use std::path::{Path, PathBuf};
 
 /// Calls without a failpoint: the file in src/sys, the call, and why.
 const WITHOUT: &[(&str, &str, &str)] = &[
     ("clock.rs", "clock_gettime", "answered without the kernel (vDSO)"),
-    ("clock.rs", "getrusage", "refused only for a wrong argument"),
-    ("clock.rs", "sched_yield", "its answer does not matter"),
-    ("deferred_signals.rs", "raise", "to the calling thread; cannot be refused"),
+    ("clock.rs", "getrusage", "fails only for a wrong argument"),
+    ("clock.rs", "sched_yield", "its result does not matter"),
+    ("deferred_signals.rs", "raise", "to the calling thread; cannot fail"),
     ("left_behind.rs", "close", "in a forked child; what stays open ends with the child"),
-    ("map.rs", "madvise", "handed to populate and remove, which have one"),
+    ("map.rs", "madvise", "called through populate and remove, which have one"),
     ("map.rs", "munlock", "its result does not matter: what stays locked cannot be released before the end"),
-    ("map.rs", "munmap", "there is no caller left to report to; a refusal leaks address space"),
+    ("map.rs", "munmap", "there is no caller left to report to; a failure leaks address space"),
     ("map.rs", "sysconf", "answered by the C library"),
-    ("memfd.rs", "fcntl_get_seals", "after fcntl_add_seals, which has one, was refused"),
-    ("private.rs", "_exit", "does not come back"),
-    ("private.rs", "mprotect", "the child ends if it is refused"),
-    ("private.rs", "mremap_fixed", "handled like a refused mmap_anonymous, which has one"),
-    ("private.rs", "poll", "its answer does not matter: the wait has a limit"),
-    ("proc_fd.rs", "seek", "the file was opened just before; a refusal is an empty file"),
-    ("proc_fd.rs", "pread", "a short answer and none are the same; open has a failpoint"),
-    ("sealed.rs", "munmap", "there is no caller left to report to; a refusal leaks address space"),
+    ("memfd.rs", "fcntl_get_seals", "called only after fcntl_add_seals, which has one, has failed"),
+    ("private.rs", "_exit", "does not return"),
+    ("private.rs", "mprotect", "the child ends if it fails"),
+    ("private.rs", "mremap_fixed", "a failure is handled like that of mmap_anonymous, which has one"),
+    ("private.rs", "poll", "its result does not matter: the wait has a limit"),
+    ("proc_fd.rs", "seek", "the file was opened just before; a failure counts as an empty file"),
+    ("proc_fd.rs", "pread", "a failure is handled like a short read; open has a failpoint"),
+    ("sealed.rs", "munmap", "there is no caller left to report to; a failure leaks address space"),
     ("pidfd.rs", "strsignal", "no system call"),
-    ("signal.rs", "_exit", "does not come back"),
-    ("signal.rs", "getppid", "cannot be refused"),
-    ("signal.rs", "gettid", "cannot be refused"),
-    ("signal.rs", "pthread_sigmask", "its result does not matter: signals then also reach our own threads"),
+    ("signal.rs", "_exit", "does not return"),
+    ("signal.rs", "getppid", "cannot fail"),
+    ("signal.rs", "gettid", "cannot fail"),
+    ("signal.rs", "pthread_sigmask", "its result does not matter: signals then also reach rustloader's threads"),
     ("signal.rs", "sigaddset", "no system call"),
     ("signal.rs", "sigemptyset", "no system call"),
     ("signal.rs", "sigfillset", "no system call"),
     ("signal.rs", "sigismember", "no system call"),
     ("sigterm.rs", "__errno_location", "no system call"),
-    ("sigterm.rs", "getpid", "cannot be refused"),
-    ("sigterm.rs", "raise", "in a signal's handler; cannot be refused"),
-    ("sigterm.rs", "sigaction", "in a signal's handler; the one outside of it has a failpoint"),
-    ("sigterm.rs", "timer_settime", "in a signal's handler; refused, the signal does what it does without it"),
-    ("socket.rs", "set_socket_keepalive", "refused for no socket"),
-    ("socket.rs", "set_tcp_keepcnt", "refused for other sockets than TCP's, which need no option"),
+    ("sigterm.rs", "getpid", "cannot fail"),
+    ("sigterm.rs", "raise", "in a signal handler; cannot fail"),
+    ("sigterm.rs", "sigaction", "in a signal handler; the call outside of it has a failpoint"),
+    ("sigterm.rs", "timer_settime", "in a signal handler; if it fails, the signal acts as it does without it"),
+    ("socket.rs", "set_socket_keepalive", "fails for no socket"),
+    ("socket.rs", "set_tcp_keepcnt", "fails only for sockets other than TCP's, which do not need it"),
     ("socket.rs", "set_tcp_keepidle", "as above"),
     ("socket.rs", "set_tcp_keepintvl", "as above"),
     ("socket.rs", "set_tcp_nodelay", "as above"),
     ("socket.rs", "set_tcp_user_timeout", "as above"),
-    ("socket.rs", "shutdown", "refused only for a connection that has ended"),
-    ("symbol.rs", "dlopen", "no system call for what is loaded already"),
+    ("socket.rs", "shutdown", "fails only for a connection that has ended"),
+    ("symbol.rs", "dlopen", "no system call for a library that is already loaded"),
     ("symbol.rs", "dlsym", "no system call"),
-    ("thread.rs", "set_name", "a name for people; its answer does not matter"),
+    ("thread.rs", "set_name", "the name is only informative; its result does not matter"),
 ];
 
-/// The sources under `folder`, without tests and comments.
+/// Returns the sources under `folder`, without tests and comments.
 fn sources(folder: &Path) -> Vec<(PathBuf, String)> {
-    let mut found = Vec::new();
+    let mut all = Vec::new();
     for entry in std::fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
         let is_product = !path.ends_with("failpoint.rs") && path.file_stem().unwrap() != "tests";
         if path.is_dir() && is_product {
-            found.extend(sources(&path));
+            all.extend(sources(&path));
         } else if path.extension().is_some_and(|end| end == "rs") && is_product {
-            found.push((path.clone(), product_of(&std::fs::read_to_string(&path).unwrap())));
+            all.push((path.clone(), product_of(&std::fs::read_to_string(&path).unwrap())));
         }
     }
-    found
+    all
 }
 
-/// A source without the items marked `#[cfg(test)]`, and without lines of comment. As rustfmt lays it out: an item
-/// ends with the first `;` or `}` at the end of a line that is indented like its beginning.
+/// Returns a source without items marked `#[cfg(test)]` and comment lines. It relies on rustfmt's layout: an item ends
+/// with the first `;` or `}` at the end of a line that is indented like its beginning.
 fn product_of(text: &str) -> String {
     let mut lines = Vec::new();
     let mut test_at = None;
@@ -86,7 +86,7 @@ fn src() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("src")
 }
 
-/// Each call of libc or rustix by its whole path: its place and the function's name.
+/// Returns the position and the function's name of each call of libc or rustix by its full path.
 fn calls(text: &str) -> Vec<(usize, &str)> {
     let heads = ["libc::", "rustix::"];
     let starts = heads.iter().flat_map(|head| text.match_indices(head).map(|(at, head)| at + head.len()));
@@ -99,56 +99,56 @@ fn calls(text: &str) -> Vec<(usize, &str)> {
     starts.filter_map(name).collect()
 }
 
-/// Imports of functions and modules, whose calls [`calls`] would not see. Types and constants begin with a capital, and
-/// `retry_on_intr` enters no kernel.
+/// Returns imported functions and modules, whose calls [`calls`] would not find. Types and constants begin with a
+/// capital, and `retry_on_intr` makes no system call.
 fn imports(text: &str) -> Vec<&str> {
-    let of_both = |line: &&str| line.contains("use libc::") || line.contains("use rustix::");
+    let is_import = |line: &&str| line.contains("use libc::") || line.contains("use rustix::");
     let names = |line| str::trim_matches(line, ['{', '}', ';']).split(", ");
-    let imported = text.lines().filter(of_both).filter_map(|line| line.rsplit("::").next()).flat_map(names);
+    let imported = text.lines().filter(is_import).filter_map(|line| line.rsplit("::").next()).flat_map(names);
     imported.filter(|name| !name.starts_with(char::is_uppercase) && *name != "retry_on_intr").collect()
 }
 
-/// What a source does that belongs into `sys`, or lacks a failpoint there.
+/// Describes what in a source belongs in `sys`, or lacks a failpoint there.
 fn faults(path: &Path, text: &str) -> Vec<String> {
-    let mut found = Vec::new();
+    let mut problems = Vec::new();
     let file = path.file_name().unwrap().to_str().unwrap();
-    found.extend(imports(text).iter().map(|name| format!("{name} is imported in {file}")));
+    problems.extend(imports(text).iter().map(|name| format!("{name} is imported in {file}")));
     for (at, name) in calls(text) {
         if !path.parent().unwrap().ends_with("sys") {
-            found.push(format!("{name} is called in {}", path.display()));
+            problems.push(format!("{name} is called in {}", path.display()));
         }
-        // The macro stands around the call, or around a closure named a line or two before.
+        // The macro is around the call, or around a closure defined a line or two earlier.
         let near = String::from_utf8_lossy(&text.as_bytes()[at.saturating_sub(130)..text.len().min(at + 260)]);
         let known = WITHOUT.iter().any(|(place, call, _)| (*place, *call) == (file, name));
         if !near.contains("failpoint!(\"") && !known {
-            found.push(format!("{name} in {file} has no failpoint"));
+            problems.push(format!("{name} in {file} has no failpoint"));
         }
     }
     let files = text.matches("std::fs::").count();
     if files > usize::from(path.ends_with("sys/mod.rs")) {
-        found.push(format!("a file is read in {file}"));
+        problems.push(format!("a file is read in {file}"));
     }
     let starts_named = text.contains("thread::Builder") && file != "thread.rs";
     if starts_named || text.contains("std::thread::spawn(") {
-        found.push(format!("a thread is started in {file}"));
+        problems.push(format!("a thread is started in {file}"));
     }
-    found
+    problems
 }
 
 #[test]
-fn calls_stand_in_sys_and_have_a_failpoint() {
+fn calls_are_in_sys_and_have_a_failpoint() {
     let mut unused: Vec<_> = WITHOUT.iter().collect();
-    let mut seen = 0;
+    let mut count = 0;
     for (path, text) in sources(&src()) {
         assert_eq!(faults(&path, &text), Vec::<String>::new());
         let file = path.file_name().unwrap().to_str().unwrap();
         for (_, name) in calls(&text) {
-            seen += 1;
+            count += 1;
             unused.retain(|(place, call, _)| (*place, *call) != (file, name));
         }
     }
-    assert!(seen > 30, "only {seen} calls were found");
-    assert!(unused.is_empty(), "reasons that no call needs: {unused:?}");
+    assert!(count > 30, "only {count} calls are found");
+    assert!(unused.is_empty(), "entries that match no call: {unused:?}");
 }
 
 #[test]
@@ -167,7 +167,7 @@ fn a_call_in_the_wrong_place_or_without_a_failpoint_is_found() {
         ("src/sys/thread.rs", "std::thread::spawn(work)", "a thread is started in thread.rs"),
     ];
     for (path, code, fault) in bad {
-        // Behind a test module, a test function and a comment, as it may stand in a source.
+        // The code comes after a test module, a test function and a comment, as in a source.
         let text = format!(
             "#[cfg(test)]\nmod tests;\n// libc::read(x)\n#[cfg(test)]\n#[cfg(not(loom))]\nmod more {{\n    fn f() {{\n        \
              libc::write(x);\n    }}\n}}\n\nimpl A {{\n    #[cfg(test)]\n    fn g() {{ libc::open(x) }}\n\n    fn h() {{\n        \
@@ -185,10 +185,10 @@ fn a_call_in_the_wrong_place_or_without_a_failpoint_is_found() {
 }
 
 #[test]
-fn the_code_behind_a_test_module_is_product() {
+fn the_code_after_a_test_module_is_product() {
     let whole = std::fs::read_to_string(src().join("scheduler/mod.rs")).unwrap();
     let code = |text: &str| text.lines().filter(|line| !line.trim_start().starts_with("//")).count();
-    // A line for `#[cfg(test)]` and one for `mod tests;`.
+    // The two lines are `#[cfg(test)]` and `mod tests;`.
     assert!(whole.contains("#[cfg(test)]\nmod tests;\n"));
     assert_eq!(code(&product_of(&whole)), code(&whole) - 2);
 }

@@ -1,4 +1,4 @@
-//! Refusals by the kernel, made by failpoints: `cargo test --features failpoints`.
+//! System calls that fail, by failpoints: `cargo test --features failpoints`.
 #![cfg(feature = "failpoints")]
 
 use std::io::Read;
@@ -20,7 +20,7 @@ use rustloader::sys::poll::{PollSet, WaitOutcome};
 use rustloader::transport::Remote;
 use rustloader::worker::port::Port;
 
-/// Failpoints are the process's: one test at a time.
+/// Failpoints belong to the process, so tests run one at a time.
 static ONE: Mutex<()> = Mutex::new(());
 
 fn alone() -> MutexGuard<'static, ()> {
@@ -49,7 +49,7 @@ macro_rules! assert_os {
 }
 
 #[test]
-fn a_memfd_is_made_on_a_kernel_that_does_not_know_noexec() {
+fn a_memfd_is_created_on_a_kernel_without_noexec() {
     let _alone = alone();
     let before = failpoint::calls("memfd_create");
     refuse("memfd_create", libc::EINVAL);
@@ -87,7 +87,7 @@ fn a_full_machine_is_no_memory() {
 }
 
 #[test]
-fn an_old_kernel_or_a_sandbox_has_the_pages_touched() {
+fn pages_are_touched_if_an_old_kernel_or_a_sandbox_cannot_populate_them() {
     let _alone = alone();
     let mapping = mapping();
     refuse("populate", libc::EINVAL);
@@ -167,7 +167,7 @@ fn without_an_epoll_many_are_polled() {
 }
 
 #[test]
-fn an_epoll_that_refuses_is_left_for_ppoll() {
+fn ppoll_replaces_an_epoll_that_fails() {
     let _alone = alone();
     let events: Vec<EventFd> = (0..50).map(|_| EventFd::new().unwrap()).collect();
     for refused in ["epoll_ctl", "epoll_wait"] {
@@ -202,7 +202,7 @@ fn the_nth_call_counts_and_names_are_checked() {
     assert!(failpoint::kinds().contains(&"eventfd"));
 }
 
-/// Not a test of its own: what [`the_environment_drives_a_process`] runs in another process.
+/// Not a test of its own: [`the_environment_drives_a_process`] runs it in another process.
 #[test]
 #[ignore = "run by the_environment_drives_a_process"]
 fn driven() {
@@ -229,7 +229,7 @@ fn the_environment_drives_a_process() {
 #[test]
 fn a_forked_child_is_driven_apart_from_its_parent() {
     let _alone = alone();
-    // SAFETY: the child makes one call, which its failpoint ends.
+    // SAFETY: the child makes one call, at which its failpoint ends it.
     let pid = unsafe { libc::fork() };
     if pid == 0 {
         let _ = failpoint::set("eventfd", 1, Effect::Exit(5));
@@ -263,8 +263,8 @@ fn a_worker_elsewhere_whose_port_is_refused_ends_its_connection() {
     assert_os!(port, "dup", libc::EMFILE);
     let mut received = Vec::new();
     other.read_to_end(&mut received).unwrap();
-    assert!(received.is_empty(), "nothing, as after a death");
-    // Its threads end: their calls are not those of the next test.
+    assert!(received.is_empty(), "nothing is sent, as after a death");
+    // Waits for its threads, so that their calls do not count in the next test.
     while kept.strong_count() > 0 {
         std::thread::sleep(Duration::from_millis(1));
     }

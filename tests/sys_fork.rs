@@ -1,4 +1,4 @@
-//! What a forked child sees of its parent's objects, and limits of a process, which only a child can try.
+//! What a forked child can do with its parent's objects; and process limits, which only a child can set.
 
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,7 +12,7 @@ use rustloader::sys::map::Mapping;
 use rustloader::sys::poll::PollSet;
 use rustloader::sys::{fork, memfd};
 
-/// Runs `work` in a child; panics where it answers false or the child is killed.
+/// Runs `work` in a child. Panics if it returns false or the child is killed.
 fn in_child(work: impl FnOnce() -> bool) {
     let pid = start(work);
     let mut status = 0;
@@ -22,7 +22,7 @@ fn in_child(work: impl FnOnce() -> bool) {
 }
 
 fn start(work: impl FnOnce() -> bool) -> i32 {
-    // SAFETY: the child takes no lock but the allocator's, which the C library makes whole, and leaves by _exit.
+    // SAFETY: the child takes no lock but the allocator's, which the C library resets, and ends with _exit.
     unsafe {
         let pid = libc::fork();
         assert!(pid >= 0);
@@ -33,7 +33,7 @@ fn start(work: impl FnOnce() -> bool) -> i32 {
     }
 }
 
-/// What the handlers have done, a digit each: the step's place, after a 1, 2 or 3 for the part.
+/// The handlers that have run, two digits each: 1, 2 or 3 for prepare, parent or child, and the step's number.
 static TRACE: AtomicU64 = AtomicU64::new(0);
 static GENERATION_IN_CHILD_HANDLER: AtomicU64 = AtomicU64::new(0);
 
@@ -41,7 +41,7 @@ thread_local! {
     static TRACED: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
 }
 
-fn note(part: u64, step: Step) {
+fn record(part: u64, step: Step) {
     // Other tests of this file fork too.
     if TRACED.get() {
         TRACE.store(TRACE.load(Ordering::Relaxed) * 100 + 10 * part + step as u64, Ordering::Relaxed);
@@ -49,25 +49,25 @@ fn note(part: u64, step: Step) {
 }
 
 static CONNECTIONS: ForkHandlers = ForkHandlers {
-    prepare: || note(1, Step::Connections),
-    parent: || note(2, Step::Connections),
+    prepare: || record(1, Step::Connections),
+    parent: || record(2, Step::Connections),
     child: || {
-        note(3, Step::Connections);
+        record(3, Step::Connections);
         GENERATION_IN_CHILD_HANDLER.store(fork::generation(), Ordering::Relaxed);
     },
 };
 static BLOCKS: ForkHandlers = ForkHandlers {
     prepare: || {
-        note(1, Step::Blocks);
+        record(1, Step::Blocks);
         std::panic::resume_unwind(Box::new("a panic stops no other step"));
     },
-    parent: || note(2, Step::Blocks),
-    child: || note(3, Step::Blocks),
+    parent: || record(2, Step::Blocks),
+    child: || record(3, Step::Blocks),
 };
 static ARRAYS: ForkHandlers = ForkHandlers {
-    prepare: || note(1, Step::Arrays),
-    parent: || note(2, Step::Arrays),
-    child: || note(3, Step::Arrays),
+    prepare: || record(1, Step::Arrays),
+    parent: || record(2, Step::Arrays),
+    child: || record(3, Step::Arrays),
 };
 
 #[test]
@@ -75,7 +75,7 @@ fn steps_run_in_their_own_order_around_a_fork_and_the_generation_rises_in_the_ch
     let before = fork::generation();
     assert_eq!(Step::ALL, [Step::Generation, Step::Connections, Step::Blocks, Step::Arrays]);
     assert!(Step::ALL.iter().enumerate().all(|(place, &step)| step as usize == place));
-    // Not in their order.
+    // They are registered in a different order.
     for (step, handlers) in [(Step::Blocks, &BLOCKS), (Step::Arrays, &ARRAYS), (Step::Connections, &CONNECTIONS)] {
         assert!(fork::on_fork(step, handlers).unwrap());
         assert!(!fork::on_fork(step, handlers).unwrap());
@@ -97,13 +97,13 @@ fn steps_run_in_their_own_order_around_a_fork_and_the_generation_rises_in_the_ch
 }
 
 #[test]
-fn all_have_ended_when_the_last_child_has_whatever_it_has_closed() {
+fn all_have_ended_once_the_last_child_has_whatever_it_closes() {
     let (witness, mapping) = ForkWitness::new().unwrap();
     let (go_reader, go_writer) = std::io::pipe().unwrap();
     let pid = start(|| {
         let mut byte = 0_u8;
         let kept = go_reader.as_raw_fd() as u32;
-        // SAFETY: plain numbers. The child leaves without using what it has closed.
+        // SAFETY: the arguments are plain numbers. The child ends without using what it has closed.
         unsafe {
             libc::close_range(3, kept - 1, 0);
             libc::close_range(kept + 1, u32::MAX, 0);
@@ -112,20 +112,20 @@ fn all_have_ended_when_the_last_child_has_whatever_it_has_closed() {
         unsafe { libc::read(go_reader.as_raw_fd(), (&raw mut byte).cast(), 1) == 1 }
     });
     drop(mapping);
-    // It may close them during this; after that nothing changes.
+    // The child may close its descriptors meanwhile, which changes nothing.
     for _ in 0..100 {
         assert!(!witness.all_ended());
         std::thread::sleep(Duration::from_millis(1));
     }
-    // SAFETY: one byte is there to be read; the child is our own and not yet waited for.
+    // SAFETY: the buffer has one byte; the child is this process's and has not been waited for.
     unsafe {
         assert_eq!(libc::write(go_writer.as_raw_fd(), [1_u8].as_ptr().cast(), 1), 1);
         libc::waitpid(pid, std::ptr::null_mut(), 0);
     }
-    // Another test's child may have been forked between, and has the mapping for a moment.
+    // Another test's child may have been forked meanwhile, and holds the mapping for a moment.
     let end = std::time::Instant::now() + Duration::from_secs(60);
     while !witness.all_ended() {
-        assert!(std::time::Instant::now() < end, "a process keeps the mapping");
+        assert!(std::time::Instant::now() < end, "a process still holds the mapping");
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -144,7 +144,7 @@ fn a_poll_set_is_dead_in_a_child() {
                 && matches!(set.remove(0), Err(Error::Usage { .. }))
                 && matches!(set.add(0, 99), Err(Error::Usage { .. }));
             let open = open_descriptors();
-            // SAFETY: the child leaves without using or dropping `set` again.
+            // SAFETY: the child ends without using or dropping `set` again.
             drop(unsafe { std::ptr::read(&set) });
             dead && open_descriptors() == open
         });
@@ -188,14 +188,14 @@ fn a_child_shares_the_mapping() {
     let fd = memfd::create("a", 4096).unwrap();
     let mapping = Mapping::new(fd.as_fd(), 4096).unwrap();
     in_child(|| {
-        // SAFETY: the byte lies in the mapping; the parent only waits.
+        // SAFETY: the byte is in the mapping; the parent only waits.
         unsafe { mapping.as_ptr().write(5) };
         true
     });
-    // SAFETY: the byte lies in the mapping; the child has ended.
+    // SAFETY: the byte is in the mapping; the child has ended.
     assert_eq!(unsafe { mapping.as_ptr().read() }, 5);
     let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
-    let mine = maps.split_once(&format!("{:x}-", mapping.as_ptr() as usize)).unwrap().1;
-    let flags = mine.lines().find(|line| line.starts_with("VmFlags:")).unwrap();
+    let entry = maps.split_once(&format!("{:x}-", mapping.as_ptr() as usize)).unwrap().1;
+    let flags = entry.lines().find(|line| line.starts_with("VmFlags:")).unwrap();
     assert!(flags.split(' ').any(|flag| flag == "dd"), "it would be in a core dump: {flags}");
 }

@@ -1,4 +1,4 @@
-//! Limits of memory, read out of made-up /proc and /sys/fs/cgroup trees.
+//! Memory limits, read from made-up /proc and /sys/fs/cgroup trees.
 
 use std::path::{Path, PathBuf};
 
@@ -9,7 +9,7 @@ const MEMINFO: &str =
     "MemTotal:  1000 kB\nMemFree:  100 kB\nMemAvailable:  600 kB\nSwapTotal:  50 kB\nSwapFree:  20 kB\n";
 const MACHINE: u64 = 620 * 1024;
 
-/// A tree under the target directory; made afresh.
+/// A new tree under the target directory.
 struct Tree(PathBuf);
 
 impl Tree {
@@ -27,7 +27,7 @@ impl Tree {
         self
     }
 
-    /// A v2 level with a limit and a usage.
+    /// Adds a v2 level with a limit and a usage.
     fn v2(self, level: &str, max: &str, current: u64) -> Self {
         self.file(&format!("cgroup{level}/memory.max"), &format!("{max}\n"))
             .file(&format!("cgroup{level}/memory.current"), &format!("{current}\n"))
@@ -118,7 +118,7 @@ fn a_container_sees_its_own_level_as_the_root() {
 }
 
 #[test]
-fn v1_has_its_own_files_and_its_own_word_for_no_limit() {
+fn v1_has_its_own_files_and_its_own_value_for_no_limit() {
     let tree = Tree::new("v1")
         .file("proc/self/cgroup", "12:cpu,cpuacct:/x\n4:memory:/a/b\n0::/a\n")
         .v1("", 9_223_372_036_854_771_712, 10)
@@ -136,8 +136,8 @@ fn every_limit_has_its_size_and_its_kind() {
         .file("proc/self/cgroup", "0::/a\n")
         .file("cgroup/cgroup.controllers", "memory\n")
         .v2("/a", "300000", 100_000);
-    let found: Vec<_> = limits(&tree.roots()).iter().map(|room| (room.is_cgroup, room.size, room.bytes)).collect();
-    assert_eq!(found, [(false, 1050 * 1024, MACHINE), (true, 300_000, 200_000)]);
+    let sizes: Vec<_> = limits(&tree.roots()).iter().map(|room| (room.is_cgroup, room.size, room.bytes)).collect();
+    assert_eq!(sizes, [(false, 1050 * 1024, MACHINE), (true, 300_000, 200_000)]);
 }
 
 #[test]
@@ -170,7 +170,7 @@ fn without_a_cpu_quota_there_is_none() {
 }
 
 #[test]
-fn rubbish_is_no_limit() {
+fn invalid_files_are_no_limit() {
     let tree = Tree::new("rubbish")
         .file("proc/self/cgroup", "what\n0::/a\n:::\n")
         .file("cgroup/cgroup.controllers", "")

@@ -1,17 +1,17 @@
-//! Children of this process: how `PidFd` sees them live and end.
+//! How `PidFd` reports the life and end of processes.
 
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
 use rustloader::sys::pidfd::{ExitStatus, PidFd, child_status, has_exited, start_time};
 
-/// A child that does `work` and then exits with code 0.
+/// Forks a child that does `work` and then exits with code 0.
 fn fork(work: impl FnOnce()) -> i32 {
-    // SAFETY: the child calls what may be called after a fork, and leaves by _exit.
+    // SAFETY: the child calls only functions that are safe after a fork, and ends with _exit.
     let pid = unsafe { libc::fork() };
     assert!(pid >= 0);
     if pid == 0 {
-        // Should the test fail, no process is left behind.
+        // If the test fails, no process is left behind.
         // SAFETY: alarm takes a plain number.
         unsafe { libc::alarm(120) };
         work();
@@ -25,7 +25,7 @@ fn exit(code: i32) {
     unsafe { libc::_exit(code) }
 }
 
-fn sleep_for_ever() {
+fn sleep_forever() {
     loop {
         // SAFETY: pause has no precondition.
         unsafe { libc::pause() };
@@ -58,7 +58,7 @@ fn keeps_status() -> bool {
 fn check(pid: i32, process: &PidFd, expected: ExitStatus) {
     await_exit(process);
     assert_eq!(process.status(), Some(expected));
-    // It was not reaped by looking.
+    // Reading the status does not reap it.
     assert_eq!(process.status(), Some(expected));
     reap(pid);
     assert!(process.has_exited().unwrap());
@@ -79,7 +79,7 @@ fn an_exit_code_is_seen_before_and_after_reaping() {
 #[test]
 fn a_signal_is_seen_before_and_after_reaping() {
     for signal in [libc::SIGKILL, libc::SIGTERM, libc::SIGABRT] {
-        let pid = fork(sleep_for_ever);
+        let pid = fork(sleep_forever);
         let process = PidFd::open(pid).unwrap();
         assert!(!process.has_exited().unwrap());
         assert_eq!(process.status(), None);
@@ -90,7 +90,7 @@ fn a_signal_is_seen_before_and_after_reaping() {
 
 #[test]
 fn a_stopped_process_lives() {
-    let pid = fork(sleep_for_ever);
+    let pid = fork(sleep_forever);
     let process = PidFd::open(pid).unwrap();
     process.send_signal(libc::SIGSTOP).unwrap();
     std::thread::sleep(Duration::from_millis(20));
@@ -101,7 +101,7 @@ fn a_stopped_process_lives() {
 }
 
 #[test]
-fn a_process_that_is_nobody_of_ours_can_be_watched() {
+fn a_process_that_is_not_a_child_can_be_watched() {
     // SAFETY: getppid has no precondition.
     let process = PidFd::open(unsafe { libc::getppid() }).unwrap();
     assert!(!process.has_exited().unwrap());
@@ -109,9 +109,9 @@ fn a_process_that_is_nobody_of_ours_can_be_watched() {
 }
 
 #[test]
-fn a_descriptor_that_somebody_closed_is_an_error_and_no_death() {
+fn a_descriptor_that_other_code_closed_is_an_error_and_not_a_death() {
     let process = PidFd::open(std::process::id() as i32).unwrap();
-    // In a child, where no other test can get the number.
+    // In a child, where no other test can reuse the number.
     let pid = fork(|| {
         // SAFETY: the number is closed on purpose; the child leaves without dropping `process`.
         unsafe { libc::close(process.as_fd().as_raw_fd()) };
@@ -123,7 +123,7 @@ fn a_descriptor_that_somebody_closed_is_an_error_and_no_death() {
 #[test]
 fn start_times_grow() {
     let first = start_time(std::process::id() as i32).unwrap();
-    let pid = fork(sleep_for_ever);
+    let pid = fork(sleep_forever);
     let second = start_time(pid).unwrap();
     assert!(second >= first);
     assert_eq!(start_time(pid).unwrap(), second);
@@ -133,12 +133,12 @@ fn start_times_grow() {
 }
 
 #[test]
-fn without_a_pidfd_a_child_tells_its_end_until_it_is_reaped() {
-    let pid = fork(sleep_for_ever);
+fn without_a_pidfd_the_end_of_a_child_is_known_until_it_is_reaped() {
+    let pid = fork(sleep_forever);
     let time = start_time(pid).unwrap();
     assert_eq!(child_status(pid), None);
     assert!(!has_exited(pid, time) && !has_exited(pid, 0));
-    assert!(has_exited(pid, time + 1), "another process has the number");
+    assert!(has_exited(pid, time + 1), "the pid belongs to another process");
     // SAFETY: kill takes plain numbers.
     unsafe { libc::kill(pid, libc::SIGKILL) };
     await_exit(&PidFd::open(pid).unwrap());

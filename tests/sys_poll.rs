@@ -1,4 +1,4 @@
-//! Waiting on few and on many descriptors, and being interrupted by a signal, whose handler is the process's.
+//! Waiting on few and on many descriptors, and interruption by a signal that has a handler.
 
 use std::os::fd::AsRawFd;
 use std::sync::atomic::AtomicU32;
@@ -10,7 +10,7 @@ use rustloader::sys::event::EventFd;
 use rustloader::sys::futex::{self, Wake};
 use rustloader::sys::poll::{PollSet, WaitOutcome};
 
-/// Few go through ppoll, many through epoll.
+/// Few descriptors use ppoll, many use epoll.
 const COUNTS: [usize; 4] = [1, 32, 33, 200];
 
 fn rig(count: usize) -> (Vec<EventFd>, PollSet) {
@@ -31,7 +31,7 @@ fn wait(set: &mut PollSet, millis: u64) -> (WaitOutcome, Vec<u64>) {
 }
 
 #[test]
-fn what_is_readable_is_named() {
+fn readable_descriptors_are_reported() {
     for count in COUNTS {
         let (events, mut set) = rig(count);
         assert_eq!(wait(&mut set, 1), (WaitOutcome::TimedOut, vec![]));
@@ -49,7 +49,7 @@ fn what_is_readable_is_named() {
 }
 
 #[test]
-fn everybody_has_a_turn() {
+fn every_descriptor_gets_its_turn() {
     let (events, mut set) = rig(200);
     events.iter().for_each(|event| event.ring().unwrap());
     let mut seen = std::collections::HashSet::new();
@@ -103,21 +103,21 @@ fn a_descriptor_closed_too_early_is_forgotten_by_its_removal() {
         let first = events.swap_remove(0);
         first.ring().unwrap();
         // Another descriptor holds the file open, as a forked sibling would: epoll keeps reporting it.
-        let twin = first.as_fd().try_clone_to_owned().unwrap();
+        let duplicate = first.as_fd().try_clone_to_owned().unwrap();
         let number = first.as_fd().as_raw_fd();
         drop(first);
-        // Another test may have got the number by now; that one is as good.
+        // Another test may already have reused the number, which does not matter.
         set.remove(1000).unwrap();
         assert_eq!(wait(&mut set, 0), (WaitOutcome::TimedOut, vec![]), "number {number} of {count}");
-        drop(twin);
+        drop(duplicate);
     }
 }
 
 extern "C" fn ignore(_signal: i32) {}
 
-/// Runs `wait` on a thread of its own and sends that thread signals until it returns.
+/// Runs `wait` in a new thread, and sends that thread signals until it returns.
 fn interrupted<T: Send + 'static>(wait: impl FnOnce() -> T + Send + 'static) -> T {
-    // SAFETY: a sigaction of zeroes is a valid one, with no flag (calls are not restarted); the handler does nothing.
+    // SAFETY: a zeroed sigaction is valid, and has no flags (calls are not restarted); the handler does nothing.
     unsafe {
         let mut action: libc::sigaction = std::mem::zeroed();
         action.sa_sigaction = ignore as extern "C" fn(i32) as libc::sighandler_t;

@@ -1,8 +1,8 @@
-//! A worker's connection to the engine: the same rules in one arena, and over sockets between two.
+//! A worker's connection to the engine: the same rules hold in one shared arena, and over sockets between two arenas.
 //!
-//! What a peer of a socket may do wrong is tried at each end, in `transport/main_end.rs` and `transport/worker_end.rs`.
-//! No way is over heap memory: an arena returns pages by punching holes into its memfd. Its rings alone are, in
-//! `loom_ring.rs`.
+//! `transport/main_end.rs` and `transport/worker_end.rs` test each end against a peer that misbehaves. No transport
+//! here uses heap memory, because an arena returns pages by punching holes in its memfd. Only rings are tested on the
+//! heap, in `loom_ring.rs`.
 
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
@@ -35,23 +35,23 @@ const OUTSTANDING: u32 = 8;
 const ARENA: u64 = 1 << 30;
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// What a way between engine and worker is made of.
+/// How engine and worker are connected.
 #[derive(Clone, Copy, Debug)]
-enum Way {
-    /// One arena that both use.
+enum Transport {
+    /// By one arena that both use.
     Arena,
-    /// Two arenas, and a pair of sockets of this machine.
+    /// By two arenas and a pair of Unix sockets.
     Pair,
-    /// Two arenas, and TCP.
+    /// By two arenas and TCP.
     Tcp,
 }
 
-const WAYS: [Way; 3] = [Way::Arena, Way::Pair, Way::Tcp];
-const SOCKETS: [Way; 2] = [Way::Pair, Way::Tcp];
+const TRANSPORTS: [Transport; 3] = [Transport::Arena, Transport::Pair, Transport::Tcp];
+const SOCKETS: [Transport; 2] = [Transport::Pair, Transport::Tcp];
 
-fn sockets(way: Way) -> (OwnedFd, OwnedFd) {
-    match way {
-        Way::Tcp => {
+fn sockets(transport: Transport) -> (OwnedFd, OwnedFd) {
+    match transport {
+        Transport::Tcp => {
             let listener = TcpListener::bind("127.0.0.1:0").unwrap();
             let one = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
             (one.into(), listener.accept().unwrap().0.into())
@@ -60,10 +60,10 @@ fn sockets(way: Way) -> (OwnedFd, OwnedFd) {
     }
 }
 
-/// Two ends, the second one without the code under test: a socket of either kind is read, written and shut down by the
-/// same calls.
-fn raw_sockets(way: Way) -> (OwnedFd, UnixStream) {
-    let (one, other) = sockets(way);
+/// Returns two connected sockets. The test uses the second directly. It may be a TCP socket in a `UnixStream`, since
+/// both kinds are read, written and shut down by the same calls.
+fn raw_sockets(transport: Transport) -> (OwnedFd, UnixStream) {
+    let (one, other) = sockets(transport);
     let other = UnixStream::from(other);
     other.set_read_timeout(Some(LIMIT)).unwrap();
     (one, other)
@@ -94,7 +94,7 @@ impl Main {
         Self { arena, tasks, allocator, completions, doorbell, link: None }
     }
 
-    /// With a link over one end of a connection, in an arena of some bytes.
+    /// Creates an arena of this many bytes, and a link over one end of a connection.
     fn linked(socket: OwnedFd, bytes: u64) -> Self {
         let mut main = Self::over(Arena::create_sized(bytes, 1, OUTSTANDING).unwrap());
         main.link = Some(Link::start(&main.arena, 0, socket, main.doorbell.clone()).unwrap());
@@ -106,7 +106,7 @@ impl Main {
             let len = payload.len() as u64;
             let block = self.allocator.allocate(len, CONSUMER).unwrap();
             let memory = self.arena.block_memory(self.allocator.region(), block, len).unwrap();
-            // SAFETY: the block has these bytes, and nothing else uses it.
+            // SAFETY: the block has this many bytes, and nothing else uses it.
             unsafe { std::ptr::copy_nonoverlapping(payload.as_ptr(), memory.as_ptr(), payload.len()) };
             TaskEntry::in_block(task, kind, block, len)
         });
@@ -146,7 +146,7 @@ impl Main {
         }
     }
 
-    /// The payload and the leaves of a result.
+    /// Returns the payload and the leaves of a result.
     fn open(&self, incoming: &Incoming) -> (Vec<u8>, Vec<Vec<u8>>) {
         let mut message = Message::open(&self.arena, incoming, Vec::new()).unwrap();
         let (payload, leaves) = message.parts();
@@ -163,16 +163,16 @@ impl Main {
         self.link.as_ref().and_then(|link| link.reason())
     }
 
-    /// Waits for the end of the connection; why it ended.
+    /// Waits for the end of the connection. Returns its reason.
     fn ended(&self) -> Option<String> {
         let link = self.link.as_ref().unwrap();
         wait_until(|| link.has_ended());
-        assert!(self.completions_are_whole());
+        assert!(self.blocks_match_results());
         link.reason()
     }
 
-    /// Whether the blocks of the worker's region that the consumer holds are as many as the results name.
-    fn completions_are_whole(&self) -> bool {
+    /// Whether the main process holds as many blocks of the worker's region as its results name.
+    fn blocks_match_results(&self) -> bool {
         let table = &self.arena.table(0)[..self.arena.block_count(0) as usize];
         let held = table.iter().filter(|block| block.state.load(Relaxed) & CONSUMER != 0).count();
         let mut named = 0;
@@ -193,31 +193,31 @@ fn wait_until(done: impl Fn() -> bool) {
     }
 }
 
-fn open(way: Way) -> (Main, Worker) {
-    open_sized(way, ARENA)
+fn open(transport: Transport) -> (Main, Worker) {
+    open_sized(transport, ARENA)
 }
 
-/// With an arena of some bytes in the main process.
-fn open_sized(way: Way, bytes: u64) -> (Main, Worker) {
+/// Connects a worker to a main process with an arena of this many bytes.
+fn open_sized(transport: Transport, bytes: u64) -> (Main, Worker) {
     let lost = Arc::new(AtomicBool::new(false));
-    if let Way::Arena = way {
+    if let Transport::Arena = transport {
         let main = Main::over(Arena::create_sized(bytes, 1, OUTSTANDING).unwrap());
         let doorbell = main.doorbell.as_fd().try_clone_to_owned().unwrap();
         let port = Port::open(main.arena.clone(), 0, doorbell).unwrap();
         return (main, Worker { port, remote: None, lost });
     }
-    let (one, other) = sockets(way);
+    let (one, other) = sockets(transport);
     let main = Main::linked(one, bytes);
     let worker = Worker::over(other, main.arena.geometry().region_len);
     (main, worker)
 }
 
 impl Worker {
-    /// `room`: the bytes of the main process's regions.
+    /// Starts a worker's end. `room` is the size of the main process's regions in bytes.
     fn over(socket: OwnedFd, room: u64) -> Self {
         let lost = Arc::new(AtomicBool::new(false));
-        let noted = lost.clone();
-        let remote = Remote::start(socket, OUTSTANDING, room, move || noted.store(true, Relaxed), || {}).unwrap();
+        let lost_flag = lost.clone();
+        let remote = Remote::start(socket, OUTSTANDING, room, move || lost_flag.store(true, Relaxed), || {}).unwrap();
         let port = Port::over(remote.clone()).unwrap();
         remote.ready();
         Self { port, remote: Some(remote), lost }
@@ -238,18 +238,18 @@ impl Worker {
         Some((entry, payload))
     }
 
-    /// Answers with the payload, and leaves of some lengths. Waits for memory.
+    /// Answers with the payload, and with leaves of these lengths. Waits for memory.
     fn answer(&self, task: u64, payload: &[u8], lens: &[usize]) {
         let leaf = |len: &usize| {
             let start = Instant::now();
             let (block, memory) = loop {
                 match self.port.allocate(*len as u64) {
-                    Ok(found) => break found,
+                    Ok(allocated) => break allocated,
                     Err(error) => assert!(start.elapsed() < LIMIT, "{error}"),
                 }
                 std::thread::sleep(Duration::from_millis(1));
             };
-            // SAFETY: the block has that many bytes, and is this worker's until it is sent.
+            // SAFETY: the block has this many bytes, and belongs to this worker until it is sent.
             unsafe { std::ptr::write_bytes(memory, task as u8, *len) };
             (Leaf { block, len: *len as u64 }, Keep::No)
         };
@@ -265,7 +265,7 @@ impl Worker {
         }
     }
 
-    /// Answers tasks as `answer` does until it is asked to leave.
+    /// Answers tasks, in a new thread, until it is told to leave.
     fn run(self) -> JoinHandle<()> {
         std::thread::spawn(move || {
             while let Some((entry, payload)) = self.next() {
@@ -282,19 +282,19 @@ impl Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        // Its threads end.
+        // Ends its threads.
         if let Some(remote) = &self.remote {
             remote.finish(Duration::ZERO);
         }
     }
 }
 
-/// The lengths of leaves that a payload asks for.
+/// Returns the lengths of the leaves that a payload requests.
 fn lens_of(payload: &[u8]) -> Vec<usize> {
     payload.as_chunks().0.iter().map(|len| u32::from_le_bytes(*len) as usize).collect()
 }
 
-fn asks(lens: &[u32]) -> Vec<u8> {
+fn request(lens: &[u32]) -> Vec<u8> {
     lens.iter().flat_map(|len| len.to_le_bytes()).collect()
 }
 
@@ -308,22 +308,29 @@ fn batches_come_back_whole_and_in_order() {
         (0..300).map(|len| len * 60 + 1).collect(),
         vec![128 << 10, (128 << 10) + 1],
     ];
-    for way in WAYS {
-        let (mut main, worker) = open(way);
+    for transport in TRANSPORTS {
+        let (mut main, worker) = open(transport);
         let worker = worker.run();
         for round in 0..20_u64 {
             for (at, shape) in shapes.iter().enumerate() {
-                main.send(6 * round + at as u64, TaskKind::Plain, &asks(shape));
+                main.send(6 * round + at as u64, TaskKind::Plain, &request(shape));
             }
             for (at, shape) in shapes.iter().enumerate() {
                 let incoming = main.take();
                 let task = 6 * round + at as u64;
-                assert_eq!((incoming.entry.task, incoming.entry.timings.fetch_us), (task, task as u32), "{way:?}");
+                assert_eq!(
+                    (incoming.entry.task, incoming.entry.timings.fetch_us),
+                    (task, task as u32),
+                    "{transport:?}"
+                );
                 let (payload, leaves) = main.open(&incoming);
-                assert_eq!(payload, asks(shape));
+                assert_eq!(payload, request(shape));
                 assert_eq!(leaves.len(), shape.len());
                 for (leaf, len) in leaves.iter().zip(shape) {
-                    assert!(leaf.len() == *len as usize && leaf.iter().all(|byte| *byte == task as u8), "{way:?}");
+                    assert!(
+                        leaf.len() == *len as usize && leaf.iter().all(|byte| *byte == task as u8),
+                        "{transport:?}"
+                    );
                 }
                 assert!(incoming.entry.load.bytes >= shape.iter().map(|len| u64::from(*len)).sum());
             }
@@ -340,8 +347,8 @@ fn batches_come_back_whole_and_in_order() {
 
 #[test]
 fn each_kind_of_answer_arrives_where_it_belongs() {
-    for way in WAYS {
-        let (mut main, worker) = open(way);
+    for transport in TRANSPORTS {
+        let (mut main, worker) = open(transport);
         for (task, kind) in [(0, TaskKind::Plain), (1, TaskKind::Pickle), (2, TaskKind::Plain), (3, TaskKind::Plain)] {
             main.send(task, kind, &[7; 100]);
         }
@@ -359,13 +366,13 @@ fn each_kind_of_answer_arrives_where_it_belongs() {
             let incoming = main.take();
             kinds.push(incoming.entry.kind);
             if incoming.entry.block.is_some() {
-                // Its checksum is checked.
+                // This verifies the checksum.
                 drop(Message::open(&main.arena, &incoming, Vec::new()).unwrap());
             }
         }
         use ResultKind::{Exhausted, FailedSnapshot, Pickle, Snapshot};
-        assert_eq!(kinds, [Snapshot, FailedSnapshot, Pickle, ResultKind::Error, Exhausted], "{way:?}");
-        // Task 3 has no answer. The next epoch begins all the same.
+        assert_eq!(kinds, [Snapshot, FailedSnapshot, Pickle, ResultKind::Error, Exhausted], "{transport:?}");
+        // The next epoch begins although task 3 is not answered.
         main.send(0, TaskKind::Resume, &rustloader::wire::epoch_payload(4, b"message"));
         main.send(4, TaskKind::Plain, b"");
         worker.next().unwrap();
@@ -383,16 +390,16 @@ fn each_kind_of_answer_arrives_where_it_belongs() {
 }
 
 #[test]
-fn memory_that_is_released_is_used_again() {
-    for way in WAYS {
-        let (mut main, worker) = open(way);
+fn released_memory_is_reused() {
+    for transport in TRANSPORTS {
+        let (mut main, worker) = open(transport);
         let worker = worker.run();
         for task in 0..300 {
-            main.send(task, TaskKind::Plain, &asks(&[3 << 20]));
+            main.send(task, TaskKind::Plain, &request(&[3 << 20]));
             let incoming = main.take();
             main.open(&incoming);
         }
-        assert!(main.arena.usage().warm < 100 << 20, "{way:?}: {:?}", main.arena.usage());
+        assert!(main.arena.usage().warm < 100 << 20, "{transport:?}: {:?}", main.arena.usage());
         main.stop();
         worker.join().unwrap();
     }
@@ -400,12 +407,12 @@ fn memory_that_is_released_is_used_again() {
 
 #[test]
 fn a_consumer_that_keeps_all_memory_holds_the_worker_back_and_loses_nothing() {
-    for way in WAYS {
-        let (mut main, worker) = open_sized(way, 96 << 20);
+    for transport in TRANSPORTS {
+        let (mut main, worker) = open_sized(transport, 96 << 20);
         let worker = worker.run();
         let room = main.arena.geometry().region_len;
         for task in 0..6 {
-            main.send(task, TaskKind::Plain, &asks(&[(room / 3) as u32]));
+            main.send(task, TaskKind::Plain, &request(&[(room / 3) as u32]));
         }
         let mut kept = Vec::new();
         for task in 0..6 {
@@ -416,7 +423,7 @@ fn a_consumer_that_keeps_all_memory_holds_the_worker_back_and_loses_nothing() {
             if kept.len() == 2 {
                 // Nothing more fits.
                 std::thread::sleep(Duration::from_millis(50));
-                assert!(main.completions.pop(0).unwrap().is_none(), "{way:?}");
+                assert!(main.completions.pop(0).unwrap().is_none(), "{transport:?}");
                 kept.clear();
             }
         }
@@ -430,31 +437,31 @@ fn a_consumer_that_keeps_all_memory_holds_the_worker_back_and_loses_nothing() {
 
 #[test]
 fn a_batch_that_is_larger_than_the_main_process_has_room_for_is_refused_and_the_next_one_comes() {
-    for way in WAYS {
-        let (mut main, worker) = open_sized(way, 96 << 20);
+    for transport in TRANSPORTS {
+        let (mut main, worker) = open_sized(transport, 96 << 20);
         let room = main.arena.geometry().region_len;
         main.send(0, TaskKind::Plain, b"");
         worker.next().unwrap();
         let refused = worker.port.allocate(room + 1).unwrap_err();
-        assert!(matches!(refused, Error::RegionFull { size, .. } if size <= room), "{way:?}: {refused}");
+        assert!(matches!(refused, Error::RegionFull { size, .. } if size <= room), "{transport:?}: {refused}");
         worker.port.send(0, ResultKind::Error, &[], b"", Timings::default()).unwrap();
         assert_eq!(main.take().entry.kind, ResultKind::Error);
-        // The largest one that it makes has room in the main process.
+        // The largest block that it can allocate fits in the main process.
         main.send(1, TaskKind::Plain, b"");
         worker.next().unwrap();
         let fits = |len: &u64| worker.port.allocate(*len).map(|(block, _)| worker.port.release(block)).is_ok();
         let largest = (0..room).rev().step_by(4096).find(fits).unwrap();
         assert!(largest > room / 2);
         worker.answer(1, b"", &[largest as usize]);
-        assert_eq!(main.take().entry.task, 1, "{way:?}");
+        assert_eq!(main.take().entry.task, 1, "{transport:?}");
         assert_eq!(main.reason(), None);
     }
 }
 
 #[test]
 fn a_main_process_that_takes_nothing_holds_no_worker_back() {
-    for way in WAYS {
-        let (mut main, worker) = open(way);
+    for transport in TRANSPORTS {
+        let (mut main, worker) = open(transport);
         for task in 0..u64::from(OUTSTANDING) {
             main.send(task, TaskKind::Plain, b"index");
         }
@@ -467,7 +474,7 @@ fn a_main_process_that_takes_nothing_holds_no_worker_back() {
             assert_eq!(
                 (incoming.entry.task, main.open(&incoming).1),
                 (task, vec![vec![task as u8; 4 << 20]]),
-                "{way:?}"
+                "{transport:?}"
             );
         }
     }
@@ -475,8 +482,8 @@ fn a_main_process_that_takes_nothing_holds_no_worker_back() {
 
 #[test]
 fn a_worker_learns_of_the_end_of_the_main_process() {
-    for way in SOCKETS {
-        let (main, worker) = open(way);
+    for transport in SOCKETS {
+        let (main, worker) = open(transport);
         main.link.as_ref().unwrap().cut("the test ends it");
         assert_eq!(main.ended().as_deref(), Some("the test ends it"));
         assert!(worker.next().is_none());
@@ -486,7 +493,7 @@ fn a_worker_learns_of_the_end_of_the_main_process() {
 
 #[test]
 fn a_worker_that_leaves_with_results_sends_them_first() {
-    let (mut main, worker) = open(Way::Tcp);
+    let (mut main, worker) = open(Transport::Tcp);
     for task in 0..8 {
         main.send(task, TaskKind::Plain, b"");
     }
@@ -504,8 +511,8 @@ fn a_worker_that_leaves_with_results_sends_them_first() {
 }
 
 #[test]
-fn a_kill_reaches_a_worker_that_makes_a_batch() {
-    let (one, other) = sockets(Way::Tcp);
+fn a_kill_reaches_a_worker_that_is_fetching() {
+    let (one, other) = sockets(Transport::Tcp);
     let main = Main::linked(one, ARENA);
     let (killed, end) = mpsc::channel();
     let remote = Remote::start(other, OUTSTANDING, ARENA / 2, || {}, move || killed.send(()).unwrap()).unwrap();
@@ -515,8 +522,8 @@ fn a_kill_reaches_a_worker_that_makes_a_batch() {
 }
 
 #[test]
-fn the_page_shows_what_the_worker_is_at() {
-    let (mut main, worker) = open(Way::Pair);
+fn the_status_page_shows_what_the_worker_is_doing() {
+    let (mut main, worker) = open(Transport::Pair);
     let state = |main: &Main| main.arena.control(0).status.state();
     wait_until(|| state(&main) == WorkerState::Idle as u32);
     main.send(3, TaskKind::Plain, b"");
@@ -528,7 +535,7 @@ fn the_page_shows_what_the_worker_is_at() {
 }
 
 #[test]
-fn workers_of_a_shared_queue_get_what_they_have_room_for() {
+fn workers_of_a_shared_queue_claim_as_many_tasks_as_they_have_room_for() {
     use rustloader::shm::layout::Needs;
     use rustloader::shm::queue::Submitter;
     let needs = Needs { workers: 2, outstanding: 8, shared_queue: true, snapshots: false };
@@ -541,10 +548,10 @@ fn workers_of_a_shared_queue_get_what_they_have_room_for() {
         assert_eq!(queue.push(&entry.to_words()).unwrap(), task);
     }
     for worker in 0..2 {
-        let (one, other) = sockets(Way::Pair);
+        let (one, other) = sockets(Transport::Pair);
         workers.push(Worker::over(other, arena.geometry().region_len));
         links.push(Link::start(&arena, worker, one, doorbell.clone()).unwrap());
-        // The thread has taken what it may.
+        // The link's thread has claimed as many tasks as it may.
         wait_until(|| (0..2 * u64::from(worker) + 2).all(|task| queue.holder(task).is_some()));
     }
     let holders: Vec<_> = (0..6).map(|task| queue.holder(task)).collect();

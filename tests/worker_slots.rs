@@ -1,5 +1,5 @@
-//! A worker's slot: its process ends at any point, its rings and region are reset, and another process takes its place.
-//! The other workers and the leases on its blocks do not notice.
+//! A worker's slot: its process may end at any point, its rings and region are reset, and another process replaces it.
+//! Other workers, and leases on its blocks, are unaffected.
 
 use std::collections::VecDeque;
 use std::process::{Child, Command};
@@ -22,9 +22,9 @@ use rustloader::sys::event::EventFd;
 use rustloader::wire::{Leaf, Load, ResultEntry, ResultKind, TaskEntry, TaskKind, Timings};
 use rustloader::worker::port::{Keep, Port, Received};
 
-/// Bytes of a leaf, which has a block of its own.
+/// Bytes of a leaf: enough for a block of its own.
 const LEAF: usize = 40_000;
-/// Bytes of an index batch, which is too long for a ring's entry.
+/// Bytes of an index batch: more than fit in a ring's entry.
 const INDEX: usize = 100;
 
 fn open(arena: &Arc<Arena>, worker: u32) -> Port {
@@ -32,10 +32,10 @@ fn open(arena: &Arc<Arena>, worker: u32) -> Port {
     Port::open(arena.clone(), worker, doorbell.as_fd().try_clone_to_owned().unwrap()).unwrap()
 }
 
-/// A block full of `fill`, held by the worker.
+/// Allocates a block full of `fill`, which the worker holds.
 fn leaf(port: &Port, fill: u8) -> Leaf {
     let (block, memory) = port.allocate(LEAF as u64).unwrap();
-    // SAFETY: the block has that many bytes, and is this worker's until it is sent.
+    // SAFETY: the block has this many bytes, and belongs to this worker until it is sent.
     unsafe { std::ptr::write_bytes(memory, fill, LEAF) };
     Leaf { block, len: LEAF as u64 }
 }
@@ -51,13 +51,13 @@ fn bytes(lease: &Lease) -> &[u8] {
     unsafe { std::slice::from_raw_parts(lease.ptr(), lease.len()) }
 }
 
-/// How many blocks of a region `bits` hold.
+/// Returns the number of a region's blocks with any of `bits` in their state.
 fn held(arena: &Arena, region: u32, bits: u32) -> usize {
     let table = &arena.table(region)[..arena.block_count(region) as usize];
     table.iter().filter(|block| block.state.load(Relaxed) & bits != 0).count()
 }
 
-/// The main process's side of worker 0, without engine and scheduler. It lives through all processes of the worker.
+/// The main process's side of worker 0, without engine and scheduler. It outlives the worker's processes.
 struct Main {
     arena: Arc<Arena>,
     tasks: Producer<ArenaRing>,
@@ -73,21 +73,21 @@ impl Main {
         Self { completions: Completions::new(&arena), tasks, allocator, arena }
     }
 
-    /// Sends a task whose index batch lies in a block.
+    /// Sends a task whose index batch is in a block.
     fn send(&mut self, task: u64) {
         let block = self.allocator.allocate(INDEX as u64, CONSUMER).unwrap();
         let entry = TaskEntry::in_block(task, TaskKind::Plain, block, INDEX as u64);
         self.tasks.push(&entry.to_words()).unwrap();
     }
 
-    /// The next result of worker 0: its task, and a lease on its leaf.
+    /// Takes the next result of worker 0. Returns its task, and a lease on its leaf.
     fn take(&mut self) -> Option<(u64, Lease)> {
         let incoming = self.completions.pop(0).unwrap()?;
         let mut message = Message::open(&self.arena, &incoming, Vec::new()).unwrap();
         Some((incoming.entry.task, message.leaves.take(0).unwrap()))
     }
 
-    /// Makes worker 0's place ready for its next process; returns the tasks that were withdrawn.
+    /// Resets worker 0's slot for its next process. Returns the withdrawn tasks.
     fn reset(&mut self) -> Vec<u64> {
         let mut withdrawn = Vec::new();
         let region = self.arena.geometry().main_region();
@@ -97,20 +97,20 @@ impl Main {
             withdrawn.push(entry.task);
         };
         self.arena.reset_worker(0, take).unwrap();
-        assert_eq!(held(&self.arena, 0, WORKER), 0, "the region's owner is gone");
+        assert_eq!(held(&self.arena, 0, WORKER), 0, "the worker holds nothing");
         let control = self.arena.control(0);
         assert_eq!((control.status.pid.load(Relaxed), control.sleeper.0.asleep.load(Relaxed)), (0, 0));
         assert_eq!(self.arena.promised_by_others(1), 0);
         let table = &self.arena.table(0)[..self.arena.block_count(0) as usize];
         let lost = |block: &&BlockEntry| block.state.load(Relaxed) & RETURNING != 0;
-        assert!(table.iter().filter(lost).all(|block| block.warm.load(Relaxed) == 0), "what is lost has no pages");
+        assert!(table.iter().filter(lost).all(|block| block.warm.load(Relaxed) == 0), "lost blocks have no pages");
         withdrawn
     }
 }
 
 type End = fn(&Arc<Arena>, &Port);
 
-/// Points at which a worker can be killed, and how many blocks of its region stay held for that.
+/// Points at which a worker can be killed, and how many blocks of its region remain held because of it.
 const POINTS: [(&str, usize, End); 8] = [
     ("idle", 0, |_, _| {}),
     ("asleep", 0, |arena, _| _ = arena.control(0).sleeper.0.announce()),
@@ -157,7 +157,7 @@ fn a_worker_may_end_at_any_point() {
         std::mem::forget(port);
         while main.completions.pop(0).unwrap().is_some() {}
 
-        // The task that was not taken, or that was taken last.
+        // Task 1 was not taken, or was taken last.
         assert!(main.reset().iter().all(|task| *task == 1), "{point}");
         assert_eq!(held(&arena, 0, CONSUMER), 1 + stays, "{point}");
         assert_eq!(held(&arena, 0, RETURNING) > 0, point.starts_with("returned blocks"), "{point}");
@@ -206,7 +206,7 @@ fn serve(arena: &Arc<Arena>) -> ! {
         }
     };
     let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(worker));
-    // SAFETY: the child leaves without the exit handlers of the test process.
+    // SAFETY: the child ends without the exit handlers of the test process.
     unsafe { libc::_exit(1) }
 }
 
@@ -219,7 +219,7 @@ fn processes_that_are_killed_at_random_follow_each_other() {
     let (mut seed, mut answered) = (0x9e37_79b9_7f4a_7c15_u64, 0);
     for round in 0..ROUNDS {
         let first = round * 1000;
-        // SAFETY: the child runs `serve` alone, on copies of what this test owns.
+        // SAFETY: the child runs only `serve`, on copies of this test's objects.
         let pid = unsafe { libc::fork() };
         if pid == 0 {
             serve(&arena);
@@ -228,7 +228,7 @@ fn processes_that_are_killed_at_random_follow_each_other() {
         seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         let last = (seed >> 33) % 40;
         let end = std::time::Instant::now() + Duration::from_secs(20);
-        // The last results are left in the ring, so that the kill comes anywhere.
+        // Leaves the last results in the ring, so that the kill may come at any point.
         while next < first + last {
             if sent < last + 16 && first + sent < next + 16 {
                 main.send(first + sent);
@@ -239,14 +239,14 @@ fn processes_that_are_killed_at_random_follow_each_other() {
                 }
             }
             if let Some((task, lease)) = main.take() {
-                assert_eq!(task, next, "of this process, and in order");
+                assert_eq!(task, next, "not of this process, or out of order");
                 next += 1;
                 leases.push_back((task, lease));
             }
             assert!(std::time::Instant::now() < end, "the process does not answer");
         }
         let mut status = 0;
-        // SAFETY: a child of this test that was not waited for yet; `status` is the kernel's to write.
+        // SAFETY: this is a child of this test that has not been waited for; `status` is a local variable.
         unsafe {
             assert_eq!(libc::waitpid(pid, &mut status, libc::WNOHANG), 0, "it ended by itself: {status:x}");
             libc::kill(pid, libc::SIGKILL);
@@ -258,15 +258,15 @@ fn processes_that_are_killed_at_random_follow_each_other() {
             leases.push_back((task, lease));
         }
         for task in main.reset() {
-            assert!((next..first + sent).contains(&task), "it was answered before");
+            assert!((next..first + sent).contains(&task), "it was already answered");
         }
         answered += next - first;
         while leases.len() > 8 {
             let (task, lease) = leases.pop_front().unwrap();
-            assert!(bytes(&lease).iter().all(|byte| *byte == task as u8), "of task {task}");
+            assert!(bytes(&lease).iter().all(|byte| *byte == task as u8), "task {task}");
         }
     }
-    assert!(answered >= ROUNDS * 10, "the processes do something: {answered}");
+    assert!(answered >= ROUNDS * 10, "the processes answer too little: {answered}");
     leases.clear();
     // From each process at most the batch in progress: its message, and its leaf if publishing had begun.
     let lost = held(&arena, 0, !0) as u64;
@@ -321,7 +321,7 @@ fn an_engines_worker_is_replaced_and_the_others_batches_are_delivered() {
     refused(engine.vacate(1));
     engine.wait(None).unwrap();
     engine.after_wait().unwrap();
-    let Ok(Step::Vacant(death)) = engine.step() else { panic!("it is not reported") };
+    let Ok(Step::Vacant(death)) = engine.step() else { panic!("the death is not reported") };
     assert_eq!((death.worker, death.lost, engine.death()), (WorkerId(1), Some(TaskId(3)), None));
     let report = engine.report(death);
     assert_eq!((report.pid, report.index, report.task), (processes[1].id() as i32, Some(&3), Some(3)));
@@ -330,9 +330,9 @@ fn an_engines_worker_is_replaced_and_the_others_batches_are_delivered() {
     assert_eq!(indices(&arena), 3, "tasks 3, 4 and 5 are in the rings");
 
     engine.vacate(1).unwrap();
-    // As after a start that failed.
+    // A second time, as after a failed start.
     engine.vacate(1).unwrap();
-    assert_eq!(indices(&arena), 1, "task 4 is with the other worker");
+    assert_eq!(indices(&arena), 1, "the other worker has task 4");
     assert_eq!(engine.report(death).pid, processes[1].id() as i32, "its slot is empty");
     assert!(engine.handle().process(1).is_none());
     processes[1] = spawn();
@@ -342,11 +342,11 @@ fn an_engines_worker_is_replaced_and_the_others_batches_are_delivered() {
     assert_eq!(engine.handle().status(1).unwrap().unwrap().tasks_done, 0);
     assert_eq!(engine.handle().status(0).unwrap().unwrap().tasks_done, 2);
 
-    // The other worker's results, and what it has still to do.
+    // The other worker's results and remaining task are unaffected.
     assert!(matches!(ports[0].take_up(), Ok(Some(entry)) if entry.task == 4));
     let (tag, other) = next(&mut engine).unwrap();
     assert_eq!((tag, bytes(&other), bytes(&lease)), (2, &[2; LEAF][..], &[1; LEAF][..]));
-    // What the first process left is sent to the second one, in order.
+    // The first process's unanswered tasks are resent to the second, in order.
     for task in [3, 5] {
         assert!(matches!(port.take_up(), Ok(Some(entry)) if entry.task == task));
         answer(&port, task);

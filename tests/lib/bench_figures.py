@@ -1,4 +1,4 @@
-"""Figures as `python -m rustloader bench` measures them, made up for tests."""
+"""Made-up figures of `python -m rustloader bench`."""
 
 from support import rustloader
 
@@ -7,7 +7,7 @@ if rustloader is not None:
 
 
 def a_pass(rate, **kw):
-    """A pass at a rate; from the start of the workers on, at twice that rate."""
+    """A pass at the given rate, and at twice that rate in the steady state."""
     figures = {
         "batches": 100,
         "complete": True,
@@ -21,13 +21,13 @@ def a_pass(rate, **kw):
     return passes.Pass(**figures | kw)
 
 
-def a_point(workers, theirs, ours, batches=100, **kw):
-    """A number of workers, with a pass for each rate."""
+def a_point(workers, torch_rates, rustloader_rates, batches=100, **kw):
+    """A point for a number of workers, with a pass for each rate of either side."""
 
     def side(rates):
         return results.SideRates([a_pass(rate, batches=batches) for rate in rates], 1e6, 50_000_000)
 
-    return results.Point(workers, side(theirs), side(ours), **kw)
+    return results.Point(workers, side(torch_rates), side(rustloader_rates), **kw)
 
 
 def a_timeline(workers, scale):

@@ -1,4 +1,4 @@
-"""Memory cgroups that tests make, and bodies that run in them."""
+"""Creates memory cgroups and runs test bodies in them."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from support import wait_until
 
 
 def memory_cgroup():
-    """The folder of this process's memory cgroup, and the names of the files: limit, kills."""
+    """Returns the folder of this process's memory cgroup, and the names of its files for the limit and the kills."""
     with open("/proc/self/cgroup") as file:
         lines = [line.rstrip().split(":", 2) for line in file]
     for _, controllers, path in lines:
@@ -19,15 +19,16 @@ def memory_cgroup():
     return f"/sys/fs/cgroup{lines[-1][2]}", "memory.max", "memory.events"
 
 
-def removed(folder):
+def remove(folder):
     with contextlib.suppress(OSError):
         os.rmdir(folder)
     return not os.path.exists(folder)
 
 
 @contextlib.contextmanager
-def of_400_mb():
-    """(function that moves the calling process into a cgroup of 400 MB, its limit, function that counts the kills)."""
+def cgroup_of_400_mb():
+    """Yields (a function that moves the calling process into a cgroup of 400 MB, a text that names the limit, a
+    function that counts its kills)."""
     parent, limit_file, kills_file = memory_cgroup()
     folder = f"{parent}/rustloader-test-{os.getpid()}"
     try:
@@ -35,13 +36,13 @@ def of_400_mb():
         os.stat(f"{folder}/cgroup.procs")
         with open(f"{folder}/{limit_file}", "w") as file:
             file.write(str(400 << 20))
-        # What does not fit must not go to a swap file instead.
+        # Memory above the limit must not be swapped out instead.
         with contextlib.suppress(FileNotFoundError), open(f"{folder}/memory.swap.max", "r+") as file:
             file.write("0")
     except OSError as error:
         with contextlib.suppress(OSError):
             os.rmdir(folder)
-        pytest.skip(f"no memory cgroup can be made: {error}")
+        pytest.skip(f"cannot create a memory cgroup: {error}")
 
     def join():
         with open(f"{folder}/cgroup.procs", "w") as file:
@@ -54,12 +55,12 @@ def of_400_mb():
     try:
         yield join, f"is limited to {400 << 20} bytes ({limit_file})", kills
     finally:
-        gone = wait_until(lambda: removed(folder))
+        gone = wait_until(lambda: remove(folder))
     assert gone, "the cgroup could not be removed"
 
 
 def in_cgroup(join, body, *args):
-    """What the body returns in a child that has joined the cgroup. Nothing is logged."""
+    """Returns what the body returns in a child that has joined the cgroup. Nothing must be logged."""
     report = report_in_cgroup(join, body, *args)
     assert report["log"] == [], report
     return report["value"]

@@ -4,7 +4,7 @@ from torch.utils.data import _utils
 
 
 def copied_shutdown(iterator):
-    """A routine as programs carry it along: torch's, from one version or another, with a longer join."""
+    """The shutdown routine of some version of torch, as programs copy it, with a longer join."""
     if iterator._shutdown:
         return
     iterator._shutdown = True

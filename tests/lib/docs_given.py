@@ -1,4 +1,4 @@
-"""What the pages of the documentation take as given: a dataset, a loader, a training loop, a writer."""
+"""Names that the pages of the documentation presuppose: a dataset, a loader, a training loop, a writer."""
 
 import torch
 
@@ -14,7 +14,7 @@ def train(loader):
 
 
 class Writer:
-    """Takes what a SummaryWriter of TensorBoard takes."""
+    """Stands for TensorBoard's SummaryWriter."""
 
     def add_scalar(self, name, value, global_step):
         assert isinstance(name, str) and isinstance(value, float) and isinstance(global_step, int)

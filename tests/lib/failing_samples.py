@@ -1,4 +1,4 @@
-"""Datasets some of whose samples fail, and what `on_error` makes of them, worked out without a loader."""
+"""Datasets with failing samples, and the batches expected with `on_error`, computed without a loader."""
 
 import random
 import sys
@@ -13,7 +13,7 @@ SIZE = 23
 
 
 class Broken(Numbers):
-    """Sample i is (i, a number that it drew), or fails."""
+    """Sample i is (i, a number that it draws), or fails."""
 
     def __init__(self, n=SIZE, bad=BAD):
         super().__init__(n)
@@ -30,24 +30,24 @@ class Broken(Numbers):
 
 
 class Drawing(Broken):
-    """The same, with random numbers."""
+    """Broken, with random numbers."""
 
     def draw(self):
         return torch.rand(()).item() + random.random()
 
 
 class InBatches(Drawing):
-    """Makes a batch in one call."""
+    """Fetches a batch in one call."""
 
     def __getitems__(self, indices):
         return [self[i] for i in indices]
 
 
-class Shown(Broken):
-    """Sample i is whether torch's fetcher has asked this very dataset for it."""
+class CalledByFetcher(Broken):
+    """Each sample is whether torch's fetcher called this very object for it."""
 
     def __getitem__(self, i):
-        # Python 3.11 makes a comprehension a frame of its own.
+        # In Python 3.11 a comprehension has its own frame.
         frames = [sys._getframe(1), sys._getframe(2)]
         return any(
             frame.f_code is fetch._MapDatasetFetcher.fetch.__code__ and frame.f_locals["self"].dataset is self
@@ -56,7 +56,7 @@ class Shown(Broken):
 
 
 class Stream(IterableDataset):
-    """The numbers below n, of which some fail. Each worker has all of them."""
+    """Yields the numbers below n, some of which fail. Each worker yields all of them."""
 
     def __init__(self, n=SIZE, bad=BAD):
         super().__init__()
@@ -67,7 +67,7 @@ class Stream(IterableDataset):
 
 
 class StreamIterator:
-    """Goes on after an error. Has a state."""
+    """Continues after an error."""
 
     def __init__(self, n, bad):
         self.n, self.bad, self.i = n, bad, 0
@@ -98,7 +98,7 @@ class SavedStream(Stream):
 
 
 class Endless(IterableDataset):
-    """Fails at each step, after the first few samples."""
+    """Fails forever, after `samples` samples."""
 
     def __init__(self, samples=0):
         super().__init__()
@@ -111,33 +111,33 @@ class Endless(IterableDataset):
 
 
 def minus(index, error):
-    """An ``on_error``: the negative of the index, or of the number in the text."""
+    """An ``on_error`` that returns the negative of the index, or of the number in the error's text."""
     number = int(str(error).split()[1])
     assert index in (None, number) and type(error) is ValueError
     return torch.tensor([float(-number), 0.0]) if index is not None else -number
 
 
 def index_batches(n=SIZE, batch_size=4, drop_last=False):
-    found = [list(range(at, min(at + batch_size, n))) for at in range(0, n, batch_size)]
-    return [batch for batch in found if len(batch) == batch_size or not drop_last]
+    batches = [list(range(at, min(at + batch_size, n))) for at in range(0, n, batch_size)]
+    return [batch for batch in batches if len(batch) == batch_size or not drop_last]
 
 
 def left(batches, bad=BAD):
-    """Index batches without the bad samples, and without those of bad samples alone."""
-    found = [[i for i in batch if i not in bad] for batch in batches]
-    return [batch for batch in found if batch]
+    """Index batches without bad samples; a batch of bad samples only is dropped."""
+    remaining = [[i for i in batch if i not in bad] for batch in batches]
+    return [batch for batch in remaining if batch]
 
 
-def turned(batches, bad=BAD):
-    """Index batches with the negative of bad samples."""
+def negated(batches, bad=BAD):
+    """Index batches in which bad samples are negated."""
     return [[-i if i in bad else i for i in batch] for batch in batches]
 
 
 def numbers(batches):
-    """The numbers of the samples of batches, as ints."""
+    """The first number of each sample, by batch."""
     return [[int(x) for x in (batch[:, 0] if batch.dim() > 1 else batch)] for batch in batches]
 
 
 def failed(stats):
-    """The indices of the failed samples, and what was done."""
+    """(index, action) of each failed sample."""
     return [(it.index, it.action) for it in stats.faults.failures]

@@ -1,4 +1,4 @@
-"""What the global random number generators of Python, NumPy and torch hold, and draw."""
+"""States and draws of the global random number generators of Python, NumPy and torch."""
 
 import random
 
@@ -19,5 +19,5 @@ def main_state(generator=None):
 
 
 def drawn():
-    """One number of each generator, and the seed."""
+    """Draws one number from each generator, and reads the sample's seed."""
     return torch.rand(()).item(), random.random(), np.random.rand(), rustloader.sample_seed()

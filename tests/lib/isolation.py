@@ -1,4 +1,4 @@
-"""Test bodies in a forked child of their own: limits, filters and mounts that hold for them alone."""
+"""Runs a test body in its own forked child, so that limits, filters and mounts apply to it alone."""
 
 import contextlib
 import faulthandler
@@ -14,14 +14,15 @@ import time
 from rules import left_after, state
 from support import arena_bytes, engine_batches, trim_pool
 
-# A body that takes longer hangs.
+# Seconds after which a body counts as hung.
 LIMIT = 120.0
 
 
 def in_child(body, *args, seconds=LIMIT):
-    """Runs body(*args) in a child in a session of its own: a report of what it gave back (a dict), wrote and left.
+    """Runs body(*args) in a child with its own session. Returns a report: what the body returned (a dict), what it
+    wrote, and the processes left behind.
 
-    The child leaves by _exit. What hangs is killed, and its stacks are in the output.
+    The child ends with _exit. If it hangs, it is killed, and its stacks are in the output.
     """
     start = time.monotonic()
     with tempfile.TemporaryFile() as output:
@@ -60,27 +61,27 @@ def in_child(body, *args, seconds=LIMIT):
 
 
 def processes_left(leader, seconds):
-    """The number of processes of a session, its leader excluded, that are left after `seconds`."""
+    """Waits up to `seconds` for a session's processes to end, except its leader. Returns how many are left."""
     end = time.monotonic() + seconds
-    while (found := session(leader) - {leader}) and time.monotonic() < end:
+    while (pids := session(leader) - {leader}) and time.monotonic() < end:
         time.sleep(0.01)
-    return len(found)
+    return len(pids)
 
 
 def session(sid):
-    """The processes of a session that have not ended."""
-    found = set()
+    """Returns the pids of a session's processes that have not ended."""
+    pids = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
             status, _, _, session = file.read().rpartition(")")[2].split()[:4]
             if int(session) == sid and status not in "ZX":
-                found.add(int(pid))
-    return found
+                pids.add(int(pid))
+    return pids
 
 
 def watched(body, *args):
-    """What body(*args) returns, the lines of rustloader's log, the engine's batches, what is left behind, and how much
-    shared memory."""
+    """Runs body(*args). Returns its value, the lines of rustloader's log, the number of batches from the engine, what
+    is left behind, and the bytes of shared memory held."""
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")
@@ -89,5 +90,5 @@ def watched(body, *args):
     before, batches = state(), engine_batches()
     value = body(*args)
     batches = engine_batches() - batches
-    over = left_after(before, 20)
-    return {"value": value, "log": lines, "engine": batches, "left": over, "bytes": arena_bytes()}
+    leftovers = left_after(before, 20)
+    return {"value": value, "log": lines, "engine": batches, "left": leftovers, "bytes": arena_bytes()}

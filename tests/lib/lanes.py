@@ -1,7 +1,7 @@
-"""Choose the tests of a run: the short form of all of them (`--short`), or one of several equal shares (`--shard 2/4`).
+"""Selects the tests of a run: a short form of all tests (`--short`), or one of several equal shares (`--shard 2/4`).
 
-Both go by tests/durations.json: the seconds that a case of each test function takes on two cores, beside others. A
-function that is not in it counts as quick. `--record-durations` writes the file from a run.
+Both depend on tests/durations.json: the seconds that one case of each test function takes on two cores, while other
+tests run. A function that is not listed counts as quick. `--record-durations` writes the file from a run.
 """
 
 import itertools
@@ -13,10 +13,10 @@ import pytest
 
 FILE = Path(__file__).resolve().parents[1] / "durations.json"
 
-# In a short run a function has this many seconds for its cases; one that takes longer for a single case is left out.
+# In a short run, the limit for all cases of a function, and the limit for one case, above which a function is left out.
 SECONDS_OF_A_FUNCTION = 2.0
 SECONDS_OF_A_CASE = 5.0
-# What is not in the file takes less than `RECORDED`.
+# The file lists functions whose cases take at least `RECORDED` seconds; others count as `QUICK`.
 RECORDED, QUICK = 0.1, 0.02
 
 
@@ -50,8 +50,8 @@ def pytest_collection_modifyitems(config, items):
     if config.option.shard:
         number, count = config.option.shard
         costs = {name: len(kept & set(cases)) * seconds.get(name, QUICK) for name, cases in functions.items()}
-        mine = share(costs, number, count)
-        kept = {item for name in mine for item in functions[name] if item in kept}
+        selected = share(costs, number, count)
+        kept = {item for name in selected for item in functions[name] if item in kept}
     left_out = [item for item in items if item not in kept]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 class Recorder:
-    """Writes how long a case of each function took."""
+    """Records the average duration of each function's cases."""
 
     def __init__(self):
         self.cases, self.passed = defaultdict(float), set()
@@ -76,12 +76,12 @@ class Recorder:
         write({name: sum(cases) / len(cases) for name, cases in functions.items()})
 
 
-# --- the choice -----------------------------------------------------------------------------------
+# --- selection ------------------------------------------------------------------------------------
 
 
 def short(cases, seconds):
-    """The cases of one test function that a short run has: all of them, or as many as there is time for, at least one.
-    None if one alone takes too long, unless the function is marked `random`."""
+    """Returns the cases of a test function for a short run: as many as there is time for, at least one. If a single
+    case takes too long, there are none, or one if the function is marked `random`."""
     if seconds > SECONDS_OF_A_CASE:
         return cases[:1] if cases[0].get_closest_marker("random") else []
     count = max(1, int(SECONDS_OF_A_FUNCTION / seconds))
@@ -92,8 +92,8 @@ def short(cases, seconds):
 
 
 def cover(cases, count):
-    """The places of at most `count` cases, dicts of one set of keys, that together have as many values as they can, and
-    then as many pairs of values. Greedy."""
+    """Returns the positions of at most `count` of `cases`, which are dicts with the same keys. Greedily covers as many
+    values as it can, and then as many pairs of values."""
     chosen = []
     for size in (1, 2):
         of_case = [set(itertools.combinations(case.items(), min(size, len(case)))) for case in cases]
@@ -106,7 +106,8 @@ def cover(cases, count):
 
 
 def share(costs, number, count):
-    """The names in share `number` (from 1) of `count`. The longest goes first, to the share with the lowest total."""
+    """Returns the names in share `number` (from 1) of `count`. Each name, longest first, goes to the share with the
+    lowest total."""
     totals, names = [0.0] * count, [[] for _ in range(count)]
     for name in sorted(costs, key=lambda name: (-costs[name], name)):
         least = totals.index(min(totals))
@@ -126,7 +127,7 @@ def shard(text):
 
 
 def function_of(nodeid):
-    """A test's file and function, without its folder and its parameters: a file may move."""
+    """Returns a test's file and function, without its folder, since files may move, and without its parameters."""
     return nodeid.partition("[")[0].rpartition("/")[2]
 
 
@@ -135,12 +136,12 @@ def parameters(item):
 
 
 def distinct(value):
-    """The value if it is a simple one; for others, which may have no `==`, the object itself."""
+    """Returns the value if its type is simple, else its id: other types may not support `==`."""
     return value if isinstance(value, (str, bytes, int, float, type(None))) else id(value)
 
 
 def existing(names):
-    """Those names of test functions that a test file has."""
+    """Returns the names of those test functions that still exist."""
     texts = {path.name: path.read_text() for path in FILE.with_name("python").glob("*/test_*.py")}
     parts = {name: name.split("::") for name in names}
     return {name for name, (file, function) in parts.items() if f"def {function}(" in texts.get(file, "")}
@@ -151,6 +152,6 @@ def read():
 
 
 def write(seconds):
-    """Replaces what was measured. Functions that did not run keep their entries; those that have gone lose them."""
+    """Updates the file. Functions that did not run keep their entries; removed functions lose them."""
     known = {name: round(s, 1) for name, s in (read() | seconds).items() if s >= RECORDED}
     FILE.write_text(json.dumps({name: known[name] for name in sorted(existing(known))}, indent=0) + "\n")

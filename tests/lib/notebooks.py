@@ -1,4 +1,4 @@
-"""A notebook's kernel, driven as a notebook does it. For scripts: its client has threads and sockets of its own."""
+"""Drives a Jupyter kernel as a notebook does. Only for scripts, because its client has its own threads and sockets."""
 
 import contextlib
 
@@ -14,27 +14,28 @@ class Kernel:
         self.manager, self.client = manager, client
 
     def run(self, cell, interrupt_at=None):
-        """Runs a cell: (status, stdout, stderr, names of errors). Interrupts the kernel when it has written a word."""
-        streams, errors, waits = {"stdout": "", "stderr": ""}, [], interrupt_at is not None
+        """Runs a cell. Returns (status, stdout, stderr, error names). Interrupts the kernel once its output contains
+        `interrupt_at`."""
+        streams, errors, interrupt_pending = {"stdout": "", "stderr": ""}, [], interrupt_at is not None
 
-        def look(message):
-            nonlocal waits
+        def on_output(message):
+            nonlocal interrupt_pending
             content = message["content"]
             if message["msg_type"] == "stream":
                 streams[content["name"]] += content["text"]
-                if waits and interrupt_at in content["text"]:
-                    waits = False
+                if interrupt_pending and interrupt_at in content["text"]:
+                    interrupt_pending = False
                     self.manager.interrupt_kernel()
             elif message["msg_type"] == "error":
                 errors.append(content["ename"])
 
-        reply = self.client.execute_interactive(cell, timeout=LIMIT, output_hook=look)
+        reply = self.client.execute_interactive(cell, timeout=LIMIT, output_hook=on_output)
         return reply["content"]["status"], streams["stdout"], streams["stderr"], errors
 
 
 @contextlib.contextmanager
 def kernel():
-    """A kernel for the body of a `with` statement."""
+    """Runs a kernel for the body of a `with` statement."""
     manager = KernelManager(transport="ipc")
     manager.start_kernel()
     client = manager.client()

@@ -1,11 +1,11 @@
-"""Datasets of NumPy arrays that lie in the arena."""
+"""Datasets of NumPy arrays in the arena."""
 
 import numpy as np
 from support import DataLoader
 
 import rustloader
 
-SIZE = 1 << 17  # bytes, above the smallest array of the arena
+SIZE = 1 << 17  # bytes, more than the smallest array that goes to the arena
 
 
 def identity(batch):
@@ -13,14 +13,14 @@ def identity(batch):
 
 
 def batches_of(dataset, workers=1, **kw):
-    """The batches, and the statistics."""
+    """Returns the batches and the statistics of an epoch."""
     kw = {"batch_size": None, "collate_fn": identity, **kw}
     loader = DataLoader(dataset, num_workers=workers, **kw)
     return list(loader), rustloader.stats(loader)
 
 
 class Made:
-    """Samples that a function makes of their index."""
+    """Sample i is what a function returns for i."""
 
     def __init__(self, make, length=6):
         self.make, self.length = make, length

@@ -1,4 +1,4 @@
-"""NumPy's handlers of memory, by way of its C interface."""
+"""NumPy's memory handlers, through its C API."""
 
 import ctypes
 import sys
@@ -22,7 +22,7 @@ FEATURE_VERSION, SET, GET = 211, 304, 305
 SIZE_OF_HANDLER = 127 + 1 + 5 * 8
 CAPSULE = b"mem_handler"
 
-# NumPy's own functions in handlers of other names; handlers are never freed.
+# References to the handlers of this module, which are never freed.
 _kept = []
 
 
@@ -32,7 +32,7 @@ def _table():
 
 
 def set_handler(name):
-    """Sets a handler of this name, which calls the functions of the one before."""
+    """Sets a handler with this name that uses the functions of the previous handler."""
     get = ctypes.PYFUNCTYPE(ctypes.py_object)(_table()[GET])
     put = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)(_table()[SET])
     handler = ctypes.create_string_buffer(ctypes.string_at(_pointer(get(), CAPSULE), SIZE_OF_HANDLER), SIZE_OF_HANDLER)
@@ -42,7 +42,7 @@ def set_handler(name):
 
 
 def without_handlers():
-    """Makes NumPy look as old as 1.21 to who asks for its C interface."""
+    """Makes NumPy's C API look like that of NumPy 1.21, which has no handlers."""
 
     @ctypes.CFUNCTYPE(ctypes.c_uint)
     def version():

@@ -1,4 +1,4 @@
-"""Datasets that do what their indices say, so that one loader serves many tests: to start workers takes long."""
+"""Datasets that do what their indices say, so that one loader serves many tests, because starting workers is slow."""
 
 import multiprocessing
 import os
@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, default_collate
 FLOATS = 30_000
 
 
-class Does(Dataset):
+class MethodCalls(Dataset):
     """Sample (name, ...) is what the method of that name returns."""
 
     def __getitem__(self, order):
@@ -34,7 +34,7 @@ class Does(Dataset):
         raise KeyError(text)
 
     def hold(self, file, i):
-        """Not done before there is the file."""
+        """Waits until the file exists."""
         end = time.monotonic() + 60
         while not os.path.exists(file) and time.monotonic() < end:
             time.sleep(0.01)
@@ -54,7 +54,7 @@ class Does(Dataset):
         return subprocess.run([sys.executable, "-c", "print(6 * 7)"], capture_output=True, text=True).stdout
 
     def fork(self, how):
-        """Forks a child that ends in the way named; the exit code of that child."""
+        """Forks a child that ends in the given way. Returns its exit code."""
         pid = os.fork()
         if pid == 0:
             if how == "os._exit":
@@ -68,12 +68,12 @@ class Does(Dataset):
 
 
 def collate(samples):
-    """default_collate for tensors, else the samples as they are."""
+    """Collates tensors with default_collate, and returns other samples unchanged."""
     return default_collate(samples) if isinstance(samples[0], torch.Tensor) else samples
 
 
 class Meeting:
-    """A barrier at which a number of processes wait for each other."""
+    """A barrier for processes."""
 
     def __init__(self, folder, parties, seconds=240):
         self.folder, self.parties, self.seconds = folder, parties, seconds
@@ -83,12 +83,12 @@ class Meeting:
         end = time.monotonic() + self.seconds
         while len(os.listdir(self.folder)) < self.parties:
             if time.monotonic() > end:
-                raise RuntimeError(f"only {os.listdir(self.folder)} of {self.parties} workers came")
+                raise RuntimeError(f"only {os.listdir(self.folder)} of {self.parties} workers have arrived")
             time.sleep(0.02)
 
 
 class MeetsWhenUnpickled(Numbers):
-    """Waits while it is unpickled until all workers are unpickling."""
+    """Unpickling it waits until all workers are unpickling it."""
 
     def __init__(self, n, meeting):
         super().__init__(n)
@@ -100,7 +100,7 @@ class MeetsWhenUnpickled(Numbers):
 
 
 class Shares(Dataset):
-    """Writes into everything that it holds."""
+    """Writes to every shared object that it holds."""
 
     def __init__(self, n, context):
         self.tensor = torch.arange(n)
@@ -117,13 +117,13 @@ class Shares(Dataset):
             self.value.value += 1
         self.array[i] = i * i
         self.queue.put(i)
-        was = self.tensor[i].item()
+        before = self.tensor[i].item()
         self.tensor[i] = -i
-        return was
+        return before
 
 
 class Holds(Numbers):
-    """A dataset that holds something."""
+    """A dataset that holds an object."""
 
     def __init__(self, n, thing):
         super().__init__(n)
@@ -131,7 +131,7 @@ class Holds(Numbers):
 
 
 class PickledOnce(Numbers):
-    """Can be sent to one worker, and not to a second."""
+    """Can be pickled for one worker, but not for a second."""
 
     pickled = 0
 
@@ -150,14 +150,14 @@ class Characters(Holds):
 
 
 class Calls(Holds):
-    """Sample i is what a function gives for i."""
+    """Sample i is what a function returns for i."""
 
     def __getitem__(self, i):
         return self.thing(i)
 
 
 class Sums(Numbers):
-    """The batch of an index batch is what that is, how long, and its sum."""
+    """A batch is the type, the length and the sum of its index batch."""
 
     def __getitems__(self, indices):
         return type(indices).__name__, len(indices), int(sum(indices))

@@ -1,4 +1,4 @@
-"""A few of many cases: instead of the product of all values, just each pair of values of two parameters."""
+"""Pairwise parametrization: instead of all combinations of values, few that contain each pair of values."""
 
 import itertools
 
@@ -7,8 +7,8 @@ import pytest
 
 
 def pairs(**values):
-    """A mark that parametrizes a test with as few cases as have each pair of values of two of its parameters."""
-    places = itertools.product(*map(range, map(len, values.values())))
-    cases = [dict(zip(values, of_each, strict=True)) for of_each in places]
-    chosen = [cases[place] for place in lanes.cover(cases, len(cases))]
+    """Returns a mark that parametrizes a test with few cases that contain each pair of values of two parameters."""
+    combinations = itertools.product(*map(range, map(len, values.values())))
+    cases = [dict(zip(values, combination, strict=True)) for combination in combinations]
+    chosen = [cases[k] for k in lanes.cover(cases, len(cases))]
     return pytest.mark.parametrize(list(values), [[values[name][k] for name, k in case.items()] for case in chosen])

@@ -1,16 +1,17 @@
-"""The parity table: short programs that see the same with torch's loader and with rustloader's.
+"""The parity table: short programs that observe the same with torch's loader as with rustloader's.
 
 A program is a generator function. Its first parameter, `DataLoader`, is the class of the loader. It yields what it
-sees: batches, lengths, loaders, iterators, errors. `rows` makes it a test that has a row for each combination of the
-values of its other parameters:
+observes: batches, lengths, loaders, iterators, errors. `rows` turns it into a test with a row for each combination of
+the values of its other parameters:
 
     @rows(workers=[0, 2], batching={"unbatched": dict(batch_size=None), "batches": dict(batch_size=3)})
     def test_batches_come_in_order(DataLoader, workers, batching):
         yield from epochs(DataLoader(Numbers(10), num_workers=workers, **batching))
 
-Both runs of a row begin with the same seeds, in this process. What a program yields is described as the differential
-tester does it (differential/describe.py): types, dtypes, strides, bytes, identity, texts and notes of errors. So are
-the warnings that came before, and the states of all random generators. Each batch must come out of the engine.
+Both runs of a row begin with the same seeds, in this process. What a program yields is described as in the
+differential tester (differential/describe.py): types, dtypes, strides, bytes, identity, texts and notes of errors. The
+warnings raised meanwhile and the states of all random generators are compared as well. Each batch must come from the
+engine.
 """
 
 import contextlib
@@ -33,34 +34,34 @@ from differential import describe, intended, recorder
 from differential.compare import first_difference
 from differential.processes import warn_once
 from support import TORCH_MODE, DataLoader, TorchDataLoader, engine_batches
-from torch.utils.data import dataloader as torchs
+from torch.utils.data import dataloader as torch_dataloader
 
-# Calls of next() after which an epoch is cut off.
+# Calls of next() after which an epoch is aborted.
 LIMIT = 2000
 
-# --- what a program may use -----------------------------------------------------------------------
+# --- helpers for programs -------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Raised:
-    """An error in the place of a value."""
+    """An error instead of a value."""
 
-    told: list
+    description: list
 
 
 END = Raised(["end"])
 
 
 def attempt(function, *args, **kw):
-    """What a call returns, or what it raises."""
+    """Returns what a call returns, or a Raised."""
     try:
         return function(*args, **kw)
     except StopIteration as error:
         return Raised(describe.error(error)) if error.args else END
     except Exception as error:
-        told = Raised(describe.error(error))
+        description = Raised(describe.error(error))
         error.__traceback__ = None  # its frames hold iterators
-        return told
+        return description
 
 
 def take(iterator, calls):
@@ -68,13 +69,14 @@ def take(iterator, calls):
     opened.add(iterator)
     for _ in range(calls):
         seen = attempt(next, iterator)
-        if isinstance(iterator, torchs._MultiProcessingDataLoaderIter) and not isinstance(seen, Raised):
+        if isinstance(iterator, torch_dataloader._MultiProcessingDataLoaderIter) and not isinstance(seen, Raised):
             received[0] += 1
         yield seen
 
 
 def drain(source, limit=LIMIT):
-    """Yields the outcomes of next() to the end, and twice beyond it; of a loader's new iterator, or of an iterator."""
+    """Yields the outcomes of next() until the end, and of two more calls. `source` is an iterator, or a loader that
+    creates one."""
     iterator = source if hasattr(source, "__next__") else attempt(iter, source)
     if isinstance(iterator, Raised):
         yield iterator
@@ -94,7 +96,7 @@ def epochs(loader, count=2):
 
 
 def plain(batches):
-    """The tensors of some outcomes as lists, for a program that compares them itself."""
+    """Returns outcomes with tensors as lists, for a program that compares them itself."""
     return [seen.tolist() if isinstance(seen, torch.Tensor) else seen for seen in batches if seen is not END]
 
 
@@ -102,11 +104,10 @@ def plain(batches):
 
 
 def rows(pairs=False, engine=True, **values):
-    """Makes a program a test. `values` holds the values of each parameter: a list, or a dict by name. With `pairs`
-    there are just as many rows as it takes for each pair of values to occur. Without `engine`, torch's iterator is to
-    serve rustloader's class, too.
+    """Turns a program into a test. `values` holds the values of each parameter: a list, or a dict by name. With `pairs`
+    there are only enough rows for each pair of values to occur. Without `engine`, rustloader must use torch's iterator.
 
-    A parameter `folder` is an empty folder, a parameter `patch` a MonkeyPatch, of each run its own.
+    A parameter `folder` is an empty folder, and a parameter `patch` is a MonkeyPatch; each run has its own.
     """
     named = {
         name: of if isinstance(of, dict) else {name_of(value): value for value in of} for name, of in values.items()
@@ -135,16 +136,16 @@ def name_of(value):
 
 
 def compare(program, arguments, engine=True):
-    """How what a program sees differs; None if it does not."""
-    theirs, ours = (record(program, cls, arguments, engine) for cls in (TorchDataLoader, DataLoader))
-    for (a, *_), (b, *_) in zip(theirs, ours, strict=False):
+    """Returns the first difference in what a program observes, or None."""
+    torch_events, rustloader_events = (record(program, cls, arguments, engine) for cls in (TorchDataLoader, DataLoader))
+    for (a, *_), (b, *_) in zip(torch_events, rustloader_events, strict=False):
         if a[0] == b[0] == "value":
             intended.without_holes(a[1], b[1])
-    return first_difference(theirs, ours)
+    return first_difference(torch_events, rustloader_events)
 
 
 def record(program, cls, arguments, engine=True):
-    """What a program sees with a loader class: a list of events."""
+    """Returns what a program observes with a loader class, as a list of events."""
     torch.manual_seed(5), random.seed(6), np.random.seed(7)
     received[0], before = 0, engine_batches()
     events = []
@@ -161,31 +162,31 @@ def record(program, cls, arguments, engine=True):
             caught.clear()
             events.append([shown(seen), recorder.rng()])
             del seen
-        for iterator in list(opened):  # as cyclic garbage torch's workers would take 5 s each
+        for iterator in list(opened):  # as cyclic garbage, each of torch's workers would take 5 s
             if hasattr(iterator, "_shutdown_workers"):
                 iterator._shutdown_workers()
         opened.clear()
     if not TORCH_MODE and cls is not TorchDataLoader:
         from_engine = received[0] if engine else 0
-        assert engine_batches() - before == from_engine, "batches did not come from where they should"
-    assert len(events) > 1, "the program sees nothing"
+        assert engine_batches() - before == from_engine, "batches came from the wrong iterator"
+    assert len(events) > 1, "the program observes nothing"
     return events
 
 
 def shown(seen):
-    """What a program has yielded, as plain values."""
+    """Describes what a program has yielded in plain values."""
     if isinstance(seen, Raised):
-        return ["raised", seen.told]
+        return ["raised", seen.description]
     if isinstance(seen, TorchDataLoader):
         return ["loader", *describe.loader(seen)]
-    if isinstance(seen, torchs._BaseDataLoaderIter):
+    if isinstance(seen, torch_dataloader._BaseDataLoaderIter):
         workers = [[worker.daemon, worker.is_alive(), worker.exitcode] for worker in getattr(seen, "_workers", ())]
         return ["iterator", *describe.iterator(seen), workers, list(getattr(seen, "_workers_status", ()))]
     return ["value", describe.value(seen)]
 
 
 def as_code(program, keys):
-    """A row as code that can be run, and the text of its program."""
+    """Returns a row as runnable code, with the source of its program."""
     file = Path(inspect.getsourcefile(program))
     given = "".join(f", {name}=test.values[{name!r}][{key!r}]" for name, key in keys.items())
     return f"""\
@@ -199,6 +200,6 @@ for cls in (torch.utils.data.DataLoader, rustloader.DataLoader):
 {textwrap.dedent(inspect.getsource(program))}"""
 
 
-# The iterators of the program that runs, and how many batches came from workers.
+# The iterators of the running program, and how many batches came from workers.
 opened, received = weakref.WeakSet(), [0]
 warn_once()

@@ -1,8 +1,8 @@
-"""Pinning on machines without an accelerator: a fake host allocator, and the parts of torch that lead to it.
+"""Pinning on machines without an accelerator: a fake host allocator, and patches that make torch use it.
 
-Inside ``pinning()`` torch believes in an accelerator, and all pinned memory, the loader's and that of torch's own
-``Tensor.pin_memory``, comes from a ``FakeHost``. It behaves as torch's caching host allocator does: what is freed is
-reused, most recently freed first, but not while a recorded use of it is under way.
+Inside ``pinning()`` torch reports an accelerator, and all pinned memory, whether the loader or torch's own
+``Tensor.pin_memory`` allocates it, comes from a ``FakeHost``. Like torch's caching host allocator, it reuses freed
+blocks, the most recently freed first, but not while a recorded use is in progress.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ POISON = 0xEE
 
 
 class Block(np.ndarray):
-    """What a tensor of the fake holds on to. Its end is the end of the allocation."""
+    """The array under a tensor of the fake allocator. Its deallocation frees the block."""
 
 
 class Use:
-    """A copy to the device that is under way: until it is done the block must be what it was at the start."""
+    """A copy to the device that is in progress: until it is done, the block must not change."""
 
     def __init__(self, host, address, memory):
         self.host, self.address, self.memory = host, address, memory
@@ -39,21 +39,21 @@ class Use:
 
 
 class FakeHost:
-    """Blocks end on any thread, in the middle of anything, so nothing here takes a lock unless a test asks for one.
-    The lock is then held as torch's allocators do, without the GIL and across a fork."""
+    """Blocks are freed on any thread, at any point, so nothing here takes a lock unless a test asks for one. The lock
+    is then held as in torch's allocators: without the GIL, and across a fork."""
 
     def __init__(self, delay=0.0, locked=False):
         self.delay = delay  # seconds that an allocation takes
         self.lock = threading.RLock() if locked else contextlib.nullcontext()
-        self.busy = False  # a thread has the lock
-        self.fail = {}  # number of bytes: what allocating that many raises
+        self.busy = False  # whether a thread holds the lock
+        self.fail = {}  # number of bytes: the error that allocating this many raises
         self.allocated = 0
         self.sizes = []
         self.reused = 0
-        self.threads = set()  # names of the threads that allocated
+        self.threads = set()  # names of the threads that allocate
         self.live = {}  # address: (weak reference, memory)
-        self.waiting = {}  # freed while a use was under way
-        self.idle = {}  # size: memory, the last freed one last
+        self.waiting = {}  # address: memory freed while a use may be in progress
+        self.idle = {}  # size: freed memory, the most recently freed last
         self.uses = {}
 
     def allocate(self, nbytes):
@@ -84,26 +84,26 @@ class FakeHost:
             self.offer(address)
 
     def offer(self, address):
-        """Makes a block available again, once it is neither held nor read."""
+        """Makes a block available again if it is neither held nor read."""
         if address in self.waiting and not self.uses.get(address):
             memory = self.waiting.pop(address)
             self.idle.setdefault(memory.size, []).append(memory)
 
     def use(self, tensor):
-        """A copy of a tensor to the device begins, as with ``non_blocking=True``."""
+        """Begins a copy of a tensor to the device, as with ``non_blocking=True``."""
         address = tensor.untyped_storage().data_ptr()
         use = Use(self, address, self.live[address][1])
         self.uses.setdefault(address, []).append(use)
         return use
 
     def owns(self, tensor):
-        """Whether a tensor lies in pinned memory, at its beginning or further on."""
+        """Whether a tensor lies in pinned memory, at any offset."""
         storage = tensor.untyped_storage()
         found = self.live.get(storage.data_ptr())
         return found is not None and found[1].size == storage.nbytes()
 
     def pin(self, tensor, device=None):
-        """``Tensor.pin_memory``, as ATen's ``_pin_memory`` does it."""
+        """``Tensor.pin_memory``, implemented as in ATen's ``_pin_memory``."""
         if self.owns(tensor):
             return tensor
         extent = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
@@ -114,7 +114,7 @@ class FakeHost:
 
 
 class Accelerator:
-    """Devices: each thread has a current one, which is the first until it sets another."""
+    """Tracks the current device of each thread, which is device 0 until it sets another."""
 
     def __init__(self):
         self.current = threading.local()
@@ -129,14 +129,14 @@ class Accelerator:
 
 
 def thread_name():
-    """The name of this thread in the kernel."""
+    """Returns this thread's name in the kernel."""
     with open(f"/proc/self/task/{threading.get_native_id()}/comm") as f:
         return f.read().strip()
 
 
 @contextlib.contextmanager
 def pinning(**kw):
-    """Within it torch finds an accelerator; gives the host allocator."""
+    """Makes torch find an accelerator in the body. Yields the host allocator."""
     host, accelerator = FakeHost(**kw), Accelerator()
     host.accelerator = accelerator
 
@@ -152,10 +152,10 @@ def pinning(**kw):
         patch(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
         patch(torch.accelerator, "current_device_index", accelerator.index)
         patch(torch.accelerator, "set_device_index", accelerator.set_index)
-        # What older versions of torch ask.
+        # Older versions of torch call these.
         patch(torch.cuda, "is_available", lambda: True)
         patch(torch.cuda, "current_device", accelerator.index)
-        stack.enter_context(torchs_method(pin_memory))
+        stack.enter_context(pin_memory_method(pin_memory))
         if not TORCH_MODE:
             patch(device_pinning, "allocate", host.allocate)
             patch(device_pinning, "_tensor_pin_memory", pin_memory)
@@ -163,8 +163,8 @@ def pinning(**kw):
 
 
 @contextlib.contextmanager
-def torchs_method(pin_memory):
-    """``torch.Tensor`` inherits the method, and so has to be left without one of its own."""
+def pin_memory_method(pin_memory):
+    """Replaces the method in the body. ``torch.Tensor`` inherits it, so the replacement is deleted afterwards."""
     torch.Tensor.pin_memory = pin_memory
     try:
         yield

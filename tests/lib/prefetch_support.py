@@ -1,4 +1,4 @@
-"""What the tests of `prefetch_to_device` share; the fixture `device` is in conftest.py."""
+"""Helpers for the tests of `prefetch_to_device`. The fixture `device` is in conftest.py."""
 
 import torch
 from support import rustloader

@@ -1,4 +1,4 @@
-"""Short programs around a loader, run under failpoints by refusals.py. Each answers with the texts of its errors."""
+"""Short programs around a loader, which refusals.py runs under failpoints. Most return the texts of their errors."""
 
 import contextlib
 import gc
@@ -17,51 +17,51 @@ import numpy as np
 import torch
 from pinning_support import pinning
 from sample_data import Dying, DyingOnce, Held, Images, Numbers
-from support import DataLoader, gone, same, state_of, torchs_type, wait_until, workers_say
+from support import DataLoader, gone, same, state_of, type_in_torch, wait_until, workers_report
 from torch.utils.data import _utils, default_collate
 
 import rustloader
 from rustloader.supervision import stalls
 
-# A batch of 4 images is too large to lie in the message itself.
+# A batch of 4 images is too large for a message.
 SIZE, BATCH = 24, 4
 MB = 1 << 20
 FOR_GOOD = "again, for good"
-# The file in which workers report the system calls they made.
+# The file in which workers report their system calls.
 CALLS = None
 
 
-class TellCalls:
-    """A worker_init_fn: at its exit the worker reports how many calls of each kind it made."""
+class ReportCalls:
+    """A worker_init_fn: at exit the worker reports how many calls of each kind it has made."""
 
     def __init__(self, file):
         self.file = file
 
     def __call__(self, _):
-        multiprocessing.util.Finalize(None, self.tell, exitpriority=1)
+        multiprocessing.util.Finalize(None, self.report, exitpriority=1)
 
-    def tell(self):
+    def report(self):
         from rustloader import _core
 
-        made = {kind: calls for kind, calls in _core._failpoint_calls().items() if calls}
-        # The main process may have ended, and the file with it.
+        made = {kind: count for kind, count in _core._failpoint_calls().items() if count}
+        # The main process may have ended, and its file is then gone.
         with contextlib.suppress(OSError), open(self.file, "a") as file:
             file.write(json.dumps(made) + "\n")
 
 
 def loader(dataset, workers=2, **kw):
-    return DataLoader(dataset, num_workers=workers, worker_init_fn=TellCalls(CALLS) if CALLS else None, **kw)
+    return DataLoader(dataset, num_workers=workers, worker_init_fn=ReportCalls(CALLS) if CALLS else None, **kw)
 
 
 def text_of(error):
-    text = re.sub(r"pid \d+", "pid N", f"{torchs_type(error).__name__}: {error}")
-    # torch's text does not say why.
+    text = re.sub(r"pid \d+", "pid N", f"{type_in_torch(error).__name__}: {error}")
+    # torch's text lacks the cause, which is in the notes.
     return " ".join([text, *error.__notes__]) if "Pin memory thread" in text else text
 
 
 def walk(loader, expected, keep=True):
-    """One epoch: (errors, batches). An error that a worker caught stands in its batch's place. A batch that is wrong,
-    lost or doubled is an error as well."""
+    """Runs one epoch. Returns (errors, batches). An error that a worker caught counts as its batch. A wrong, lost or
+    duplicated batch is an error as well."""
     errors, batches, place = [], [], 0
     try:
         iterator = iter(loader)
@@ -101,34 +101,34 @@ def plain():
 
 
 def twice(**kw):
-    """Two epochs; the second one's workers are forked while the first one's batches are held."""
+    """Two epochs. The second epoch's workers are forked while the first epoch's batches are held."""
     expected = image_batches()
     images = loader(Images(SIZE), batch_size=BATCH, **kw)
     first, kept = walk(images, expected)
     second, _ = walk(images, expected)
     if not first and not all(map(same, kept, expected)):
-        second.append("a batch that was kept has changed")
+        second.append("a kept batch has changed")
     return [*first, *second]
 
 
 def shared():
-    """Two epochs of workers that share a queue."""
+    """Two epochs with a shared queue."""
     return twice(dispatch="shared_queue")
 
 
 def warm():
-    """Two epochs of larger batches, with one worker; the second one's finds the memory of the first."""
+    """Two epochs of larger batches with one worker. The second epoch reuses the first one's memory."""
     images, expected = loader(Images(SIZE), workers=1, batch_size=2 * BATCH), image_batches(2 * BATCH)
     return walk(images, expected, keep=False)[0] + walk(images, expected, keep=False)[0]
 
 
 def persistent(**kw):
-    """The same with workers that stay."""
+    """`twice` with persistent workers."""
     return twice(persistent_workers=True, **kw)
 
 
 def spawned():
-    """One epoch with a worker that is a fresh interpreter."""
+    """One epoch with a spawned worker."""
     images = loader(Images(SIZE), workers=1, batch_size=BATCH, multiprocessing_context="spawn")
     return walk(images, image_batches())[0]
 
@@ -138,12 +138,12 @@ def pinned_persistent():
 
 
 def pinned(**kw):
-    """The same with a pin thread, over a fake host allocator."""
+    """`twice` with a pin thread and a fake host allocator."""
     with pinning() as host:
         errors = twice(pin_memory=True, **kw)
-        # The frames of an error that was raised again refer to it, and so to each other.
+        # An error that is raised repeatedly is in a reference cycle with its frames.
         if not wait_until(lambda: gc.collect() is not None and not host.live):
-            errors.append("pinned memory was kept back")
+            errors.append("pinned memory is not released")
     return errors
 
 
@@ -153,14 +153,14 @@ def doomed():
 
 
 def restarted():
-    """A worker is killed at sample 7 of 20, and started again."""
+    """A worker is killed at sample 7 of 20, and restarted."""
     with tempfile.TemporaryDirectory() as folder:
         dataset = DyingOnce(20, 7, signal.SIGKILL, f"{folder}/marker")
         return walk(loader(dataset, batch_size=None, max_restarts=3), [torch.tensor(i) for i in range(20)])[0]
 
 
 def late():
-    """An item that takes longer than the timeout, twice."""
+    """A sample takes longer than the timeout, in two calls of next()."""
     _utils.MP_STATUS_CHECK_INTERVAL = 1.0
     iterator = iter(loader(Deaf(8, 60), workers=1, batch_size=None, timeout=0.2))
     errors = []
@@ -174,7 +174,7 @@ def late():
 
 
 class Deaf(Numbers):
-    """Each item takes a fixed number of seconds, and SIGTERM does not end it."""
+    """Each sample takes a fixed number of seconds, and its worker ignores SIGTERM."""
 
     def __init__(self, n, seconds):
         super().__init__(n)
@@ -189,42 +189,42 @@ class Deaf(Numbers):
 
 
 def stubborn():
-    """A worker that does not exit when asked to, and ignores SIGTERM."""
+    """Workers do not exit on request, and ignore SIGTERM."""
     _utils.MP_STATUS_CHECK_INTERVAL = 1.0
     iterator = iter(loader(Deaf(4, 60), batch_size=None))
     pids = [worker.pid for worker in iterator._workers]
-    if not workers_say(iterator, state="fetch"):
+    if not workers_report(iterator, state="fetch"):
         return ["a worker does not begin"]
     iterator._shutdown_workers()
     return [] if wait_until(lambda: all(map(gone, pids))) else ["a worker has survived"]
 
 
 def stopped(ends=False):
-    """Each worker stops itself somewhere (by a failpoint). When next() has timed out they all go on, or the iterator is
-    shut down: how many have stood still at a time, and what is wrong."""
-    expected, got, most = image_batches(), [], 0
+    """Each worker stops itself at some point (by a failpoint). After next() times out, either all continue, or, if
+    `ends`, the iterator is shut down. Returns the most workers that were stopped together, or what is wrong."""
+    expected, batches, most = image_batches(), [], 0
     _utils.MP_STATUS_CHECK_INTERVAL = 0.5
     iterator = iter(loader(Images(SIZE), batch_size=BATCH, timeout=0.4))
     pids = [worker.pid for worker in iterator._workers]
     while True:
         try:
-            got.append(next(iterator))
+            batches.append(next(iterator))
         except StopIteration:
             break
         except RuntimeError as error:
             if "timed out" not in str(error):
                 return [text_of(error)]
-            standing = [pid for pid in pids if state_of(pid) == "T"]
-            most = max(most, len(standing))
-            if standing and ends:
+            stopped_pids = [pid for pid in pids if state_of(pid) == "T"]
+            most = max(most, len(stopped_pids))
+            if stopped_pids and ends:
                 break
-            for pid in standing:
+            for pid in stopped_pids:
                 os.kill(pid, signal.SIGCONT)
     iterator._shutdown_workers()
     if not all(map(gone, pids)):
         return ["a worker has survived"]
-    if not all(map(same, got, expected)) or (len(got) != len(expected) and not (ends and most)):
-        return [f"{len(got)} batches came, or a wrong one"]
+    if not all(map(same, batches, expected)) or (len(batches) != len(expected) and not (ends and most)):
+        return [f"wrong batches: {len(batches)} came"]
     return [f"{most} stopped"]
 
 
@@ -233,38 +233,38 @@ def stopped_for_good():
 
 
 def many():
-    """More workers than ppoll is used for."""
+    """More workers than the engine waits for with ppoll."""
     return walk(loader(Numbers(68), workers=34, batch_size=None), [torch.tensor(i) for i in range(68)])[0]
 
 
 class Burst(Numbers):
-    """Samples of 1 MB, then a long time small ones."""
+    """A few samples of 1 MB, then many small ones."""
 
     def __getitem__(self, i):
         return torch.full((1_000_000 if i < 8 else 20_000,), i % 100, dtype=torch.uint8)
 
 
 def stuck():
-    """Runs an item that lasts until a warning about it is logged; returns what the walk and the log show."""
+    """A sample lasts until a warning about it is logged. Returns the errors and the warnings."""
     lines = []
 
     def warning(text, *args):
-        # On a busy machine a warning may rightly name another item.
+        # On a busy machine a warning may correctly name another sample.
         if "the batch has index 1." in (line := text % args):
             lines.append(re.sub(r"pid \d+", "pid N", line))
-            open(told, "w").close()
+            open(marker, "w").close()
 
     def patiently(iterator):
-        """Requests the item once the worker is in it: before that, a slow worker would be named while it waits."""
+        """Waits for the sample only once the worker is in it: otherwise, a warning could name a worker that is idle."""
         yield next(iterator)
-        assert wait_until(lambda: os.path.exists(f"{told}.reached"))
+        assert wait_until(lambda: os.path.exists(f"{marker}.reached"))
         yield from iterator
 
     os.environ["RUSTLOADER_STALL_ITEM_SECONDS"] = "0.2"
     stalls.logger = types.SimpleNamespace(warning=warning)
     with tempfile.TemporaryDirectory() as folder:
-        told = f"{folder}/told"
-        items = loader(Held(3, 1, told), workers=1, batch_size=None)
+        marker = f"{folder}/told"
+        items = loader(Held(3, 1, marker), workers=1, batch_size=None)
         return walk(patiently(iter(items)), [torch.tensor(i) for i in range(3)])[0] + lines
 
 
@@ -275,13 +275,13 @@ def handled():
 
 
 def burst():
-    """A worker gives pages back that it needs no longer."""
+    """A worker releases pages that it no longer needs."""
     samples = Burst(240)
     return walk(loader(samples, workers=1, batch_size=None), [samples[i] for i in range(240)], keep=False)[0]
 
 
 class Forking(Numbers):
-    """Each item forks a child while a tensor of the dataset lies in shared memory."""
+    """Each sample forks a child while a tensor of the dataset is in shared memory."""
 
     def __getitem__(self, i):
         self.held = default_collate([torch.full((5000,), float(i))])
@@ -297,7 +297,7 @@ def forking():
 
 
 def shared_list():
-    """A dataset whose list lies in one file in memory."""
+    """A list shared through one memfd."""
     try:
         items = rustloader.share([torch.tensor(i) for i in range(8)])
     except Exception as error:
@@ -306,7 +306,7 @@ def shared_list():
 
 
 def cached():
-    """Reads samples twice with a cache: whether all were right, how often it had one, and why it takes no more."""
+    """Reads samples twice through a cache. Returns whether all are right, the hits, and why it is closed, if it is."""
     items = [torch.full((100_000,), n) for n in range(20)]
     data = rustloader.cache(items)
     right = all(torch.equal(data[n], items[n]) for _ in range(2) for n in range(20))
@@ -314,7 +314,7 @@ def cached():
 
 
 def connected():
-    """A worker at the other end of a connection."""
+    """One epoch with a remote worker."""
     from remote_support import LoopbackContext
 
     with tempfile.TemporaryDirectory() as folder:
@@ -324,14 +324,14 @@ def connected():
 
 
 class Parting(Numbers):
-    """Each item forks a child that reads an array of its parent's, which the parent writes to meanwhile."""
+    """Each sample forks a child that reads an array to which the parent writes meanwhile."""
 
     def __getitem__(self, i):
         array = np.full(1 << 17, i)
         if (pid := os.fork()) == 0:
             signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # torch's handler writes a line
             if CALLS:
-                TellCalls(CALLS).tell()
+                ReportCalls(CALLS).report()
             os._exit(int((array != i).any()))
         array += 1
         _, status = os.waitpid(pid, 0)
@@ -346,7 +346,7 @@ def parting():
 
 
 class Wide(Numbers):
-    """A sample shows one megabyte, as a tensor of its own or as one that takes no memory."""
+    """A sample is a tensor of one megabyte, which may be expanded from one byte."""
 
     def __init__(self, n, expanded):
         super().__init__(n)
@@ -357,7 +357,8 @@ class Wide(Numbers):
 
 
 def wide(megabytes=(1, 50, 2, 50, 3), expanded=False, workers=1):
-    """Batches of the given megabytes, by the fast path or by torch's default_collate: last lines of errors, sizes."""
+    """Loads batches of the given megabytes, by the fast path, or by torch's default_collate if `expanded`. Returns (the
+    last lines of errors, the sizes)."""
     batches = loader(Wide(1, expanded), workers=workers, batch_sampler=[[0] * size for size in megabytes])
     iterator, errors, sizes = iter(batches), [], []
     while True:
@@ -377,14 +378,14 @@ def wide_by_torchs_collate():
 
 
 def pooled():
-    """How many arenas wait for the loader's next iterator."""
+    """Returns the errors of an epoch, and how many arenas the pool holds for the loader's next iterator."""
     waiting = loader(Numbers(8), batch_size=None)
     errors, _ = walk(waiting, [torch.tensor(i) for i in range(8)])
     return errors, rustloader._core._trim_pool()
 
 
 def growing():
-    """Each index batch is larger than those before, so that the main process needs more memory for it."""
+    """Each index batch is larger than the previous one, so that the main process needs more memory for it."""
     sizes = [100 << n for n in range(8)]
     lengths = loader(Numbers(1), workers=1, batch_sampler=[[0] * size for size in sizes], collate_fn=len)
     return walk(lengths, sizes)[0]

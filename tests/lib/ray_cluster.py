@@ -1,6 +1,6 @@
 """A small Ray cluster with its files in a temporary folder, for `tests/ray` and for drivers.
 
-`python -m ray_cluster` starts one, prints its address, and ends it at the end of its input.
+`python -m ray_cluster` starts a cluster, prints its address, and ends it when stdin is closed.
 """
 
 import contextlib
@@ -15,8 +15,9 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 @contextlib.contextmanager
 def folder():
-    """Ray's files: its sockets' names are limited to about 100 bytes. Nothing goes to the home folder. Workers of a
-    cluster that is made within find the modules beside this one."""
+    """Creates a folder for Ray's files, so that none are in the home folder. Its path is short, since the names of
+    sockets are limited to about 100 bytes. Workers of a cluster that starts in the body can import this folder's
+    modules."""
     path = tempfile.mkdtemp(prefix="rl-ray-")
     token = os.path.join(path, "token")
     with open(token, "w") as file:
@@ -31,7 +32,7 @@ def folder():
 
 
 class Nodes:
-    """Two nodes with `cpus` CPUs each, the driver on the first one. The second one can be lost, and another added."""
+    """Two nodes with `cpus` CPUs each; the driver is on the first. The second can be lost and replaced."""
 
     def __init__(self, cpus=2):
         from ray.cluster_utils import Cluster
@@ -53,18 +54,18 @@ class Nodes:
 
 
 def actors():
-    """Pids of workers in this network namespace."""
-    network, found = os.stat("/proc/self/ns/net").st_ino, []
+    """Returns the pids of the workers in this network namespace."""
+    network, pids = os.stat("/proc/self/ns/net").st_ino, []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline") as file:
             if file.read().startswith("ray::_Actor") and os.stat(f"/proc/{pid}/ns/net").st_ino == network:
-                found.append(int(pid))
-    return found
+                pids.append(int(pid))
+    return pids
 
 
 @contextlib.contextmanager
-def beside():
-    """A cluster made by another process: this one stays without Ray's threads."""
+def in_other_process():
+    """Runs a cluster in another process, so that this process has none of Ray's threads."""
     with folder():
         command = [sys.executable, "-m", "ray_cluster"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
@@ -72,7 +73,7 @@ def beside():
         try:
             address = process.stdout.readline().strip()
             if not address:
-                raise RuntimeError("the Ray cluster does not start")
+                raise RuntimeError("the Ray cluster failed to start")
             yield address
         finally:
             process.communicate()

@@ -1,6 +1,6 @@
 """Runs programs under failpoints, each in a fresh child of a process that has imported torch.
 
-As a script it reads cases from stdin and writes reports to stdout, one JSON document a line.
+As a script it reads cases from stdin and writes reports to stdout, one JSON document per line.
 """
 
 import functools
@@ -22,7 +22,7 @@ CORE = os.path.join(HERE, "..", "..", "target", "failpoints", "librustloader.so"
 
 
 class Runner:
-    """The script that runs the cases of this process. It starts with the first case and ends with this process."""
+    """Runs this process's cases in a script, which starts with the first case and ends with this process."""
 
     def __init__(self):
         self.process = self.errors = None
@@ -43,7 +43,7 @@ class Runner:
         )
 
     def files(self):
-        """The descriptors that belong to it."""
+        """Returns this process's descriptors for the script."""
         process = self.process
         return {file.fileno() for file in (process.stdin, process.stdout, self.errors)} if process else set()
 
@@ -70,12 +70,12 @@ RUNNER = Runner()
 
 @functools.cache
 def report_of(*case):
-    """The report of a case: the arguments of `run`, with an environment as pairs."""
+    """Returns the report of a case. `case` is the arguments of `run`, with the environment as pairs."""
     return RUNNER.report(case)
 
 
 def load_core():
-    """Has `rustloader` work with the extension that has failpoints. To be called before anything of it is used."""
+    """Makes `rustloader` use the extension with failpoints. Call this before it is used."""
     import rustloader
 
     loader = importlib.machinery.ExtensionFileLoader("rustloader._core", CORE)
@@ -98,16 +98,16 @@ def main():
 
 
 def run(program, points="", where="main", environment=()):
-    """What a program does while failpoints are armed in "main" or in each "worker"."""
+    """Runs a program while failpoints are armed in "main" or in each "worker". Returns a report."""
     import programs
     from isolation import watched
 
     from rustloader import _core
 
     os.environ.update(environment)
-    told = tempfile.TemporaryFile("r")
-    programs.CALLS = f"/proc/{os.getpid()}/fd/{told.fileno()}"  # also for a spawned worker
-    # A process arms what it finds at its first call.
+    worker_calls = tempfile.TemporaryFile("r")
+    programs.CALLS = f"/proc/{os.getpid()}/fd/{worker_calls.fileno()}"  # also for a spawned worker
+    # A process reads its failpoints at the first call.
     if where == "worker":
         _core._failpoint_calls()
     os.environ["RUSTLOADER_FAILPOINT"] = points
@@ -115,12 +115,12 @@ def run(program, points="", where="main", environment=()):
         _core._failpoint_calls()
         del os.environ["RUSTLOADER_FAILPOINT"]
     report = watched(getattr(programs, program))
-    # The most that one process has made.
+    # For each kind, the most calls that one process has made.
     calls = Counter()
     if where == "main":
         calls.update(_core._failpoint_calls())
     else:
-        for line in told:
+        for line in worker_calls:
             calls |= Counter(json.loads(line))
     calls = +calls
     return {**report, "called": sorted(calls), "calls": calls}

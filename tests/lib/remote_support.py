@@ -1,4 +1,4 @@
-"""A context whose workers are other processes of this machine, connected by loopback: no cluster is needed."""
+"""A context whose workers are processes of this machine, connected through loopback, so that no cluster is needed."""
 
 import multiprocessing
 import pickle
@@ -8,13 +8,13 @@ from pathlib import Path
 from rustloader.remote.context import Call, RemoteContext
 from rustloader.workers import remote
 
-# The server imports torch once, and none of its children has a descriptor of the test.
+# The fork server imports torch once, and its children inherit no descriptor of the test.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["rustloader.workers.remote"])
 
 
 class Worker:
-    """A started process, as `Started` wants it."""
+    """A process with the interface of `Started`."""
 
     def __init__(self, process):
         self.process = process
@@ -32,7 +32,7 @@ class Worker:
 
 
 class LoopbackContext(RemoteContext):
-    """Starts workers here, by the multiprocessing context ``server``. ``folder`` is for the dataset."""
+    """Starts workers on this machine with the multiprocessing context ``server``. ``folder`` holds the dataset."""
 
     _name = "loopback"
 

@@ -1,4 +1,4 @@
-"""Datasets whose workers die at given samples, a given number of times; runs with and without their deaths."""
+"""Datasets whose workers die at given samples, a given number of times."""
 
 import contextlib
 import os
@@ -15,15 +15,15 @@ from torch.utils.data import Dataset, IterableDataset
 
 
 class Deaths:
-    """Kills this process at samples: `fatal` has how often, by sample. Files in a folder count."""
+    """Ends this process at samples; `fatal` maps each to the number of deaths. Files in `folder` count them."""
 
     def __init__(self, folder=None, fatal=(), how=signal.SIGKILL):
         self.folder, self.fatal, self.how = str(folder), dict(fatal), how
 
     def pass_by(self, sample):
-        for time_of_death in range(self.fatal.get(sample, 0)):
+        for death in range(self.fatal.get(sample, 0)):
             try:
-                os.close(os.open(f"{self.folder}/{sample}-{time_of_death}", os.O_CREAT | os.O_EXCL))
+                os.close(os.open(f"{self.folder}/{sample}-{death}", os.O_CREAT | os.O_EXCL))
             except FileExistsError:
                 continue
             if isinstance(self.how, signal.Signals):
@@ -34,7 +34,7 @@ class Deaths:
             os._exit(self.how)
 
     def count(self):
-        """Deaths so far."""
+        """Returns the deaths so far."""
         return len(os.listdir(self.folder))
 
 
@@ -42,12 +42,12 @@ NO_DEATHS = Deaths()
 
 
 def drawn():
-    """A number of each generator."""
+    """Draws a number from each generator."""
     return torch.randint(1 << 40, ()).item(), random.getrandbits(40), int(np.random.randint(1 << 30))
 
 
 class Mortal(Dataset):
-    """Sample i is (i, numbers drawn at random), or a tensor in which both are."""
+    """Sample i is (i, random numbers), or a tensor that depends on both."""
 
     def __init__(self, n, deaths=NO_DEATHS, size=0):
         self.n, self.deaths, self.size = n, deaths, size
@@ -63,7 +63,7 @@ class Mortal(Dataset):
 
 
 class MortalStream(IterableDataset):
-    """Worker w yields lengths[w] samples (w, i, numbers drawn at random), and dies at (w, i)."""
+    """Worker w yields lengths[w] samples (w, i, random numbers). `deaths` has keys (w, i)."""
 
     def __init__(self, lengths, deaths=NO_DEATHS):
         self.lengths, self.deaths = lengths, deaths
@@ -76,7 +76,7 @@ class MortalStream(IterableDataset):
 
 
 class DiesAgain(MortalStream):
-    """Worker 0 dies at its sample 5, and then four times before it is there again."""
+    """Worker 0 dies at its sample 5, and then four times before it reaches that sample again."""
 
     def __init__(self, lengths, folder):
         super().__init__(lengths, Deaths(folder, {(0, 5): 1, "again": 4}))
@@ -89,7 +89,7 @@ class DiesAgain(MortalStream):
 
 
 class ShuffledStream(MortalStream):
-    """The same, in an order that `iter` draws."""
+    """MortalStream in an order that `__iter__` draws."""
 
     def __iter__(self):
         w = worker_id()
@@ -101,7 +101,7 @@ class ShuffledStream(MortalStream):
 
 
 class StatefulStream(IterableDataset):
-    """The same, with a state. `began` counts what is made, also again, in a file for each worker."""
+    """MortalStream with a state."""
 
     def __init__(self, lengths, deaths=NO_DEATHS):
         self.lengths, self.deaths = lengths, deaths
@@ -138,18 +138,18 @@ def loader_of(dataset, cls=DataLoader, **kw):
 
 
 def epochs(loader, count=1, seed=3):
-    """The batches of some epochs, in order."""
+    """Returns the batches of each of `count` epochs."""
     torch.manual_seed(seed)
     return [list(loader) for _ in range(count)]
 
 
-def as_sets(found):
-    """The epochs without the order of their batches."""
-    return [sorted(epoch, key=repr) for epoch in found]
+def without_order(epochs):
+    """Sorts the batches of each epoch."""
+    return [sorted(epoch, key=repr) for epoch in epochs]
 
 
 def kill(*pids):
-    """Kills processes. Some may have ended, and been waited for."""
+    """Kills processes. Some may have ended and been reaped."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

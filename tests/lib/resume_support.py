@@ -1,4 +1,4 @@
-"""Workers that begin where a test says, and the snapshots that they send."""
+"""Workers that start from a state given by a test, and the snapshots that they send."""
 
 import dataclasses
 import pickle
@@ -20,14 +20,14 @@ BASE = 7
 
 
 class Workers:
-    """Gives workers a start and a policy, and keeps the snapshots that they send."""
+    """Gives workers a state and a snapshot policy, and keeps the snapshots that they send."""
 
     def __init__(self, folder, monkeypatch):
         folder.mkdir()
         self.folder = folder
         self.set()
         monkeypatch.setattr(session, "Job", self.job)
-        # Workers are forked.
+        # Workers are forked, so they inherit this patch.
         monkeypatch.setattr(main, "Publisher", self.publisher)
 
     def set(self, *starts, every=1, first_ordinal=0, ahead=()):
@@ -49,17 +49,17 @@ class Workers:
         return True
 
     def sent(self, worker=0):
-        """(count, state or error, is_error) of each snapshot of a worker."""
-        found = []
+        """Returns (count, state or error, is_error) of each snapshot of a worker."""
+        snapshots = []
         if (path := self.folder / str(worker)).exists():
             with open(path, "rb") as file:
                 while file.peek(1):
                     count, payload, is_error = pickle.load(file)
-                    found.append((count, (pickle.loads if is_error else read)(payload), is_error))
-        return found
+                    snapshots.append((count, (pickle.loads if is_error else read)(payload), is_error))
+        return snapshots
 
     def start(self, answers, worker, replay):
-        """How the worker begins after some of its answers, from its newest snapshot then."""
+        """Returns the state from which the worker resumes after `answers` answers: its newest snapshot by then."""
         _, state, _ = [it for it in self.sent(worker) if it[0] <= answers][-1]
         return dataclasses.replace(state, replay=replay)
 
@@ -74,7 +74,7 @@ def log():
 
 
 def logged(samples):
-    """The samples, and what was done in the worker before."""
+    """A collate_fn that returns the samples, and the log of the worker so far."""
     before = list(log())
     log().append("collate")
     return samples, before
@@ -85,7 +85,7 @@ def log_init(worker_id):
 
 
 class Logged:
-    """Has a state. Notes what is done with it."""
+    """Has a state, and logs the calls that read or set it."""
 
     def __init__(self):
         self.log = []
@@ -101,7 +101,7 @@ class Logged:
 
 
 class Tail(Logged, IterableDataset):
-    """The numbers below n. Its iterator has a state, too."""
+    """Yields the numbers below n. Its iterator has a state, too."""
 
     def __init__(self, n):
         super().__init__()
@@ -138,7 +138,7 @@ class TailIterator:
 
 
 class Recalling(Numbers):
-    """Sample i is (i, the samples made before it, what it drew). What it has made is its state."""
+    """Sample i is (i, the samples made before it, its random numbers). The list of samples made is the state."""
 
     def __init__(self, n, in_order=True):
         super().__init__(n)

@@ -1,4 +1,4 @@
-"""Settings of a process that tests, made at import, and checks of what it leaves behind."""
+"""Settings for a test process, applied at import, and checks for what it leaves behind."""
 
 import contextlib
 import multiprocessing
@@ -13,21 +13,21 @@ import torch
 from refusals import RUNNER
 from support import SERVER, STARTED_PIDS, TORCH_MODE, children, mappings, open_files, trim_pool
 
-# A pool of intra-op threads would start at some test or other, and stay.
+# Otherwise some test would start an intra-op thread pool, which would then stay.
 torch.set_num_threads(1)
-# Under forkserver a worker then starts in a fraction of the second that the import takes.
+# Workers of a fork server then start without importing these modules, which takes a second.
 multiprocessing.set_forkserver_preload(["torch", "numpy"] if TORCH_MODE else ["torch", "numpy", "rustloader"])
-# A busy machine may start a worker so slowly that it would be warned of; test_stall.py sets limits of its own.
+# On a busy machine a worker may start so slowly that it causes a warning. test_stall.py sets its own limits.
 os.environ.update(RUSTLOADER_STALL_START_SECONDS="600", RUSTLOADER_STALL_ITEM_SECONDS="600")
-# A worker that is asked for its stack may also be slow to answer.
+# A worker may also be slow to report its stack.
 os.environ["RUSTLOADER_STALL_STACK_SECONDS"] = "120"
-# A shell without job control has what it starts in the background ignore Ctrl-C, and programs under test inherit that.
+# A shell without job control starts background jobs with SIGINT ignored, and programs under test inherit this.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def helpers():
-    """Processes and descriptors that last as long as the process: multiprocessing's, and the tests' own."""
+    """Returns pids and descriptors that last as long as the process: multiprocessing's, and the tests' own."""
     tracker, server = multiprocessing.resource_tracker._resource_tracker, forkserver._forkserver
     pids = {tracker._pid, server._forkserver_pid}
     files = {tracker._fd, server._forkserver_alive_fd}
@@ -41,58 +41,59 @@ def helpers():
 
 
 def threads():
-    found = []
+    named = []
     for tid in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError), open(f"/proc/self/task/{tid}/comm") as f:
             name = f.read().strip()
-            if name != "jemalloc_bg_thd":  # pyarrow's allocator starts and ends these when it likes
-                found.append((int(tid), name))
-    return found
+            if name != "jemalloc_bg_thd":  # pyarrow's allocator starts and ends these at any time
+                named.append((int(tid), name))
+    return named
 
 
 def shared_memory_files():
-    """The files in /dev/shm that the tests have made: those of torch's have the pid of their maker in their name."""
+    """Returns the names of files in /dev/shm that the tests have created. torch's names contain the creator's pid."""
     names = os.listdir("/dev/shm")
-    torchs = [name for name in names if name.startswith("torch_")]
-    ours = set()
-    if torchs:
+    torch_files = [name for name in names if name.startswith("torch_")]
+    pids = set()
+    if torch_files:
         with open(STARTED_PIDS) as file:
-            ours = set(file.read().split())
-    return [name for name in names if "rustloader" in name] + [name for name in torchs if name.split("_")[1] in ours]
+            pids = set(file.read().split())
+    torch_files = [name for name in torch_files if name.split("_")[1] in pids]
+    return [name for name in names if "rustloader" in name] + torch_files
 
 
 def state():
     pids, files = helpers()
-    found = {
+    held = {
         "children": list(children() - pids),
         "mappings": mappings(),
         "shared memory files": shared_memory_files(),
     }
-    if not TORCH_MODE:  # torch's loader loses descriptors and keeps a thread when indices are tensors
-        found["threads"] = threads()
-        found["descriptors"] = [
+    if not TORCH_MODE:  # torch's loader leaks descriptors, and a thread if indices are tensors
+        held["threads"] = threads()
+        held["descriptors"] = [
             target for n, target in open_files().items() if n not in files and not target.startswith("/proc/")
         ]
-    return found
+    return held
 
 
 def left(before, now):
-    """What there is now and was not before: {kind: things}."""
-    over = {kind: Counter(now[kind]) - Counter(before[kind]) for kind in before}
-    # A descriptor may have been replaced by another one; more of them is a loss.
+    """Returns what exists now but not before: {kind: things}."""
+    leftovers = {kind: Counter(now[kind]) - Counter(before[kind]) for kind in before}
+    # Descriptors and mappings may be replaced by others; only a higher count is a leak.
     return {
         kind: list(things)
-        for kind, things in over.items()
+        for kind, things in leftovers.items()
         if things and len(now[kind]) > (len(before[kind]) if kind in ("descriptors", "mappings") else 0)
     }
 
 
 def left_after(before, seconds):
-    """What remains of `left(before, now)` after `seconds`, with the pool emptied; {} as soon as nothing does."""
+    """Returns {} as soon as nothing is left behind, or `left(before, now)` after `seconds`, with the pool trimmed."""
     end = time.monotonic() + seconds
     while True:
         trim_pool()
-        over = left(before, state())
-        if not over or time.monotonic() > end:
-            return over
+        leftovers = left(before, state())
+        if not leftovers or time.monotonic() > end:
+            return leftovers
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Datasets, samplers and functions of the tests: at module level, so that spawned workers can import them."""
+"""Datasets, samplers and functions for tests, at module level so that spawned workers can import them."""
 
 import collections
 import dataclasses
@@ -13,12 +13,12 @@ from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 
 def as_list(samples):
-    """A collate_fn that leaves the samples as they are."""
+    """A collate_fn that returns the samples unchanged."""
     return list(samples)
 
 
 def untouched(sample):
-    """A collate_fn for batch_size=None that does nothing."""
+    """A collate_fn for batch_size=None that returns the sample unchanged."""
     return sample
 
 
@@ -41,21 +41,21 @@ class Numbers(Dataset):
 
 
 class OnDevice(Numbers):
-    """Sample i is made on the CUDA device."""
+    """Sample i is a CUDA tensor."""
 
     def __getitem__(self, i):
         return torch.full((100,), i, device="cuda")
 
 
 class WhoAmI(Numbers):
-    """Sample i is (i, id of the worker that made it)."""
+    """Sample i is (i, ID of the worker that fetched it)."""
 
     def __getitem__(self, i):
         return int(i), worker_id()
 
 
 class Value(Numbers):
-    """Every sample is the dataset's `value`, which users change between epochs."""
+    """Every sample is the dataset's `value`, which tests change between epochs."""
 
     value = 0
 
@@ -64,7 +64,7 @@ class Value(Numbers):
 
 
 class Slow(Numbers):
-    """Sample i takes `seconds[i]`, or no time."""
+    """Sample i takes `seconds[i]`, by default 0."""
 
     def __init__(self, n, seconds):
         super().__init__(n)
@@ -76,7 +76,7 @@ class Slow(Numbers):
 
 
 class Held(Numbers):
-    """Sample `at` makes a file, FILE.reached, and is not done before there is FILE; minutes later that is an error."""
+    """Sample `at` creates the file FILE.reached, and waits until FILE exists; after 240 s it fails."""
 
     def __init__(self, n, at, file):
         super().__init__(n)
@@ -91,7 +91,7 @@ class Held(Numbers):
         open(f"{self.file}.reached", "w").close()
         end = time.monotonic() + 240
         while not os.path.exists(self.file):
-            assert time.monotonic() < end, "the file does not come"
+            assert time.monotonic() < end, "the file does not appear"
             time.sleep(0.01)
 
 
@@ -109,7 +109,7 @@ class Given(Dataset):
 
 
 class Draws(Numbers):
-    """Sample i is what each random generator of the worker gives next."""
+    """Each sample is the worker's info, and a draw from each of its random generators."""
 
     def __getitem__(self, i):
         info = get_worker_info()
@@ -125,7 +125,7 @@ class Draws(Numbers):
 
 
 class NthDraw(Numbers):
-    """Sample i is how many samples this worker made before."""
+    """Each sample is how many samples this worker has fetched before."""
 
     made = 0
 
@@ -183,7 +183,7 @@ def os_error():
 
 
 class Index(Dataset):
-    """What of an index arrives in the worker, sample by sample."""
+    """Each sample is the type and repr of its index, as the worker receives it."""
 
     def __len__(self):
         return 1000
@@ -193,14 +193,14 @@ class Index(Dataset):
 
 
 class WholeIndex(Index):
-    """The same for the whole batch index."""
+    """A batch is the type and repr of its index batch, and the types of its indices."""
 
     def __getitems__(self, indices):
         return [(type(indices).__name__, repr(indices), [type(i).__name__ for i in indices])]
 
 
 class Images(Dataset):
-    """(image, label): random bytes made from the index alone."""
+    """Sample i is (image, label). The image is random bytes that depend only on i."""
 
     def __init__(self, n, shape=(3, 64, 64)):
         self.n = n
@@ -217,7 +217,7 @@ class Images(Dataset):
 
 
 class Dying(Numbers):
-    """At sample `at` the worker ends in the way named: a signal, or an exit status."""
+    """At sample `at` the worker ends: `how` is a signal or an exit status."""
 
     def __init__(self, n, at, how):
         super().__init__(n)
@@ -234,7 +234,7 @@ class Dying(Numbers):
 
 
 class DyingOnce(Dying):
-    """The same, but only as long as the marker file is absent."""
+    """Dying, but only if the marker file does not exist."""
 
     def __init__(self, n, at, how, marker):
         super().__init__(n, at, how)
@@ -248,7 +248,7 @@ class DyingOnce(Dying):
 
 
 def first_time(marker):
-    """Whether there is no file of this name; there is now."""
+    """Creates a file. Returns False if it already exists."""
     try:
         os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -276,7 +276,7 @@ class Shards(IterableDataset):
 
 
 class Epochs(IterableDataset):
-    """Yields (worker, number of the epoch, i); each iter() begins a new epoch."""
+    """Yields (worker, epoch, i); each iter() begins a new epoch."""
 
     epoch = -1
 
@@ -287,7 +287,7 @@ class Epochs(IterableDataset):
 
 
 class LazySampler(Sampler):
-    """Indices one by one; the log records when."""
+    """Yields indices one by one; the log records when."""
 
     def __init__(self, n, log, draw=False):
         self.n, self.log, self.draw = n, log, draw
@@ -306,7 +306,7 @@ class LazySampler(Sampler):
 
 
 class EagerSampler(LazySampler):
-    """All draws are made by __iter__ itself."""
+    """Draws everything in __iter__."""
 
     def __iter__(self):
         self.log.append("iter")
@@ -315,7 +315,7 @@ class EagerSampler(LazySampler):
 
 
 class FailingSampler(Sampler):
-    """Raises KeyError in place of index `at`, then continues."""
+    """Raises KeyError instead of yielding index `at`, then continues."""
 
     def __init__(self, n, at):
         self.n, self.at = n, at
@@ -371,7 +371,7 @@ class Unpicklable:
 
 
 class Recorded(Numbers):
-    """Adds a line to a file for each sample that is made. The samples in `held` wait as those of `Held` do."""
+    """Adds a line to a file for each fetched sample. The samples in `held` wait like those of `Held`."""
 
     def __init__(self, n, file, held=()):
         super().__init__(n)

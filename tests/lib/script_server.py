@@ -1,8 +1,8 @@
-"""Runs scripts in children of a process that has imported torch and the test helpers, which takes seconds each time.
+"""Runs scripts in children of a process that has imported torch and the test helpers, since each import takes seconds.
 
-The server is `python -c` of `SERVER`. A forked child comes back out of `next_script` with the source that it is to run
-as `__main__`, so that its end is the real end of an interpreter, with the exit status and traceback of `python -c`.
-What a script cannot see there is the start of the interpreter: where that matters, `start_script` starts a new one.
+The server is `python -c` of `SERVER`. In a forked child `next_script` returns the code to run as `__main__`, so that
+the interpreter really exits at its end, with the exit status and traceback of `python -c`. The start of an interpreter
+is not covered: for that, `start_script` can start a new one.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ SERVER = "import script_server; exec(script_server.next_script({descriptor}))"
 
 
 class Script:
-    """A script under way: as much of `subprocess.Popen` as the tests use."""
+    """A running script, with the part of `subprocess.Popen` that the tests use."""
 
     def __init__(self, pid, status, stdout, stderr):
         self.pid, self.returncode = pid, None
@@ -40,13 +40,13 @@ class Script:
             if not select.select([self._status], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired("script", timeout)
             text = os.read(self._status, 100)
-            assert text, "the server of scripts has ended"
+            assert text, "the script server has ended"
             os.close(self._status)
             self.returncode = os.waitstatus_to_exitcode(int(text))
         return self.returncode
 
     def communicate(self, timeout=None):
-        """Waits until the script, and every process with its outputs, has ended: (stdout, stderr)."""
+        """Waits until the script, and every process that shares its outputs, has ended. Returns (stdout, stderr)."""
         end = None if timeout is None else time.monotonic() + timeout
 
         def left():
@@ -70,31 +70,31 @@ class Script:
 
 
 class Server:
-    """The process that forks the scripts of this one. It starts with the first script and ends with this process."""
+    """The process that forks this process's scripts. It starts with the first script and ends with this process."""
 
     def __init__(self, python=sys.executable):
         self.python = python
         self.process = self.channel = None
 
     def start(self, source, environment, file=None, folder=None):
-        """Starts a script with this environment, as one of `python -c` or out of a file, in a folder."""
+        """Starts a script in `folder` with this environment, like `python -c`, or from a file."""
         if self.process is None:
-            self.channel, theirs = socket.socketpair()
+            self.channel, server_end = socket.socketpair()
             self.process = subprocess.Popen(
-                [self.python, "-c", SERVER.format(descriptor=theirs.fileno())],
+                [self.python, "-c", SERVER.format(descriptor=server_end.fileno())],
                 env=environment,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[server_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-            theirs.close()
+            server_end.close()
         pipes = [os.pipe() for _ in range(3)]
         request = json.dumps([source, environment, file and str(file), str(folder or os.getcwd())]).encode()
         socket.send_fds(self.channel, [len(request).to_bytes(8)], [writer for _, writer in pipes])
         self.channel.sendall(request)
         for _, writer in pipes:
             os.close(writer)
-        pid = int.from_bytes(received(self.channel, 8))
+        pid = int.from_bytes(receive(self.channel, 8))
         return Script(pid, *(reader for reader, _ in pipes))
 
     def close(self):
@@ -104,17 +104,18 @@ class Server:
             self.process = self.channel = None
 
 
-def received(channel, size):
+def receive(channel, size):
     data = b""
     while len(data) < size:
         more = channel.recv(size - len(data))
-        assert more, "the server of scripts has ended"
+        assert more, "the script server has ended"
         data += more
     return data
 
 
 def next_script(descriptor):
-    """In each child of the server, the compiled script that it is to run. The server itself ends here."""
+    """Serves scripts until the channel is closed, which ends the process. In each child it returns the compiled script
+    to run."""
     import numpy  # noqa: F401
     import support
     import torch  # noqa: F401
@@ -134,9 +135,9 @@ def next_script(descriptor):
             head, pipes, _, _ = socket.recv_fds(channel, 8, 3)
             if not head:
                 os._exit(0)
-            source, environment, file, folder = json.loads(received(channel, int.from_bytes(head)))
+            source, environment, file, folder = json.loads(receive(channel, int.from_bytes(head)))
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # numpy's threads
+                warnings.simplefilter("ignore")  # of a fork with NumPy's threads
                 pid = os.fork()
             if pid == 0:
                 break

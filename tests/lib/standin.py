@@ -1,12 +1,12 @@
-"""A device without hardware: its streams, events, copies and memory are under the control of a test.
+"""A simulated device, whose streams, events, copies and memory a test controls.
 
-Work is queued and runs when the test lets it: `StandIn.run` runs what one stream has, `run_some` runs streams in random
-order, `run_all` everything. Waits of one stream for another hold as on a device. Memory that is freed goes to its
-stream's pool and is given out again at once, the last freed first, as torch's allocator does.
+Work is queued and runs when the test lets it: `StandIn.run` runs the work of one stream, `run_some` runs streams in
+random order, and `run_all` runs everything. Streams wait for each other as on a device. As in torch's allocator, freed
+memory goes to its stream's pool and is reused immediately, the most recently freed first.
 
-It looks for races without having to meet them: each piece of work has a vector clock of what must have run before it.
-Memory that is written while earlier work may still use it, or read before it is written, is noted in `faults`. So is
-memory of the host that is freed before its copy has run.
+It detects races even if they do not happen: each piece of work has a vector clock of the work that must run before it.
+`faults` lists memory that is written while earlier work may still use it, or read before it is written, and host memory
+that is freed before its copy has run.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ class Stream:
     def __init__(self, number):
         self.number = number
         self.queue = []
-        # What must have run before the next piece of work: the count of pieces by stream.
+        # How many pieces of work of each stream must have run before this stream's next piece.
         self.clock = {}
         self.queued = 0
 
@@ -42,15 +42,15 @@ class Event:
 
 
 class Block:
-    """Memory of the device. It belongs to the stream that it was allocated in."""
+    """Device memory. It belongs to the stream on which it was allocated."""
 
     def __init__(self, nbytes, stream):
         self.memory = np.full(nbytes, POISON, np.uint8)
         self.stream = stream
-        # Work that has used it: (stream, count, clock).
+        # Work that uses it: (stream, count, clock).
         self.uses = []
         self.write = None
-        # The streams that the allocator waits for when it is freed.
+        # Streams on which it was recorded: once it is freed, the allocator waits for them.
         self.recorded = []
 
 
@@ -61,7 +61,7 @@ class StandIn(Streams):
         self.default = Stream(0)
         self.streams = [self.default]
         self.thread = threading.local()
-        # What the program has seen done: all that it queues later runs after that.
+        # Work that the program knows to be done: everything queued later runs after it.
         self.seen = {}
         self.idle = []
         self.pending = []
@@ -73,14 +73,14 @@ class StandIn(Streams):
         self.pinned = True
         # Called before each copy; may raise.
         self.before_copy = lambda: None
-        # Called with the name of each method that asks the driver for something; may raise.
+        # Called with the name of each method that calls the driver; may raise.
         self.before_call = lambda name: None
-        # By call under way: the tensors made on the device, and read on the host.
+        # For each call in progress: the tensors created on the device, and those read on the host.
         self.traces = []
         self.handed_over = 0
         self.allocated = 0
 
-    # What `Streams` has.
+    # The interface of `Streams`.
 
     def make(self):
         self.streams.append(Stream(len(self.streams)))
@@ -119,20 +119,20 @@ class StandIn(Streams):
 
     def wait(self, stream, event):
         self.before_call("wait")
-        stream.clock = joined(stream.clock, event.clock)
+        stream.clock = merge_clocks(stream.clock, event.clock)
         self._queue(stream, lambda: None, event)
 
     def is_done(self, event):
         self.before_call("is_done")
         if event.done:
-            self.seen = joined(self.seen, event.clock)
+            self.seen = merge_clocks(self.seen, event.clock)
         return event.done
 
     def synchronize(self, event):
         self.before_call("synchronize")
         while not event.done:
-            assert any(self._step(stream) for stream in self.streams), "nothing can run: the streams wait in a circle"
-        self.seen = joined(self.seen, event.clock)
+            assert any(self._step(stream) for stream in self.streams), "the streams wait for each other in a circle"
+        self.seen = merge_clocks(self.seen, event.clock)
 
     def seconds(self, begin, end):
         assert begin.done and end.done
@@ -154,7 +154,7 @@ class StandIn(Streams):
         self.before_copy()
         stream = self.current()
         moved = self._allocate(tensor, stream)
-        # As a device it keeps no reference to what it reads.
+        # Like a device, it keeps no reference to its source.
         block, host = self.block(moved), weakref.ref(tensor)
         self.copies += 1
 
@@ -191,17 +191,17 @@ class StandIn(Streams):
     def _allocate(self, like, stream):
         for block, events in self.pending[:]:
             if all(event.done for event in events):
-                self.seen = functools.reduce(joined, (event.clock for event in events), self.seen)
+                self.seen = functools.reduce(merge_clocks, (event.clock for event in events), self.seen)
                 self.pending.remove((block, events))
                 self.idle.append(block)
-        found = [it for it in self.idle if it.stream is stream and it.memory.nbytes == like.nbytes]
-        if found:
-            block = found[-1]
+        fitting = [it for it in self.idle if it.stream is stream and it.memory.nbytes == like.nbytes]
+        if fitting:
+            block = fitting[-1]
             self.idle.remove(block)
         else:
             block = Block(like.nbytes, stream)
             self.allocated += 1
-        # A view of its own: torch keeps it until the storage is freed.
+        # Each allocation has its own view, which torch keeps until the storage is freed.
         view = block.memory[:]
         weakref.finalize(view, self._free, block, view.ctypes.data).atexit = False
         self.blocks[view.ctypes.data] = block
@@ -219,7 +219,7 @@ class StandIn(Streams):
 
     @property
     def live(self):
-        """Number of blocks that a tensor holds."""
+        """Returns the number of blocks that tensors hold."""
         return len(self.blocks)
 
     # The work of the program.
@@ -239,13 +239,13 @@ class StandIn(Streams):
         block.uses.append((stream, count, clock))
 
     def join(self, stream, other):
-        """Lets a stream wait for what another one has."""
+        """Makes a stream wait for the queued work of another."""
         self.wait(stream, self.record(other))
 
-    # The running.
+    # Execution.
 
     def _clock_of(self, stream):
-        return {**joined(stream.clock, self.seen), stream.number: stream.queued + 1}
+        return {**merge_clocks(stream.clock, self.seen), stream.number: stream.queued + 1}
 
     def _queue(self, stream, run, after=None):
         stream.clock = clock = self._clock_of(stream)
@@ -254,7 +254,7 @@ class StandIn(Streams):
         return stream.queued, clock
 
     def _step(self, stream):
-        """Runs the next piece of a stream's work, if that may run."""
+        """Runs a stream's next piece of work, if it may run. Returns whether it did."""
         if not stream.queue or (stream.queue[0][1] is not None and not stream.queue[0][1].done):
             return False
         run, _ = stream.queue.pop(0)
@@ -267,15 +267,15 @@ class StandIn(Streams):
             pass
 
     def run_some(self, steps):
-        """Runs up to that many pieces of work of random streams."""
+        """Runs up to `steps` pieces of work of random streams."""
         for _ in range(steps):
             self._step(self.rng.choice(self.streams))
 
     def run_all(self):
         while any(self._step(stream) for stream in self.streams):
             pass
-        assert not any(stream.queue for stream in self.streams), "the streams wait in a circle"
+        assert not any(stream.queue for stream in self.streams), "the streams wait for each other in a circle"
 
 
-def joined(one, other):
+def merge_clocks(one, other):
     return {key: max(one.get(key, 0), other.get(key, 0)) for key in one.keys() | other.keys()}

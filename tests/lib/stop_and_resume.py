@@ -1,7 +1,7 @@
-"""Trainings that are killed in mid-epoch and started again, against the same training without a stop.
+"""Compares training runs that are killed in mid-epoch and resumed with an uninterrupted run.
 
 A training is a command with the options `--folder` for its checkpoints and `--step-seconds`, which makes it slow enough
-to be killed. It goes on from the last checkpoint in its folder, and prints `rank R step S: ...` for each step.
+to be killed. It resumes from the last checkpoint in its folder, and prints `rank R step S: ...` for each step.
 """
 
 import contextlib
@@ -17,12 +17,12 @@ from pathlib import Path
 
 STEP = re.compile(r"rank (\d+) step (\d+): (.*)")
 MARK = "RUSTLOADER_TEST_TRAINING"
-SECONDS = 600  # one that takes longer hangs
+SECONDS = 600  # after which a training counts as hung
 
 
 @dataclass
 class Run:
-    """What a training printed: a text for each (rank, step)."""
+    """The output of a training: a text for each (rank, step)."""
 
     steps: dict[tuple[int, int], str] = field(default_factory=dict)
     output: str = ""
@@ -31,7 +31,7 @@ class Run:
         self.output += line
         if line.endswith("\n") and (found := STEP.search(line)):
             key = int(found[1]), int(found[2])
-            assert key not in self.steps, f"a step twice: {line}"
+            assert key not in self.steps, f"a step came twice: {line}"
             self.steps[key] = found[3]
 
     @property
@@ -44,7 +44,7 @@ class Run:
 
 
 class Training:
-    """A training and all its processes, in sessions of their own as well: they inherit a mark in their environment."""
+    """A training and all its processes, including those in other sessions. They inherit a mark in their environment."""
 
     def __init__(self, command):
         self.mark = f"{MARK}={uuid.uuid4().hex}"
@@ -61,15 +61,15 @@ class Training:
         self.hung.start()
 
     def pids(self):
-        found = []
+        pids = []
         for path in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):  # it has ended, or is another user's
                 if self.mark.encode() in path.read_bytes().split(b"\0"):
-                    found.append(int(path.parent.name))
-        return found
+                    pids.append(int(path.parent.name))
+        return pids
 
     def kill(self):
-        """SIGKILL to its process group, then to those that have left the group, until there are none."""
+        """Sends SIGKILL to its process group, then to processes that have left the group, until none are left."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         while pids := self.pids():
@@ -79,7 +79,7 @@ class Training:
             time.sleep(0.01)
 
     def run(self, kill_at=None, ranks=1, status=0):
-        """Reads what it prints, to the end or until each rank has done the step `kill_at`: then it is killed."""
+        """Reads its output to the end, or until each rank has printed step `kill_at`, and then kills it."""
         run, last = Run(), dict.fromkeys(range(ranks), 0)
         try:
             for line in self.process.stdout:
@@ -87,8 +87,8 @@ class Training:
                 last |= {rank: step for rank, step in run.steps}
                 if kill_at is not None and min(last.values()) >= kill_at:
                     self.kill()
-            found, status = self.process.wait(), status if kill_at is None else -signal.SIGKILL
-            assert found == status, f"status {found} in place of {status}\n{run.output}"
+            actual, status = self.process.wait(), status if kill_at is None else -signal.SIGKILL
+            assert actual == status, f"status {actual} instead of {status}\n{run.output}"
         finally:
             self.hung.cancel()
             self.kill()
@@ -97,10 +97,10 @@ class Training:
 
 
 def stop_and_resume(command, folder, *, kill_at, epoch, ranks=1, resume=None, mid_epoch=True):
-    """Runs a training undisturbed, and again with a kill after the step `kill_at`; `epoch` is the steps of one.
+    """Runs a training to its end, and again with a kill after step `kill_at`. An epoch has `epoch` steps.
 
-    Each step of the killed and of the resumed run must have printed what it printed in the undisturbed one, and they
-    must have done all of them. Returns the three runs. `resume` is the second command, if it is another one.
+    Each step of the killed and of the resumed run must print what it prints in the uninterrupted run, and together they
+    must do all steps. `resume` is the command of the resumed run, if it differs.
     """
     whole = Training([*command, "--folder", folder / "whole"]).run()
     stopped = Training([*command, "--folder", folder / "stopped", "--step-seconds", "0.05"]).run(kill_at, ranks)
@@ -110,8 +110,8 @@ def stop_and_resume(command, folder, *, kill_at, epoch, ranks=1, resume=None, mi
     assert stopped.first == 1 and kill_at <= stopped.last < steps, "it was not killed in time"
     assert 1 < resumed.first <= stopped.last + 1 and bool((resumed.first - 1) % epoch) == mid_epoch, resumed.first
     for run in (stopped, resumed):
-        other = sorted(
+        different = sorted(
             (key, text, whole.steps.get(key)) for key, text in run.steps.items() if whole.steps.get(key) != text
         )
-        assert not other, f"{len(other)} of {len(run.steps)} steps are others, first {other[0]}"
+        assert not different, f"{len(different)} of {len(run.steps)} steps differ, first {different[0]}"
     assert stopped.steps.keys() | resumed.steps.keys() == whole.steps.keys()

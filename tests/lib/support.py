@@ -1,7 +1,7 @@
-"""What the tests share: the loader under test, comparisons, processes, scripts.
+"""Shared by the tests: the loader under test, comparisons, processes, scripts.
 
-With RUSTLOADER_TEST_LOADER=torch in the environment the loader under test is torch's own. Every test that is
-not marked `ours` passes in that mode too: it asks for what torch does, not for what we think torch does.
+With RUSTLOADER_TEST_LOADER=torch in the environment, the loader under test is torch's own. Every test that is not
+marked `ours` passes in that mode too: it expects what torch does, not what we believe torch does.
 """
 
 import contextlib
@@ -27,7 +27,8 @@ import torch.utils.data
 from sample_data import Given, untouched
 from script_server import Server
 
-# The tests start thousands of workers; Python 3.14 would not fork them. `make test START_METHOD=forkserver` is its way.
+# The tests start thousands of workers, so they fork, which is not Python 3.14's default: `make test
+# START_METHOD=forkserver` tests that.
 START_METHOD = os.environ.get("RUSTLOADER_TEST_START_METHOD") or "fork"
 torch.multiprocessing.set_start_method(START_METHOD, force=True)
 
@@ -46,18 +47,18 @@ else:
     LoaderIter = rustloader.iterator.core._MultiProcessingDataLoaderIter
 
 BOTH = [TorchDataLoader, DataLoader]
-# 2.6: fewer counters, no hint when a worker cannot be pickled, files in /dev/shm that are given no pages beforehand.
+# torch 2.6 has fewer counters, no hint if a worker cannot be pickled, and does not preallocate its files in /dev/shm.
 OLD_TORCH = "worker_idx" not in inspect.signature(LoaderIter._process_data).parameters
 SCRIPTS = []
 SERVER = Server()
-# A file with the pids of all processes that the tests have started, directly or not. Each pytest-xdist worker has one.
+# A file with the pids of all processes that the tests start, directly or not. Each pytest-xdist worker has its own.
 STARTED_PIDS = os.environ.setdefault(
     f"RUSTLOADER_TEST_PIDS_{os.environ.get('PYTEST_XDIST_WORKER', 'main').upper()}",
     os.path.join(tempfile.gettempdir(), f"pids-{os.getpid()}"),
 )
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = pathlib.Path(HERE).parents[1]
-# What a script imports: this folder's modules, and the test that it is of.
+# Scripts import this folder's modules, and the test files.
 SCRIPT_PATH = os.pathsep.join([HERE, *map(str, (ROOT / "tests" / "python").glob("*/"))])
 
 
@@ -66,26 +67,26 @@ def note_pid(pid):
         file.write(f"{pid}\n")
 
 
-def noting_start(self, start=multiprocessing.process.BaseProcess.start):
+def start_and_note_pid(self, start=multiprocessing.process.BaseProcess.start):
     start(self)
     note_pid(self.pid)
 
 
 note_pid(os.getpid())
-multiprocessing.process.BaseProcess.start = noting_start
+multiprocessing.process.BaseProcess.start = start_and_note_pid
 
 
 # Batches
 
 
 def engine_batches():
-    """Batches that the Rust engine has delivered in this process; None when torch's loader is under test."""
+    """Returns how many batches the engine has delivered in this process, or None if torch's loader is under test."""
     return None if TORCH_MODE else rustloader.engine_batches()
 
 
 @contextlib.contextmanager
 def from_engine(count):
-    """The body must get exactly `count` batches out of the Rust engine."""
+    """Asserts that the body gets exactly `count` batches from the engine."""
     before = engine_batches()
     yield
     if not TORCH_MODE:
@@ -93,7 +94,8 @@ def from_engine(count):
 
 
 def epoch(loader):
-    """One epoch as a list; every batch must come from the engine if the loader is rustloader's and has workers."""
+    """Returns one epoch as a list. If the loader is rustloader's and has workers, every batch must come from the
+    engine."""
     before = engine_batches()
     batches = list(loader)
     if not TORCH_MODE and isinstance(loader, rustloader.DataLoader) and loader.num_workers > 0:
@@ -102,47 +104,47 @@ def epoch(loader):
 
 
 def send(*samples, workers=1, **kw):
-    """The samples through workers, one by one, untouched by any collation."""
+    """Returns the samples after a trip through workers, one by one, without collation."""
     kw.setdefault("batch_size", None)
     return epoch(DataLoader(Given(list(samples)), num_workers=workers, collate_fn=untouched, **kw))
 
 
 def config_of(**values):
-    """The settings of a loader with one worker, and some of them replaced."""
+    """Returns the settings of a loader with one worker, with `values` replaced."""
     from rustloader.settings.config import resolve
 
     return resolve(DataLoader(range(2), num_workers=1)).changed(**values)
 
 
 def values(batches):
-    """Tensors to plain lists, so that epochs can be compared and printed."""
+    """Converts tensors to plain lists, so that epochs can be compared and printed."""
     return [b.tolist() if isinstance(b, torch.Tensor) else b for b in batches]
 
 
 def outcome(fn, *args):
-    """What a call gives: ("value", v), ("end",) or ("error", type, first line of the text)."""
+    """Returns the outcome of a call: ("value", v), ("end",) or ("error", type, first line of the text)."""
     try:
         value = fn(*args)
     except StopIteration:
         return ("end",)
     except Exception as e:
-        return ("error", torchs_type(e), first_line(e))
+        return ("error", type_in_torch(e), first_line(e))
     return ("value", value.tolist() if isinstance(value, torch.Tensor) else value)
 
 
-def torchs_type(error):
-    """The type of an error, or what torch raises in its place: rustloader's own errors are RuntimeErrors there."""
-    kind = type(error)
-    return RuntimeError if kind.__module__ == "rustloader" else kind
+def type_in_torch(error):
+    """Returns the type that torch raises for an error: RuntimeError for rustloader's own types, else the same type."""
+    cls = type(error)
+    return RuntimeError if cls.__module__ == "rustloader" else cls
 
 
 def outcomes(iterator, calls):
-    """The outcomes of `calls` calls of next()."""
+    """Returns the outcomes of `calls` calls of next()."""
     return [outcome(next, iterator) for _ in range(calls)]
 
 
 def outcomes_of(loader, calls):
-    """The same for a new iterator, shut down at the end: torch's takes 5 s a worker as cyclic garbage."""
+    """Returns the outcomes of a new iterator, and shuts it down: as cyclic garbage, torch's takes 5 s per worker."""
     iterator = iter(loader)
     result = outcomes(iterator, calls)
     if hasattr(iterator, "_shutdown_workers"):
@@ -151,7 +153,7 @@ def outcomes_of(loader, calls):
 
 
 def first_line(error):
-    """First line of an error's text, read from its argument: str() of a KeyError gives the repr."""
+    """Returns the first line of an error's text, from its argument: str() of a KeyError is its argument's repr."""
     text = str(error.args[0]) if error.args else str(error)
     return text.splitlines()[0] if text else ""
 
@@ -179,12 +181,12 @@ def same(a, b):
 
 
 def rng_states():
-    """A fingerprint of the state of this process's generators (torch, random, numpy)."""
+    """Returns a fingerprint of the states of this process's generators (torch, random, numpy)."""
     return torch.get_rng_state().sum().item(), hash(random.getstate()), np.random.get_state()[1].sum().item()
 
 
 def raw(tensor):
-    """The bytes of a dense CPU tensor, whatever its dtype."""
+    """Returns the bytes of a dense CPU tensor of any dtype."""
     return raw_storage(tensor.detach().contiguous().reshape(-1).untyped_storage())
 
 
@@ -201,7 +203,7 @@ def same_tensor(a, b):
 
 
 def digest(tensor):
-    """A number that changes with the content."""
+    """Returns a hash of the content."""
     return hash(raw(tensor.as_subclass(torch.Tensor)))
 
 
@@ -210,19 +212,20 @@ def digest(tensor):
 
 @contextlib.contextmanager
 def within(seconds):
-    """A liveness limit: about 20 times what is expected, never a claim of speed."""
+    """Fails if the body takes longer. This checks liveness, not speed: limits are about 20 times the expected time."""
     start = time.monotonic()
     yield
     took = time.monotonic() - start
     assert took < seconds, f"took {took:.2f} s, limit {seconds} s"
 
 
-# What is expected at once, or as soon as an interpreter has imported torch, on a machine that may be very busy.
+# Limits for things that happen immediately, or once an interpreter has imported torch, on a machine that may be very
+# busy.
 SOON, STARTED = 30.0, 240.0
 
 
 def wait_until(condition, seconds=SOON):
-    """Polls; True as soon as the condition holds, False when the time is over."""
+    """Polls. Returns True as soon as the condition holds, or False after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -231,19 +234,19 @@ def wait_until(condition, seconds=SOON):
     return True
 
 
-# The numbers of the system calls in which a thread waits for descriptors: poll, ppoll, select, pselect6, epoll_wait,
-# epoll_pwait, epoll_pwait2.
+# The numbers of the system calls that wait for descriptors: poll, ppoll, select, pselect6, epoll_wait, epoll_pwait,
+# epoll_pwait2.
 POLLS = {"x86_64": {7, 271, 23, 270, 232, 281, 441}, "aarch64": {73, 72, 22, 441}}[os.uname().machine]
-# In a futex a thread waits for a lock, and at times for the GIL: that does not mean that it waits for a batch, except
-# in torch's loader, where the pin thread's queue has a lock.
+# A thread in a futex waits for a lock, perhaps the GIL. Only in torch's loader can that mean that it waits for a batch,
+# because the pin thread's queue has a lock.
 FUTEX = {"x86_64": 202, "aarch64": 98}[os.uname().machine]
 WAITS = POLLS | {FUTEX} if TORCH_MODE else POLLS
 
 
 def waits_in_next(thread=None):
-    """Waits until a thread, by default the main one, is in next() and asleep in the call that waits for a batch."""
+    """Waits until a thread, by default the main thread, sleeps in the system call in which next() waits for a batch."""
     thread = thread or threading.main_thread()
-    # Python 3.11 keeps the native_id of the parent in a forked child.
+    # In a forked child, Python 3.11 keeps the parent's native_id.
     number = os.getpid() if thread is threading.main_thread() else thread.native_id
 
     def waits():
@@ -263,8 +266,8 @@ def waits_in_next(thread=None):
 
 
 def while_main_is_in(function, fn):
-    """Calls fn as soon as the main thread is in a function, with that frame, and again while fn returns False; in a
-    daemon thread."""
+    """Calls fn with the frame once the main thread is in `function`, and again while fn returns False. Runs in a daemon
+    thread, which it returns."""
 
     def run():
         while True:
@@ -281,7 +284,7 @@ def while_main_is_in(function, fn):
 
 
 def while_next_waits(fn, *args):
-    """Calls a function as soon as the main thread waits in next(), in a thread of its own."""
+    """Calls fn in a new thread as soon as the main thread waits in next(). Returns the thread."""
 
     def run():
         if waits_in_next():
@@ -292,26 +295,26 @@ def while_next_waits(fn, *args):
     return thread
 
 
-def workers_say(iterator, **words):
-    """Waits until each worker reports this status."""
+def workers_report(iterator, **status):
+    """Waits until each worker's status has these values."""
 
-    def say():
+    def have_reported():
         pages = [iterator._core.worker_status(worker) for worker in range(iterator._num_workers)]
-        return all(page[name] == word for page in pages for name, word in words.items())
+        return all(page[name] == value for page in pages for name, value in status.items())
 
-    return wait_until(say, STARTED)
+    return wait_until(have_reported, STARTED)
 
 
 def in_time(fn, *args, seconds=240):
-    """The first outcome of a call that is not a timeout, which a busy machine may have at any time."""
+    """Repeats a call until it does not time out, and returns its outcome. On a busy machine any call may time out."""
     end = time.monotonic() + seconds
-    while (got := outcome(fn, *args))[0] == "error" and "DataLoader timed out" in got[2]:
+    while (last := outcome(fn, *args))[0] == "error" and "DataLoader timed out" in last[2]:
         assert time.monotonic() < end, "every call times out"
-    return got
+    return last
 
 
 def in_thread(fn, *args, seconds=120.0):
-    """Runs fn in a thread of its own that has ended when this returns; its result or its error."""
+    """Runs fn in a new thread and waits for its end. Returns its result or raises its error."""
     box = []
 
     def body():
@@ -331,40 +334,40 @@ def in_thread(fn, *args, seconds=120.0):
 
 
 def state_of(pid):
-    """A process's state letter from /proc; "X" when it no longer exists."""
+    """Returns a process's state letter from /proc, or "X" if it no longer exists."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{pid}/stat") as f:
         return f.read().rpartition(")")[2].split()[0]
     return "X"
 
 
 def gone(pid):
-    """The process no longer exists, or is a zombie."""
+    """Whether the process no longer exists, or is a zombie."""
     return state_of(pid) in "ZX"
 
 
 def children_of(parent):
-    """Pids of a process's children, the reaped ones excepted."""
+    """Returns the pids of a process's children that have not been reaped."""
     return {pid for pid, stat in all_processes() if int(stat[1]) == parent}
 
 
 def children():
-    """Those of this process, from the kernel's list where it keeps one: scanning all processes takes longer."""
+    """Returns the pids of this process's children, from the kernel's list if it has one: scanning /proc is slower."""
     if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
         return children_of(os.getpid())
-    found = set()
+    pids = set()
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/children") as file:
-            found.update(map(int, file.read().split()))
-    return found
+            pids.update(map(int, file.read().split()))
+    return pids
 
 
 def in_session(leader):
-    """Pids of the processes that live in the session of a script."""
+    """Returns the pids of the live processes in a script's session."""
     return {pid for pid, stat in all_processes() if int(stat[3]) == leader and stat[0] not in "ZX"}
 
 
 def all_processes():
-    """Pid and the fields of /proc/PID/stat from the state on, of each process."""
+    """Yields each process's pid, and the fields of its /proc/PID/stat from the state on."""
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             with open(f"/proc/{pid}/stat") as f:
@@ -373,7 +376,7 @@ def all_processes():
 
 
 def tasks_named(name):
-    """The /proc folders of the threads of this process that the kernel knows by this name."""
+    """Yields the /proc folders of this process's threads with this name in the kernel."""
     for tid in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError), open(f"/proc/self/task/{tid}/comm") as f:
             if f.read().strip() == name:
@@ -381,17 +384,17 @@ def tasks_named(name):
 
 
 def threads_named(name):
-    """Number of threads of this process that the kernel knows by this name."""
+    """Returns the number of this process's threads with this name in the kernel."""
     return sum(1 for _ in tasks_named(name))
 
 
 def sleeps(name):
-    """Whether all threads of this name are in a system call that waits."""
+    """Whether all threads with this name are in a system call that waits."""
     return all(call_of(task) in WAITS for task in tasks_named(name))
 
 
 def call_of(task):
-    """The number of the system call that a thread is in; -1 where there is none."""
+    """Returns the number of the system call that a thread is in, or -1."""
     with contextlib.suppress(OSError), open(f"{task}/syscall") as f:
         call = f.read().split()[0]
         return int(call) if call.isdecimal() else -1
@@ -406,9 +409,9 @@ HEAD = "import os, signal, sys, time\nimport torch\nfrom support import DataLoad
 
 
 def start_script(source, file=None, head=HEAD, environment=None, fresh=None, cwd=None, **kw):
-    """Starts a Python script in a session of its own, by `python -c` or out of a file. It sees `DataLoader`, the loader
-    under test. It is forked from a process that has imported torch, unless it is to be `fresh`, as by default each is
-    that comes out of a file, or has a head or an environment of its own."""
+    """Starts a Python script in its own session, like `python -c`, or from a file. In it, `DataLoader` is the loader
+    under test. If `fresh`, it runs in a new interpreter, else in a fork of a process that has imported torch. By
+    default it is fresh if it has a file, or its own head or environment."""
     path = os.pathsep.join([SCRIPT_PATH, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     env = dict(os.environ, PYTHONPATH=path)
     env.update(environment or {})
@@ -436,7 +439,7 @@ def start_script(source, file=None, head=HEAD, environment=None, fresh=None, cwd
 
 
 def finish(process, seconds=STARTED):
-    """Waits for a script: (exit status, stdout, stderr). One that hangs is killed and fails the test."""
+    """Waits for a script. Returns (exit status, stdout, stderr). A script that hangs is killed and fails the test."""
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -446,14 +449,14 @@ def finish(process, seconds=STARTED):
 
 
 def kill(process):
-    """Ends a script and everything it started, and returns its output."""
+    """Kills a script and everything in its process group. Returns its output."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     return process.communicate()
 
 
 def end_scripts():
-    """Ends the scripts that a failed test has left."""
+    """Kills the scripts that a failed test has left behind."""
     while SCRIPTS:
         process = SCRIPTS.pop()
         if not process.stdout.closed:
@@ -464,13 +467,13 @@ def run_script(source, seconds=STARTED, **kw):
     return finish(start_script(source, **kw), seconds)
 
 
-# What may be left behind
+# Things that may be left behind
 
 
 def shared_memory_of(pids):
-    """The files in /dev/shm whose names tell that these processes made them.
+    """Returns the files in /dev/shm whose names show that these processes created them.
 
-    A semaphore of multiprocessing has a random name, in which any number can stand.
+    Semaphores of multiprocessing are ignored: their names are random and may contain any number.
     """
     pids = set(map(str, pids))
     named = [name for name in os.listdir("/dev/shm") if name.startswith("torch_") or "rustloader" in name]
@@ -478,16 +481,16 @@ def shared_memory_of(pids):
 
 
 def open_files():
-    """What each descriptor shows: {number: target}."""
-    found = {}
+    """Returns {descriptor: target} of this process."""
+    targets = {}
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            found[int(number)] = os.readlink(f"/proc/self/fd/{number}")
-    return found
+            targets[int(number)] = os.readlink(f"/proc/self/fd/{number}")
+    return targets
 
 
 def mappings():
-    """Lines of /proc/self/maps that belong to an arena."""
+    """Returns the lines of /proc/self/maps that belong to arenas."""
     with open("/proc/self/maps") as f:
         return [line for line in f if "memfd:rustloader" in line]
 
@@ -503,12 +506,12 @@ def in_arena(address):
 
 
 def is_leased(tensor):
-    """Whether a tensor lies in an arena; small ones are copied out. What torch's loader gives counts as such."""
+    """Whether a tensor lies in an arena, as all but small tensors do. Always true of torch's loader."""
     return TORCH_MODE or in_arena(tensor.data_ptr())
 
 
 def arena_bytes():
-    """Bytes of memory that all arenas known to this process hold."""
+    """Returns the bytes of memory that all arenas known to this process hold."""
     total, seen = 0, set()
     for number, target in open_files().items():
         if "memfd:rustloader" in target:
@@ -517,7 +520,7 @@ def arena_bytes():
                 if status.st_ino not in seen:
                     seen.add(status.st_ino)
                     total += status.st_blocks * 512
-    # The mappings whose descriptor is closed. smaps counts the pages of all mappings, which takes long.
+    # Count mappings whose descriptor is closed. Only if there are any, since smaps counts all pages, which is slow.
     if {int(line.split()[4]) for line in mappings()} <= seen:
         return total
     inode = None
@@ -531,7 +534,7 @@ def arena_bytes():
 
 
 def trim_pool():
-    """Garbage collected, and the pool of idle arenas emptied."""
+    """Collects garbage, and empties the pool of idle arenas."""
     gc.collect()
     if not TORCH_MODE:
         trim = getattr(rustloader._core, "_trim_pool", None)

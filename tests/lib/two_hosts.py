@@ -1,6 +1,6 @@
-"""Two hosts for `test_two_hosts.py`: this process's network, and another one at the end of a cable.
+"""Two hosts for `test_two_hosts.py`: this process's network namespace, and another one connected to it by a veth pair.
 
-Run in a network namespace of its own, which ends with it: `unshare --net --map-root-user python -m two_hosts`.
+Run it in its own network namespace, which ends with it: `unshare --net --map-root-user python -m two_hosts`.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ from sample_data import Numbers
 
 import rustloader
 
-HERE, THERE = "10.77.0.1", "10.77.0.2"
-# The exit status that says that namespaces are not permitted.
+OWN_ADDRESS, OTHER_ADDRESS = "10.77.0.1", "10.77.0.2"
+# The exit status if namespaces are not permitted.
 NOT_PERMITTED = 77
 
 
@@ -40,7 +40,7 @@ class OtherHost:
             time.sleep(0.01)
         ip("link", "set", "lo", "up")
         ip("link", "add", "here", "type", "veth", "peer", "name", "there", "netns", str(self.holder.pid))
-        ip("address", "add", f"{HERE}/24", "dev", "here")
+        ip("address", "add", f"{OWN_ADDRESS}/24", "dev", "here")
         ip("link", "set", "here", "up")
         ip("link", "set", "there", "up", inside=self.inside)
         self.answers = False
@@ -48,12 +48,12 @@ class OtherHost:
 
     def answer(self):
         if not self.answers:
-            ip("address", "add", f"{THERE}/24", "dev", "there", inside=self.inside)
+            ip("address", "add", f"{OTHER_ADDRESS}/24", "dev", "there", inside=self.inside)
             self.answers = True
 
     def fall_silent(self):
-        """Nothing that is sent there is answered, and no connection is closed."""
-        ip("address", "del", f"{THERE}/24", "dev", "there", inside=self.inside)
+        """Makes the host stop answering, without closing connections."""
+        ip("address", "del", f"{OTHER_ADDRESS}/24", "dev", "there", inside=self.inside)
         self.answers = False
 
     def close(self):
@@ -62,7 +62,7 @@ class OtherHost:
 
 
 class Process(subprocess.Popen):
-    """A worker there, as `Started` wants it."""
+    """A worker on the other host, with the interface of `Started`."""
 
     def failure(self):
         code = self.poll()
@@ -73,14 +73,14 @@ class Process(subprocess.Popen):
 
 
 class HostContext(LoopbackContext):
-    """Starts workers on the other host, which answers by then."""
+    """Starts workers on the other host, after making it answer again."""
 
     def __init__(self, folder, host):
         super().__init__(folder, seconds=200.0)
         self.host = host
 
     def address(self):
-        return HERE
+        return OWN_ADDRESS
 
     def launch(self, blob, call):
         self.host.answer()
@@ -92,7 +92,7 @@ class HostContext(LoopbackContext):
 
 
 class Noise(Numbers):
-    """Sample i is random, and large enough to be in a leaf."""
+    """Each sample is random, and too large to be inline in a message."""
 
     def __getitem__(self, i):
         return torch.rand(10_000)
@@ -122,7 +122,7 @@ def main():
         assert all(map(torch.equal, batches, expected)) and len(batches) == len(expected) == 20
         assert rustloader.stats(restarting).faults.restarts == 1 and len(context.workers) == 2
         print("batches are equal")
-        # The first one has lost its main process, the second one was asked to leave.
+        # The first worker has lost its main process, and the second was told to exit.
         for worker in context.workers:
             worker.wait(200)
         print("workers are gone")

@@ -7,9 +7,9 @@ from _pytest.runner import runtestprotocol
 def pytest_runtest_protocol(item, nextitem):
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     reports = runtestprotocol(item, nextitem=nextitem, log=False)
-    # A hang is none, and the timer of pytest-timeout has run out.
+    # A hang is not retried: pytest-timeout's timer has run out.
     if any(r.failed and "Timeout (>" not in str(r.longrepr) for r in reports):
-        print(f"{item.nodeid} failed, and is tried again")
+        print(f"{item.nodeid} failed, and is run again")
         item._initrequest()
         reports = runtestprotocol(item, nextitem=nextitem, log=False)
     for report in reports:

@@ -1,4 +1,4 @@
-"""The scratch copy that mutants are put into, its builds, and the runs of tests on it."""
+"""The scratch copy into which mutants are put, its builds, and its test runs."""
 
 import ctypes
 import functools
@@ -19,13 +19,13 @@ WORK = ROOT / "target" / "mutants"
 TREE = WORK / "tree"
 LOGS = WORK / "logs"
 
-# What mutants are made of, and what all Python tests read.
+# The files that mutants change or depend on, and the helpers that all Python tests use.
 PRODUCT = ("python/rustloader/", "src/", "Cargo.toml", "Cargo.lock", "pyproject.toml")
 LIBRARY = ("rules", "support", "sample_data", "parity_table")
 HELPERS = ("tests/python/conftest.py", *(f"tests/lib/{name}.py" for name in LIBRARY))
 
-# Seconds without output after which a run hangs: more than any test may take (conftest.py ends most of them before),
-# what the imports before the first test may take on a busy machine, and a build.
+# Seconds without output after which a run counts as hung: more than any test may take (conftest.py ends most of them
+# earlier), more than the imports before the first test take on a busy machine, and more than a build takes.
 SLOWEST = 150.0
 START = 600.0
 BUILD = 1800.0
@@ -36,7 +36,7 @@ _environment = {
     "CARGO_TERM_COLOR": "never",
     "PYO3_PYTHON": sys.executable,
     "PYTHONPATH": os.pathsep.join(str(TREE / folder) for folder in ("python", "tests/mutants")),
-    # A mutant of the same length in the same second would find the .pyc file of the one before.
+    # A mutant of the same length, written in the same second, would use the previous mutant's .pyc file.
     "PYTHONDONTWRITEBYTECODE": "1",
     "VIRTUAL_ENV": sys.prefix,
 }
@@ -44,10 +44,10 @@ _environment = {
 
 @dataclass
 class Outcome:
-    """What came of a run of tests."""
+    """The outcome of a test run."""
 
     passed: bool
-    # The first test that failed, as it can be named to `run_tests`.
+    # The first test that failed, in the form that `run_tests` accepts.
     by: str = ""
     # failed, hung or crashed
     how: str = ""
@@ -58,7 +58,7 @@ class Outcome:
 
 @functools.cache
 def files() -> list[str]:
-    """The files of the repository, new ones that git does not ignore among them."""
+    """Returns the files of the repository, including untracked files that git does not ignore."""
     listed = subprocess.run(
         ["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True
     )
@@ -66,7 +66,7 @@ def files() -> list[str]:
 
 
 def sync() -> None:
-    """Makes the tree what the repository is. Files that are right already keep their times, for cargo."""
+    """Makes the tree equal to the repository. Unchanged files keep their times, for cargo."""
     for name in files():
         content, copy = (ROOT / name).read_bytes(), TREE / name
         if not copy.exists() or copy.read_bytes() != content:
@@ -97,7 +97,7 @@ def product_digest() -> str:
 
 @functools.cache
 def tests_digest(test: str | None) -> str:
-    """Of a test's file and what it reads; None: of all tests."""
+    """Returns a digest of a test's file and the helpers that it uses, or of all tests if `test` is None."""
     if test is None:
         return _digest_of_files(f for f in files() if f.startswith("tests/") and not f.startswith("tests/mutants/"))
     if is_cargo(test):
@@ -113,18 +113,18 @@ def is_cargo(target: str) -> bool:
 
 
 def file_of(target: str) -> str:
-    """The test file of a node id, from the root; what is cargo's stays as it is."""
+    """Returns the test file of a node id, relative to the root. Returns cargo targets unchanged."""
     if is_cargo(target):
         return target
     name = target.split("::")[0]
     if name.startswith("tests/"):
         return name
-    found = [str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "python").rglob(name)]
-    return found[0] if found else f"tests/python/{name}"
+    paths = [str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "python").rglob(name)]
+    return paths[0] if paths else f"tests/python/{name}"
 
 
 def exists(target: str) -> bool:
-    """Whether there is such a test: a file, or a function of that name in it."""
+    """Whether the test exists: the file, and the functions named in it."""
     if is_cargo(target):
         return True
     path, names = ROOT / file_of(target), target.split("::")[1:]
@@ -134,7 +134,7 @@ def exists(target: str) -> bool:
 
 
 def all_others(targets: list[str], is_rust: bool) -> list[list[str]]:
-    """All tests but these, in the order in which to try them."""
+    """Returns all tests except these, in the order in which to try them."""
     python = [
         f for f in files() if re.fullmatch(r"tests/python/(.*/)?test_\w+\.py", f) and f not in map(_whole_file, targets)
     ]
@@ -149,7 +149,7 @@ def _whole_file(target: str) -> str:
 
 
 def prepare(jobs: str | None) -> None:
-    """To be called first. Processes that lose their parents become this one's children, so that none is overlooked."""
+    """Call this first. Orphaned processes become this process's children, so that none is overlooked."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     os.environ.pop("RUSTLOADER_TEST_LOADER", None)
     os.environ.update(_environment)
@@ -158,25 +158,25 @@ def prepare(jobs: str | None) -> None:
     LOGS.mkdir(parents=True, exist_ok=True)
 
 
-def _children() -> list[int]:
-    """All processes that came of this one."""
+def _descendants() -> list[int]:
+    """Returns the pids of all descendants of this process."""
     parents = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             parents[int(pid)] = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, ProcessLookupError):
             continue
-    found, layer = [], {os.getpid()}
+    pids, layer = [], {os.getpid()}
     while layer:
         layer = {pid for pid, parent in parents.items() if parent in layer}
-        found += layer
-    return found
+        pids += layer
+    return pids
 
 
-def kill_the_rest() -> None:
-    """Ends whatever tests have left running."""
-    while left := _children():
-        for pid in left:
+def kill_descendants() -> None:
+    """Kills all processes that tests have left running."""
+    while remaining := _descendants():
+        for pid in remaining:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -198,8 +198,8 @@ def forget_log(name: str) -> None:
 
 
 def _run(command: list[str], log: str, quiet: float, **environment: str) -> tuple[int | None, str]:
-    """Runs a command in the tree, and ends all that it has started: its exit status, or None when it wrote nothing for
-    ``quiet`` seconds (once it has written something); its output."""
+    """Runs a command in the tree, and kills everything that it has started. Returns its exit status and its output. The
+    status is None if it was silent for ``quiet`` seconds, or for longer before its first output."""
     path = _log(log)
     with path.open("ab") as out:
         begin = out.tell()
@@ -224,7 +224,7 @@ def _run(command: list[str], log: str, quiet: float, **environment: str) -> tupl
         finally:
             process.kill()
             process.wait()
-            kill_the_rest()
+            kill_descendants()
     return status, path.read_bytes()[begin:].decode(errors="replace")
 
 
@@ -232,7 +232,7 @@ def _run(command: list[str], log: str, quiet: float, **environment: str) -> tupl
 
 
 def build(log: str, targets: list[str]) -> bool:
-    """Builds what these tests need of the tree as it is; False where that fails."""
+    """Builds what these tests need from the current tree. Returns False if that fails."""
     if all(map(is_cargo, targets)):
         return all(_run([*_cargo(t), "--no-run"], log, BUILD, **_loom(t))[0] == 0 for t in targets)
     source = _digest_of_tree("src/", "Cargo.toml", "Cargo.lock", "pyproject.toml")
@@ -262,7 +262,7 @@ def _loom(target: str) -> dict[str, str]:
 
 
 def run_tests(targets: list[str], log: str) -> Outcome:
-    """Runs tests on the tree, to the first failure."""
+    """Runs tests on the tree, up to the first failure."""
     for target in filter(is_cargo, targets):
         outcome = _run_cargo(target, log)
         if not outcome.passed:
@@ -282,8 +282,8 @@ def _run_pytest(targets: list[str], log: str) -> Outcome:
     command = [sys.executable, "-m", "pytest", "-x", "-v", "--tb=short", "--no-header", *plugins, *targets]
     status, output = _run(command, log, SLOWEST)
     failed = re.findall(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", output, re.MULTILINE)
-    begun = re.findall(r"^(tests/\S+?\.py::[^\s\[]+(?:\[.*?\])?)(?= |$)", output, re.MULTILINE)
-    return Outcome(status == 0, (failed or begun[-1:] or [""])[0], _how(status, failed))
+    started = re.findall(r"^(tests/\S+?\.py::[^\s\[]+(?:\[.*?\])?)(?= |$)", output, re.MULTILINE)
+    return Outcome(status == 0, (failed or started[-1:] or [""])[0], _how(status, failed))
 
 
 def _how(status: int | None, failed: list[str]) -> str:

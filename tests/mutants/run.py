@@ -1,9 +1,9 @@
-"""Puts one fault at a time into a copy of the code and looks whether a test fails.
+"""Puts one fault at a time into a copy of the code, and checks whether a test fails.
 
-The faults stand in the `*.toml` files beside this one; README.md explains how to add one. Everything happens in
-`target/mutants`: the copy (`tree`), what cargo builds of it, the output of each mutant's last run (`logs`), and
-`results.jsonl`, which gets a line after each mutant. A further run goes on where the last one ended, and does again
-what a change of code or tests has put in doubt.
+The faults are in the `*.toml` files of this folder; README.md explains how to add one. Everything happens in
+`target/mutants`: the copy (`tree`), cargo's builds, the output of each mutant's last run (`logs`), and `results.jsonl`,
+which gets a line per mutant. The next run continues where the last one ended, and repeats mutants whose results are
+invalid after a change of code or tests.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from syntax import Change
 
 HERE = Path(__file__).parent
 RESULTS = WORK / "results.jsonl"
-WANTED = 0.95
+REQUIRED = 0.95
 
 
 @dataclass
@@ -35,17 +35,18 @@ class Mutant:
 
     name: str
     dialect: Dialect
-    # What a developer has done wrong, in one sentence.
+    # The wrong behavior, in one sentence.
     fault: str
-    # A pattern that fits one piece of the code, and what replaces it; or the statement to leave out.
+    # A pattern that fits one piece of code, and its replacement; or a pattern for statements to remove.
     find: str = ""
     put: str = ""
     drop: str = ""
-    # The function, class or constant that it is in; empty: any.
+    # The function, class or constant that contains it; any if empty.
     at: str = ""
-    # What to run first: test files or node ids in tests/python; `cargo ...`, `loom ...`: the arguments of `cargo test`.
+    # Tests to run first: test files or node ids in tests/python, or `cargo ...` or `loom ...` with the arguments of
+    # `cargo test`.
     tests: list[str] = field(default_factory=list)
-    # Why no test can see it; for survivors alone.
+    # For survivors only: why no test can see the fault.
     equivalent: str = ""
 
     @property
@@ -54,7 +55,7 @@ class Mutant:
 
     @functools.cached_property
     def change(self) -> Change:
-        """What it does to a file of the repository. Raises NotFound if it does not apply."""
+        """The change of a file of the repository. Raises NotFound if it does not apply."""
         return self.change_in(bench.ROOT)
 
     def change_in(self, root: Path) -> Change:
@@ -67,11 +68,11 @@ class Mutant:
         if change.after == change.before:
             raise NotFound("it changes nothing")
         if not sources.is_code(self.dialect, change.after):
-            raise NotFound("what it makes is no code")
+            raise NotFound("its result is no code")
         return change
 
     def why_not(self) -> str:
-        """Why it cannot be put into the code; empty when it can."""
+        """Returns why it does not apply, or an empty string."""
         try:
             _ = self.change
         except NotFound as error:
@@ -81,17 +82,17 @@ class Mutant:
 
 
 def table() -> list[Mutant]:
-    """All mutants, those in Python first: they need no build."""
-    found = []
+    """Returns all mutants, those in Python first: they need no build."""
+    mutants = []
     for file, dialect in (("python.toml", PYTHON), ("rust.toml", RUST)):
         for group in tomllib.loads((HERE / file).read_text()).values():
             tests = group.pop("tests", [])
-            found += [Mutant(name, dialect, **{"tests": tests, **fields}) for name, fields in group.items()]
-    names = [m.name for m in found]
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
-        sys.exit(f"error: mutants of the same name: {', '.join(sorted(twice))}")
-    return found
+            mutants += [Mutant(name, dialect, **{"tests": tests, **fields}) for name, fields in group.items()]
+    names = [m.name for m in mutants]
+    duplicates = {name for name in names if names.count(name) > 1}
+    if duplicates:
+        sys.exit(f"error: duplicate names of mutants: {', '.join(sorted(duplicates))}")
+    return mutants
 
 
 # --- results --------------------------------------------------------------------------------------------------------
@@ -102,22 +103,22 @@ def key_of(mutant: Mutant, product: str) -> str:
 
 
 def results() -> dict[str, dict]:
-    """The last result of each mutant, and of each baseline."""
+    """Returns the last result of each mutant and of each baseline, by name."""
     lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
     return {line["name"]: line for line in map(json.loads, lines)}
 
 
-def note(line: dict) -> dict:
+def record(line: dict) -> dict:
     with RESULTS.open("a") as out:
         out.write(json.dumps(line) + "\n")
     return line
 
 
-def still_true(line: dict | None, key: str) -> bool:
-    """Whether a result holds for the code and the tests as they are now."""
+def is_valid(line: dict | None, key: str) -> bool:
+    """Whether a result is valid for the current code and tests."""
     if line is None or line["key"] != key or line["verdict"] == "error":
         return False
-    # For a catch the file of the test that caught it counts, for all else every test.
+    # A caught mutant depends on the file of the test that caught it, any other on all tests.
     return line["tests"] == bench.tests_digest(line["by"] if line["verdict"] == "caught" else None)
 
 
@@ -125,7 +126,7 @@ def still_true(line: dict | None, key: str) -> bool:
 
 
 def is_known_to_pass(target: str, product: str) -> bool:
-    """Whether a test, or its whole file, has passed in the code as it is."""
+    """Whether a test, or its whole file, has passed with the current code."""
     known = results()
     lines = [known.get(f"baseline {name}") for name in (bench.file_of(target), target)]
     return any(line and line["key"] == baseline_key(target, product) and line["verdict"] == "passed" for line in lines)
@@ -136,7 +137,7 @@ def baseline_key(target: str, product: str) -> str:
 
 
 def check(targets: list[str], product: str) -> None:
-    """Raises RuntimeError if tests fail in the code as it is."""
+    """Raises RuntimeError if tests fail without a mutant."""
     for target in targets:
         if is_known_to_pass(target, product):
             continue
@@ -146,8 +147,8 @@ def check(targets: list[str], product: str) -> None:
 
 
 def check_together(mutants: list[Mutant], product: str) -> None:
-    """Runs the Python tests that are named beside mutants once, all in one process: each by itself would cost the
-    imports. If one of them fails, each is run when its mutant is at hand."""
+    """Runs the Python tests that mutants name in one process, which saves imports. If one of them fails, each of them
+    runs later, before its mutant."""
     named = dict.fromkeys(t for m in mutants for t in m.tests if not bench.is_cargo(t))
     targets = [t for t in named if not is_known_to_pass(t, product)]
     if len(targets) < 2:
@@ -160,11 +161,11 @@ def check_together(mutants: list[Mutant], product: str) -> None:
         print(f"passed    {len(targets)} baselines ({seconds:.0f} s)", flush=True)
         for target in targets:
             key = baseline_key(target, product)
-            note({"name": f"baseline {target}", "key": key, "verdict": "passed", "by": "", "seconds": seconds})
+            record({"name": f"baseline {target}", "key": key, "verdict": "passed", "by": "", "seconds": seconds})
 
 
 def baseline(target: str, key: str) -> dict:
-    """Runs tests on the code as it is."""
+    """Runs tests without a mutant."""
     name = f"baseline {target}"
     start = time.monotonic()
     bench.sync()
@@ -174,11 +175,11 @@ def baseline(target: str, key: str) -> dict:
     outcome = bench.run_tests([target], name)
     verdict, seconds = "passed" if outcome.passed else "failed", round(time.monotonic() - start, 1)
     print(f"{verdict:9} {name} ({seconds:.0f} s)", flush=True)
-    return note({"name": name, "key": key, "verdict": verdict, "by": outcome.by, "seconds": seconds})
+    return record({"name": name, "key": key, "verdict": verdict, "by": outcome.by, "seconds": seconds})
 
 
 def attempt(mutant: Mutant, product: str, named: bool) -> dict:
-    """Puts the fault into the tree and runs the tests, the named ones first; what came of it."""
+    """Puts the fault into the tree and runs tests, the named ones first. Returns the result."""
     steps = [mutant.tests]
     if not named:
         steps += bench.all_others(mutant.tests, mutant.is_rust)
@@ -195,24 +196,24 @@ def attempt(mutant: Mutant, product: str, named: bool) -> dict:
     return {"verdict": "open" if named else "survived", "by": "", "how": ""}
 
 
-def one(mutant: Mutant, product: str, named: bool) -> dict:
+def run_mutant(mutant: Mutant, product: str, named: bool) -> dict:
     start = time.monotonic()
     try:
-        found = attempt(mutant, product, named)
+        result = attempt(mutant, product, named)
     except RuntimeError as error:
-        found = {"verdict": "error", "by": "", "how": str(error)}
-    tests = bench.tests_digest(found["by"] if found["verdict"] == "caught" else None)
+        result = {"verdict": "error", "by": "", "how": str(error)}
+    tests = bench.tests_digest(result["by"] if result["verdict"] == "caught" else None)
     seconds = round(time.monotonic() - start, 1)
-    return note({"name": mutant.name, "key": key_of(mutant, product), **found, "tests": tests, "seconds": seconds})
+    return record({"name": mutant.name, "key": key_of(mutant, product), **result, "tests": tests, "seconds": seconds})
 
 
-# --- the whole ------------------------------------------------------------------------------------------------------
+# --- all mutants ----------------------------------------------------------------------------------------------------
 
 
 def report(mutants: list[Mutant], broken: dict[str, str], product: str, diffs: bool = False) -> int:
-    """Prints what became of each mutant, and what it changes; the exit status."""
+    """Prints the result of each mutant, and its diff if `diffs`. Returns the exit status."""
     known = results()
-    found: dict[str, list[tuple[Mutant, dict]]] = {
+    by_verdict: dict[str, list[tuple[Mutant, dict]]] = {
         verdict: [] for verdict in ("caught", "survived", "open", "error", "not run")
     }
     for mutant in mutants:
@@ -221,28 +222,33 @@ def report(mutants: list[Mutant], broken: dict[str, str], product: str, diffs: b
             line = {"verdict": "error", "by": "", "how": broken[mutant.name]}
         elif line is None or line["key"] != key_of(mutant, product):
             line = {"verdict": "not run", "by": "", "how": ""}
-        found[line["verdict"]].append((mutant, line))
+        by_verdict[line["verdict"]].append((mutant, line))
         print(f"{line['verdict']:9} {mutant.name:37} {mutant.at:27} {line['how']} {short(line['by'])}".rstrip())
         if diffs and mutant.name not in broken:
             print(mutant.change.diff())
-    caught, survived = found["caught"], found["survived"]
+    caught, survived = by_verdict["caught"], by_verdict["survived"]
     share = len(caught) / len(mutants)
     in_python = sum(not m.is_rust for m in mutants)
     print(f"\n{len(mutants)} mutants, {in_python} of them in Python: {len(caught)} caught ({share:.1%})")
     for mutant, line in survived:
         reason = mutant.equivalent or f"NO REASON GIVEN. {mutant.fault}"
         print(f"  survived: {mutant.name}: {reason} {line['how']}".rstrip())
-    for mutant, line in found["error"]:
+    for mutant, line in by_verdict["error"]:
         print(f"  error: {mutant.name}: {line['how']}")
-    for mutant, _ in found["open"]:
-        print(f"  open: {mutant.name}: passes the tests named beside it. {mutant.fault}")
-    if found["not run"]:
-        print(f"  not run: {len(found['not run'])}")
+    for mutant, _ in by_verdict["open"]:
+        print(f"  open: {mutant.name}: its named tests pass. {mutant.fault}")
+    if by_verdict["not run"]:
+        print(f"  not run: {len(by_verdict['not run'])}")
     for mutant, _ in caught:
         if mutant.equivalent:
-            print(f"  {mutant.name} is caught now; its field `equivalent` can go")
-    bad = [m for m, _ in survived if not m.equivalent] or found["open"] or found["error"] or found["not run"]
-    return 1 if bad or share < WANTED else 0
+            print(f"  {mutant.name} is caught now; remove its field `equivalent`")
+    bad = (
+        [m for m, _ in survived if not m.equivalent]
+        or by_verdict["open"]
+        or by_verdict["error"]
+        or by_verdict["not run"]
+    )
+    return 1 if bad or share < REQUIRED else 0
 
 
 def short(by: str) -> str:
@@ -252,22 +258,25 @@ def short(by: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--only", metavar="NAME", action="append", help="this mutant alone, whatever its last result; may be repeated"
+        "--only",
+        metavar="NAME",
+        action="append",
+        help="run only this mutant, whatever its last result; may be repeated",
     )
     parser.add_argument(
-        "--list", action="store_true", help="each mutant as a diff, and what became of it; runs nothing"
+        "--list", action="store_true", help="print each mutant as a diff, and its last result; run nothing"
     )
-    parser.add_argument("--check", action="store_true", help="check that each mutant applies to the code; runs nothing")
-    parser.add_argument("--python-only", action="store_true", help="only mutants in Python")
+    parser.add_argument("--check", action="store_true", help="check that each mutant applies to the code; run nothing")
+    parser.add_argument("--python-only", action="store_true", help="run only mutants in Python")
     parser.add_argument(
-        "--named", action="store_true", help="only the tests named beside each mutant, for a quick look"
+        "--named", action="store_true", help="run only the tests that each mutant names, for a quick check"
     )
     parser.add_argument(
-        "--again", action="store_true", help="do not go on where the last run ended (--resume): do all again"
+        "--again", action="store_true", help="run all mutants again instead of continuing the last run (--resume)"
     )
     parser.add_argument("--resume", action="store_false", dest="again", help=argparse.SUPPRESS)
     parser.add_argument(
-        "--jobs", metavar="N", help="cargo's jobs. Mutants run one at a time: tests look at the whole machine"
+        "--jobs", metavar="N", help="cargo's jobs; mutants run one at a time, because tests look at the whole machine"
     )
     chosen = parser.parse_args()
     mutants = [m for m in table() if not (chosen.python_only and m.is_rust)]
@@ -285,24 +294,24 @@ def main() -> int:
     product = bench.product_digest()
     if chosen.list:
         return report(mutants, broken, product, diffs=True)
-    # Where a shell has started this in the background, SIGINT would be ignored here and in every test.
+    # If a shell has started this in the background, SIGINT would be ignored here and in every test.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     known = results()
 
     def is_to_run(mutant: Mutant) -> bool:
         line = known.get(mutant.name)
-        goes_on = not (chosen.again or chosen.only) and not (line and line["verdict"] == "open" and not chosen.named)
-        return mutant.name not in broken and not (goes_on and still_true(line, key_of(mutant, product)))
+        reuses = not (chosen.again or chosen.only) and not (line and line["verdict"] == "open" and not chosen.named)
+        return mutant.name not in broken and not (reuses and is_valid(line, key_of(mutant, product)))
 
     check_together([m for m in mutants if is_to_run(m)], product)
     for number, mutant in enumerate(mutants, 1):
         if not is_to_run(mutant):
             continue
-        line = one(mutant, product, chosen.named)
-        told = f"{line['how']} {short(line['by'])}".strip()
+        line = run_mutant(mutant, product, chosen.named)
+        reason = f"{line['how']} {short(line['by'])}".strip()
         print(
-            f"{line['verdict']:9} {number}/{len(mutants)} {mutant.name}: {told} ({line['seconds']:.0f} s)", flush=True
+            f"{line['verdict']:9} {number}/{len(mutants)} {mutant.name}: {reason} ({line['seconds']:.0f} s)", flush=True
         )
     return report(mutants, broken, product)
 
@@ -311,6 +320,6 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        sys.exit("interrupted; a further run goes on here")
+        sys.exit("interrupted; the next run continues here")
     finally:
-        bench.kill_the_rest()
+        bench.kill_descendants()

@@ -1,4 +1,4 @@
-"""The product's sources as syntax trees: where each function, class and constant stands, and which names are local."""
+"""The product's sources as syntax trees: where each function, class and constant is, and which names are local."""
 
 import difflib
 import functools
@@ -16,22 +16,22 @@ FUNCTIONS = ("function_definition", "function_item")
 
 
 class NotFound(Exception):
-    """A name or a pattern that does not lead to one place; the text says how to mend it."""
+    """A name or pattern does not match exactly one place. The text says how to fix it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Dialect:
-    """What tells one language from the other."""
+    """The differences between the languages."""
 
     folder: str
     suffix: str
     separator: str
     parser: Parser
-    # What a pattern can be: the code around it where it is parsed.
+    # Contexts in which a pattern is parsed; it takes the place of §.
     frames: tuple[str, ...]
     # Node types that name a place, with the field that holds the name.
     places: dict[str, str]
-    # What stands where a statement was dropped.
+    # The replacement of a dropped statement.
     nothing: str
 
 
@@ -69,7 +69,7 @@ class Source:
     path: str
     code: bytes
     root: Node
-    # The dotted name of each class, function and constant, and where it stands. A name may come twice.
+    # The path of each class, function and constant, and its node. A path may occur twice.
     places: list[tuple[tuple[str, ...], Node]]
 
 
@@ -95,7 +95,7 @@ def is_code(dialect: Dialect, text: str) -> bool:
 
 @functools.cache
 def sources(dialect: Dialect, root: Path = ROOT) -> list[Source]:
-    """All product sources of a language as they are at the first call; modules of Rust tests are left out."""
+    """Returns all product sources of a language as of the first call, without Rust's test modules."""
     folder = root / dialect.folder
     files = sorted(path for path in folder.rglob(f"*{dialect.suffix}") if path.stem != "tests")
     return [_parse(dialect, path.relative_to(root).as_posix(), path.read_bytes()) for path in files]
@@ -126,17 +126,17 @@ def _places(dialect: Dialect, node: Node, outer: tuple[str, ...]) -> Iterator[tu
 
 
 def named(dialect: Dialect, at: str, root: Path = ROOT) -> list[tuple[Source, Node]]:
-    """The places whose name ends in ``at``; without ``at`` all files."""
+    """Returns the places whose path ends with ``at``, or all files if ``at`` is empty."""
     files = sources(dialect, root)
     if not at:
         return [(source, source.root) for source in files]
     wanted = tuple(at.split(dialect.separator))
-    found = [(s, node) for s in files for path, node in s.places if path[-len(wanted) :] == wanted]
-    if not found:
+    places = [(s, node) for s in files for path, node in s.places if path[-len(wanted) :] == wanted]
+    if not places:
         known = {path[-1]: dialect.separator.join(path) for s in files for path, _ in s.places if path}
         near = ", ".join(known[name] for name in difflib.get_close_matches(wanted[-1], known, 3)) or "none"
         raise NotFound(f"nothing in {dialect.folder} is called {at}; similar names: {near}")
-    return found
+    return places
 
 
 # --- names of locals --------------------------------------------------------------------------------------------------
@@ -156,32 +156,32 @@ _BINDERS = {
     "closure_expression": ("parameters",),
     "as_pattern": ("alias",),
 }
-# What stands beside a name that is no local: a field, a type, a default, a method.
+# Nodes whose names are not bound: a field, a type, a default, a method.
 _NOT_BOUND = ("attribute", "subscript", "type", "scoped_identifier", "call")
 
 
 def identifiers(node: Node) -> Iterator[Node]:
-    """The names in a piece of code, but for those of fields, arguments and functions."""
+    """Yields the names in a piece of code, except those of fields, arguments and functions."""
     if node.type in ("identifier", "shorthand_field_identifier"):
         yield node
     fields = {"attribute": "attribute", "keyword_argument": "name", **dict.fromkeys(FUNCTIONS, "name")}
     skipped = node.child_by_field_name(fields[node.type]) if node.type in fields else None
     before = ""
     for child in node.children:
-        # In the arguments of a macro of Rust a field is an identifier after a point.
+        # In the arguments of a Rust macro, a field is an identifier after a dot.
         if child != skipped and child.type != "scoped_identifier" and before != ".":
             yield from identifiers(child)
         before = child.type
 
 
 def locals_of(function: Node) -> set[str]:
-    """The names that a function binds, its parameters among them."""
-    found: set[str] = set()
+    """Returns the names that a function binds, including its parameters."""
+    bound: set[str] = set()
     for node in walk(function):
         for field in _BINDERS.get(node.type, ()):
             for target in node.children_by_field_name(field):
-                found.update(_bound(target))
-    return {name for name in found if name not in ("self", "cls") and name[0].islower()}
+                bound.update(_bound(target))
+    return {name for name in bound if name not in ("self", "cls") and name[0].islower()}
 
 
 def _bound(node: Node) -> Iterator[str]:
@@ -195,9 +195,9 @@ def _bound(node: Node) -> Iterator[str]:
 
 
 def function_around(node: Node) -> Node | None:
-    """The outermost function that a piece of code is in."""
-    found = None
+    """Returns the outermost function that contains a piece of code."""
+    function = None
     while node.parent:
         node = node.parent
-        found = node if node.type in FUNCTIONS else found
-    return found
+        function = node if node.type in FUNCTIONS else function
+    return function

@@ -1,8 +1,8 @@
 """Finds a piece of code by the name of its function and a pattern, and replaces it.
 
-A pattern is code with holes: `$name` stands for any one expression, name or statement, `...` for any number of
-arguments or statements. Patterns are compared with syntax trees, so line breaks, comments, parentheses and trailing
-commas do not matter.
+A pattern is code with holes: `$name` stands for any one expression, name or statement, and `...` for any number of
+adjacent items. Patterns are compared with syntax trees, so line breaks, comments, parentheses and trailing commas do
+not matter.
 """
 
 import difflib
@@ -15,23 +15,23 @@ from pathlib import Path
 from sources import ROOT, Dialect, NotFound, Source, function_around, identifiers, locals_of, named, text_of, walk
 from tree_sitter import Node
 
-# What the parsers see in the place of `$name` and of `...`.
+# What the parsers see instead of `$name` and `...`.
 _HOLE = "hole_"
 _REST = "rest_"
 
 _COMMENTS = ("comment", "line_comment", "block_comment")
 
-Found = dict[str, str]
+Holes = dict[str, str]
 
 
 @dataclass(frozen=True)
 class Match:
-    """A piece of code that a pattern fits."""
+    """A piece of code that matches a pattern."""
 
     source: Source
     begin: int
     end: int
-    found: Found
+    holes: Holes
     node: Node
 
     @property
@@ -41,7 +41,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Change:
-    """A file as it is, and as a fault makes it."""
+    """A file before and after a fault is put into it."""
 
     path: str
     before: str
@@ -57,9 +57,9 @@ class Change:
 
 @functools.lru_cache(maxsize=2000)
 def _patterns(dialect: Dialect, text: str) -> list[list[Node]]:
-    """What a pattern can be: statements or an expression, an argument of a call, an arm of a match."""
+    """Returns each way to parse a pattern: as statements or an expression, as an argument, as an arm of a match."""
     text = _without_holes(text)
-    found = []
+    forms = []
     for frame in dialect.frames:
         begin = len(frame.split("§")[0].encode())
         end = begin + len(text.encode())
@@ -68,33 +68,33 @@ def _patterns(dialect: Dialect, text: str) -> list[list[Node]]:
             continue
         node = node.descendant_for_byte_range(begin, end) or node
         if (node.start_byte, node.end_byte) == (begin, end) and node.parent:
-            found.append([node])
+            forms.append([node])
         else:
-            found.append([n for n in _parts(node) if n.start_byte >= begin and n.end_byte <= end])
-    return found
+            forms.append([n for n in _parts(node) if n.start_byte >= begin and n.end_byte <= end])
+    return forms
 
 
 def _without_holes(text: str) -> str:
-    """A pattern as code: names for the holes, and numbers for each `...`."""
+    """Returns a pattern as code, with names instead of holes. Each `...` has a number."""
     first, *others = text.strip().split("...")
     text = first + "".join(f"{_REST}{number}{other}" for number, other in enumerate(others))
     return re.sub(r"\$(\w+)", rf"{_HOLE}\1", text)
 
 
 def _parts(node: Node) -> list[Node]:
-    """The children that mean something: no comments, and no separators."""
+    """Returns the significant children: no comments, and no separators."""
     return [n for n in node.children if n.type not in (*_COMMENTS, ",", ";")]
 
 
 def _bare(node: Node) -> Node:
-    """Without the parentheses around it."""
+    """Returns the node without parentheses around it."""
     while node.type == "parenthesized_expression":
         node = node.named_children[-1]
     return node
 
 
 def _span(nodes: Sequence[Node]) -> str:
-    """The code from the first of some neighbours to the last."""
+    """Returns the code from the first to the last of adjacent nodes."""
     if not nodes or (parent := nodes[0].parent) is None:
         return ""
     code = parent.text or b""
@@ -102,50 +102,50 @@ def _span(nodes: Sequence[Node]) -> str:
 
 
 def _hole(node: Node) -> str:
-    """The name of a hole, alone or as a statement."""
+    """Returns the name of a hole, which may be a statement, or an empty string if the node is not a hole."""
     if node.child_count > 2:
         return ""
     text = text_of(node).removesuffix(";")
     return text if re.fullmatch(rf"({_HOLE}|{_REST})\w+", text) else ""
 
 
-def _fits_all(pattern: Sequence[Node], nodes: Sequence[Node], found: Found) -> Found | None:
+def _fits_all(pattern: Sequence[Node], nodes: Sequence[Node], holes: Holes) -> Holes | None:
     if not pattern:
-        return None if nodes else found
+        return None if nodes else holes
     if (hole := _hole(pattern[0])).startswith(_REST):
         for count in range(len(nodes) + 1):
-            result = _fits_all(pattern[1:], nodes[count:], {**found, hole: _span(nodes[:count])})
+            result = _fits_all(pattern[1:], nodes[count:], {**holes, hole: _span(nodes[:count])})
             if result is not None:
                 return result
         return None
     if not nodes:
         return None
-    result = _fits(pattern[0], nodes[0], found)
+    result = _fits(pattern[0], nodes[0], holes)
     return None if result is None else _fits_all(pattern[1:], nodes[1:], result)
 
 
-def _fits(pattern: Node, node: Node, found: Found) -> Found | None:
-    """What the holes stand for, if the pattern fits."""
+def _fits(pattern: Node, node: Node, holes: Holes) -> Holes | None:
+    """Returns the code of the holes if the pattern matches, else None."""
     if hole := _hole(pattern):
-        if not node.is_named or found.get(hole, text_of(node)) != text_of(node):
+        if not node.is_named or holes.get(hole, text_of(node)) != text_of(node):
             return None
-        return {**found, hole: text_of(node)}
+        return {**holes, hole: text_of(node)}
     pattern, node = _bare(pattern), _bare(node)
     if pattern.type != node.type:
         return None
     inner = _parts(pattern)
     if not inner:
-        return found if text_of(pattern) == text_of(node) else None
-    return _fits_all(inner, _parts(node), found)
+        return holes if text_of(pattern) == text_of(node) else None
+    return _fits_all(inner, _parts(node), holes)
 
 
 def _end(node: Node) -> int:
-    """Where it ends, without the comma that belongs to an arm of a match."""
+    """Returns where a node ends, without the comma of a match arm."""
     return node.children[-1].start_byte if node.children and node.children[-1].type == "," else node.end_byte
 
 
 def _matches(pattern: list[Node], source: Source, scope: Node) -> Iterator[Match]:
-    """Each piece of code in ``scope`` that a pattern fits: one node, or some neighbours."""
+    """Yields each piece of code in ``scope`` that matches a pattern: one node, or adjacent nodes."""
     kind = _bare(pattern[0]).type
     for node in walk(scope):
         if len(pattern) == 1:
@@ -154,31 +154,31 @@ def _matches(pattern: list[Node], source: Source, scope: Node) -> Iterator[Match
             parts = _parts(node)
             windows = [parts[first : first + len(pattern)] for first in range(len(parts) - len(pattern) + 1)]
         for window in windows:
-            found = _fits_all(pattern, window, {})
-            if found is not None:
-                yield Match(source, window[0].start_byte, _end(window[-1]), found, window[0])
+            holes = _fits_all(pattern, window, {})
+            if holes is not None:
+                yield Match(source, window[0].start_byte, _end(window[-1]), holes, window[0])
 
 
 def find(dialect: Dialect, at: str, pattern: str, root: Path = ROOT) -> Match:
-    """The one piece of code that fits a pattern in a place."""
+    """Returns the only piece of code in a place that matches a pattern."""
     forms = _patterns(dialect, pattern)
     if not forms:
-        raise NotFound(f"{pattern!r} is no code, not even with its holes filled")
-    found: dict[tuple[str, int, int], Match] = {}
+        raise NotFound(f"{pattern!r} is no code, even with its holes filled")
+    matches: dict[tuple[str, int, int], Match] = {}
     for source, scope in named(dialect, at, root):
         for form in forms:
             for match in _matches(form, source, scope):
-                found.setdefault((source.path, match.begin, match.end), match)
+                matches.setdefault((source.path, match.begin, match.end), match)
     where = at or dialect.folder
-    if not found:
+    if not matches:
         raise NotFound(f"nothing in {where} fits {pattern!r}")
-    if len(found) > 1:
-        lines = ", ".join(match.line for match in found.values())
+    if len(matches) > 1:
+        lines = ", ".join(match.line for match in matches.values())
         raise NotFound(
-            f"{len(found)} places in {where} fit {pattern!r} ({lines}): let it cover more code, or give `at` more of "
+            f"{len(matches)} places in {where} fit {pattern!r} ({lines}): let it cover more code, or give `at` more of "
             f"its name (module{dialect.separator}Class{dialect.separator}function)"
         )
-    (match,) = found.values()
+    (match,) = matches.values()
     return match
 
 
@@ -186,7 +186,7 @@ def find(dialect: Dialect, at: str, pattern: str, root: Path = ROOT) -> Match:
 
 
 def replace(dialect: Dialect, at: str, pattern: str, put: str, root: Path = ROOT) -> Change:
-    """Puts other code into the place of the one piece that fits; the holes of ``put`` are those of the pattern."""
+    """Replaces the only piece of code that matches. The holes of ``put`` are those of the pattern."""
     match = find(dialect, at, pattern, root)
     _check_names(dialect, match, pattern, put)
     code = match.source.code
@@ -195,18 +195,18 @@ def replace(dialect: Dialect, at: str, pattern: str, put: str, root: Path = ROOT
 
     def filled(hole: re.Match[str]) -> str:
         name = hole.group().removesuffix(";")
-        if name not in match.found:
-            raise NotFound(f"{put!r} has a hole that {pattern!r} has not")
-        # What stands for a statement brings its own semicolon.
-        end = ";" if hole.group().endswith(";") and not match.found[name].endswith((";", "}")) else ""
-        return match.found[name] + end
+        if name not in match.holes:
+            raise NotFound(f"{put!r} has a hole that {pattern!r} does not have")
+        # The code of a statement has its own semicolon.
+        end = ";" if hole.group().endswith(";") and not match.holes[name].endswith((";", "}")) else ""
+        return match.holes[name] + end
 
     text = re.sub(rf"\b({_HOLE}|{_REST})\w+;?", filled, _without_holes(put).replace("\n", indent))
     return _changed(match.source, match.begin, match.end, text)
 
 
 def drop(dialect: Dialect, at: str, pattern: str, root: Path = ROOT) -> Change:
-    """Takes out the one statement, or the statements, that fit."""
+    """Removes the only statements that match."""
     match = find(dialect, at, pattern, root)
     _check_names(dialect, match, pattern, "")
     begin, end, node = match.begin, match.end, match.node
@@ -219,7 +219,7 @@ def drop(dialect: Dialect, at: str, pattern: str, root: Path = ROOT) -> Change:
 def _changed(source: Source, begin: int, end: int, text: str) -> Change:
     code = source.code
     after = code[:begin] + text.encode() + code[end:]
-    # No line of blanks stays.
+    # Remove a line that is now blank.
     line, stop = after.rfind(b"\n", 0, begin) + 1, after.find(b"\n", begin)
     if not after[line:stop].strip():
         after = after[:line] + after[stop + 1 :]

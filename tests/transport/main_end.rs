@@ -1,4 +1,4 @@
-//! What a worker's end of a connection may do wrong: the link of the main process notices.
+//! Whatever a worker's end of a connection may do wrong, the main process's link notices.
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -11,7 +11,7 @@ use rustloader::wire::{Load, ResultEntry};
 
 use super::*;
 
-/// The bytes of a result frame.
+/// Returns the bytes of a result frame.
 fn frame(task: u64, leaves: &[usize], payload: &[u8]) -> Vec<u8> {
     let count = leaves.len() as u32;
     let mut bytes = Head { kind: Kind::Result, count, len: payload.len() as u64 }.to_bytes().to_vec();
@@ -26,9 +26,9 @@ fn frame(task: u64, leaves: &[usize], payload: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// A main process with a bare connection in the place of a worker, and a task that it has sent.
-fn raw(way: Way) -> (Main, UnixStream) {
-    let (one, mut other) = raw_sockets(way);
+/// Returns a main process that has sent a task, and a bare socket instead of a worker.
+fn raw(transport: Transport) -> (Main, UnixStream) {
+    let (one, mut other) = raw_sockets(transport);
     let mut main = Main::linked(one, ARENA);
     main.send(5, TaskKind::Plain, b"index");
     let mut task = [0; 16 + 8 + 5];
@@ -37,7 +37,7 @@ fn raw(way: Way) -> (Main, UnixStream) {
     (main, other)
 }
 
-/// The reason of an end after some bytes of a frame.
+/// Returns the reason that the link reports if the connection is closed after this many bytes of a frame.
 fn closed(bytes: usize) -> &'static str {
     match bytes {
         0 => "the connection was closed",
@@ -47,23 +47,23 @@ fn closed(bytes: usize) -> &'static str {
 
 #[test]
 fn a_connection_that_is_cut_at_any_byte_is_an_end_and_leaves_no_block() {
-    let check = |way, whole: &[u8], cut| {
-        let (main, mut other) = raw(way);
+    let check = |transport, whole: &[u8], cut| {
+        let (main, mut other) = raw(transport);
         other.write_all(&whole[..cut]).unwrap();
         drop(other);
         let reason = main.ended().unwrap();
-        assert_eq!(reason, closed(cut), "{way:?} {cut}");
+        assert_eq!(reason, closed(cut), "{transport:?} {cut}");
         assert_eq!(main.arena.bitmap()[0].load(Relaxed), 0);
     };
-    for way in SOCKETS {
-        // The small leaves come with the head, the large one in a call of its own.
+    for transport in SOCKETS {
+        // Small leaves are read together with the head, a large leaf in a separate call.
         let small = frame(5, &[40, 10], b"payload");
-        (0..small.len()).for_each(|cut| check(way, &small, cut));
+        (0..small.len()).for_each(|cut| check(transport, &small, cut));
         let large = frame(5, &[200_000, 10], b"payload");
         let leaf = large.len() - 200_010;
         let cuts = (1..100).map(|part| leaf + 1999 * part);
-        cuts.chain([leaf + 199_999, leaf + 200_000]).for_each(|cut| check(way, &large, cut));
-        let (mut main, mut other) = raw(way);
+        cuts.chain([leaf + 199_999, leaf + 200_000]).for_each(|cut| check(transport, &large, cut));
+        let (mut main, mut other) = raw(transport);
         other.write_all(&large).unwrap();
         assert_eq!(main.take_leaves(), [vec![9; 200_000], vec![9; 10]]);
     }
@@ -71,13 +71,13 @@ fn a_connection_that_is_cut_at_any_byte_is_an_end_and_leaves_no_block() {
 
 #[test]
 fn a_worker_that_sends_no_more_has_ended_although_it_still_receives() {
-    for way in SOCKETS {
+    for transport in SOCKETS {
         for sent in [0, 1, 100] {
-            let (main, mut other) = raw(way);
+            let (main, mut other) = raw(transport);
             other.write_all(&frame(5, &[300], b"payload")[..sent]).unwrap();
             other.shutdown(Shutdown::Write).unwrap();
-            assert_eq!(main.ended().unwrap(), closed(sent), "{way:?}");
-            // It learns that, too.
+            assert_eq!(main.ended().unwrap(), closed(sent), "{transport:?}");
+            // The worker's end is closed, too.
             assert_eq!(other.read(&mut [0]).unwrap(), 0);
         }
     }
@@ -85,8 +85,8 @@ fn a_worker_that_sends_no_more_has_ended_although_it_still_receives() {
 
 #[test]
 fn a_reset_is_an_end() {
-    for way in SOCKETS {
-        let (mut main, other) = raw(way);
+    for transport in SOCKETS {
+        let (mut main, other) = raw(transport);
         main.send(6, TaskKind::Plain, b"not read");
         wait_until(|| readable(&other));
         drop(other);
@@ -103,10 +103,10 @@ fn readable(socket: &UnixStream) -> bool {
 
 #[test]
 fn a_silent_worker_is_waited_for_before_and_inside_a_frame() {
-    for way in SOCKETS {
+    for transport in SOCKETS {
         let whole = frame(5, &[300], b"payload");
         for silent_at in [0, 8, 100, whole.len() - 1] {
-            let (mut main, mut other) = raw(way);
+            let (mut main, mut other) = raw(transport);
             other.write_all(&whole[..silent_at]).unwrap();
             std::thread::sleep(Duration::from_millis(50));
             assert!(!main.link.as_ref().unwrap().has_ended() && main.completions.pop(0).unwrap().is_none());
@@ -125,8 +125,8 @@ impl Main {
 
 #[test]
 fn a_slow_sender_is_waited_for() {
-    for way in SOCKETS {
-        let (mut main, mut other) = raw(way);
+    for transport in SOCKETS {
+        let (mut main, mut other) = raw(transport);
         for byte in frame(5, &[300], b"payload") {
             other.write_all(&[byte]).unwrap();
         }
@@ -156,19 +156,21 @@ fn huge_and_wrong_lengths_end_the_connection_before_memory_is_taken() {
         ("oldest unanswered task was Some((5, Plain))", frame(6, &[], b"")),
         ("after the worker's last one", [Head::bare(Kind::Left), Head::bare(Kind::Ready)].map(Head::to_bytes).concat()),
     ];
-    for (way, (reason, bytes)) in SOCKETS.into_iter().flat_map(|way| bad.iter().map(move |bad| (way, bad))) {
-        let (main, mut other) = raw(way);
+    for (transport, (reason, bytes)) in
+        SOCKETS.into_iter().flat_map(|transport| bad.iter().map(move |bad| (transport, bad)))
+    {
+        let (main, mut other) = raw(transport);
         other.write_all(bytes).unwrap();
         let ended = main.ended().unwrap();
-        assert!(ended.starts_with("the connection broke: ") && ended.contains(reason), "{way:?}: {ended}");
+        assert!(ended.starts_with("the connection broke: ") && ended.contains(reason), "{transport:?}: {ended}");
         assert!(main.arena.usage().warm < 4 << 20);
     }
 }
 
 #[test]
 fn an_answer_that_nothing_asked_for_ends_the_connection() {
-    for way in SOCKETS {
-        let (one, mut other) = raw_sockets(way);
+    for transport in SOCKETS {
+        let (one, mut other) = raw_sockets(transport);
         let main = Main::linked(one, ARENA);
         other.write_all(&frame(0, &[], b"")).unwrap();
         assert!(main.ended().unwrap().contains("oldest unanswered task was None"));
@@ -184,12 +186,12 @@ proptest! {
         at in 0..400_usize,
         tcp in any::<bool>(),
     ) {
-        let (main, mut other) = raw(if tcp { Way::Tcp } else { Way::Pair });
+        let (main, mut other) = raw(if tcp { Transport::Tcp } else { Transport::Pair });
         let mut sent = frame(5, &[100, 3], b"payload");
         let at = at.min(sent.len());
         let end = (at + bytes.len()).min(sent.len());
         sent.splice(at..end, bytes);
-        // It may end before all is sent.
+        // The link may end before everything is sent.
         let _ = other.write_all(&sent);
         drop(other);
         main.ended();
@@ -198,9 +200,9 @@ proptest! {
 
 #[test]
 fn a_full_socket_does_not_hold_the_engine_back() {
-    for way in SOCKETS {
-        // The worker takes no tasks for now: the rest is sent when it does.
-        let (one, mut other) = raw_sockets(way);
+    for transport in SOCKETS {
+        // The worker reads nothing at first. The rest is sent once it does.
+        let (one, mut other) = raw_sockets(transport);
         let mut main = Main::linked(one, ARENA);
         let payload = vec![3; 4 << 20];
         for task in 0..u64::from(OUTSTANDING) {

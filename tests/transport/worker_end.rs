@@ -1,4 +1,4 @@
-//! What the main process's end of a connection may do wrong: the worker leaves.
+//! Whatever the main process's end of a connection may do wrong, the worker leaves.
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -8,20 +8,20 @@ use rustloader::transport::frame::{FIXED, HEAD, Head, Kind, words};
 
 use super::*;
 
-/// A worker with a bare connection in the place of the main process.
-fn raw(way: Way) -> (UnixStream, Worker) {
-    let (one, other) = raw_sockets(way);
+/// Returns a bare socket instead of a main process, and a worker.
+fn raw(transport: Transport) -> (UnixStream, Worker) {
+    let (one, other) = raw_sockets(transport);
     (other, Worker::over(one, ARENA / 2))
 }
 
-/// The bytes of a task frame.
+/// Returns the bytes of a task frame.
 fn frame(task: u64, payload: &[u8]) -> Vec<u8> {
     let head = Head { kind: Kind::Task, count: TaskKind::Plain as u32, len: payload.len() as u64 };
     [&head.to_bytes()[..], &task.to_le_bytes(), payload].concat()
 }
 
 impl Worker {
-    /// The tasks that it still gets. It has been asked to leave, and its process knows.
+    /// Returns the tasks that it still receives. Waits until its process is notified of the end.
     fn ended(&self) -> Vec<(u64, Vec<u8>)> {
         let tasks = std::iter::from_fn(|| self.next()).map(|(entry, payload)| (entry.task, payload)).collect();
         wait_until(|| self.lost.load(Relaxed));
@@ -29,7 +29,7 @@ impl Worker {
     }
 }
 
-/// Receives a frame of a worker: its kind, the task, and the leaves.
+/// Receives a frame from a worker. Returns its kind, the task, and the leaves.
 fn receive(from: &mut impl Read) -> (Kind, u64, Vec<Vec<u8>>) {
     let take = |from: &mut dyn Read, len: u64| {
         let mut bytes = vec![0; len as usize];
@@ -49,22 +49,22 @@ fn receive(from: &mut impl Read) -> (Kind, u64, Vec<Vec<u8>>) {
 
 #[test]
 fn a_connection_that_is_cut_at_any_byte_ends_the_worker_and_gives_it_no_part_of_a_task() {
-    // Inline, in a small block, and in one that is received in a call of its own.
+    // Inline, in a small block, and in a block that is received in a separate call.
     let payloads = [&[1; 5][..], &[2; 100], &[3; 40_000]];
-    for way in SOCKETS {
+    for transport in SOCKETS {
         for payload in payloads {
             let (first, second) = (frame(0, b"first"), frame(1, payload));
             let step = if payload.len() < 1000 { 1 } else { 1999 };
             for cut in (0..24).chain((24..second.len()).step_by(step)).chain([second.len() - 1]) {
-                let (mut other, worker) = raw(way);
+                let (mut other, worker) = raw(transport);
                 other.write_all(&first).unwrap();
                 other.write_all(&second[..cut]).unwrap();
                 drop(other);
-                // It may leave before it looks.
+                // The worker may leave before it reads the first task.
                 let tasks = worker.ended();
-                assert!(tasks.is_empty() || tasks == [(0, b"first".to_vec())], "{way:?} {cut}: {tasks:?}");
+                assert!(tasks.is_empty() || tasks == [(0, b"first".to_vec())], "{transport:?} {cut}: {tasks:?}");
             }
-            let (mut other, worker) = raw(way);
+            let (mut other, worker) = raw(transport);
             other.write_all(&second).unwrap();
             assert_eq!(worker.next().unwrap().1, payload);
         }
@@ -75,8 +75,8 @@ fn a_connection_that_is_cut_at_any_byte_ends_the_worker_and_gives_it_no_part_of_
 fn huge_lengths_and_what_no_main_process_sends_end_the_connection_before_memory_is_taken() {
     let task = |count, len| Head { kind: Kind::Task, count, len }.to_bytes().to_vec();
     let bare = |kind| Head::bare(kind).to_bytes().to_vec();
-    for way in SOCKETS {
-        let (_, worker) = raw(way);
+    for transport in SOCKETS {
+        let (_, worker) = raw(transport);
         let region = worker.port.arena().geometry().region_len;
         drop(worker);
         let plain = TaskKind::Plain as u32;
@@ -94,9 +94,9 @@ fn huge_lengths_and_what_no_main_process_sends_end_the_connection_before_memory_
             vec![0xff; 64],
         ];
         for bytes in bad {
-            let (mut other, worker) = raw(way);
+            let (mut other, worker) = raw(transport);
             other.write_all(&bytes).unwrap();
-            assert_eq!(worker.ended(), [], "{way:?}: {bytes:?}");
+            assert_eq!(worker.ended(), [], "{transport:?}: {bytes:?}");
             assert!(worker.port.arena().usage().warm < 4 << 20);
         }
     }
@@ -104,9 +104,9 @@ fn huge_lengths_and_what_no_main_process_sends_end_the_connection_before_memory_
 
 #[test]
 fn more_tasks_than_may_be_outstanding_end_the_connection() {
-    for way in SOCKETS {
-        let (mut other, worker) = raw(way);
-        // It takes none of them.
+    for transport in SOCKETS {
+        let (mut other, worker) = raw(transport);
+        // The worker takes none of them.
         (0..100).for_each(|task| other.write_all(&frame(task, b"index")).unwrap());
         wait_until(|| worker.lost.load(Relaxed));
     }
@@ -114,8 +114,8 @@ fn more_tasks_than_may_be_outstanding_end_the_connection() {
 
 #[test]
 fn a_slow_main_process_is_waited_for() {
-    for way in SOCKETS {
-        let (mut other, worker) = raw(way);
+    for transport in SOCKETS {
+        let (mut other, worker) = raw(transport);
         assert_eq!(receive(&mut other).0, Kind::Ready);
         for payload in [vec![1; 5], vec![2; 300]] {
             for byte in frame(7, &payload) {
@@ -139,12 +139,12 @@ impl Read for Slow<'_> {
 
 #[test]
 fn a_main_process_that_reads_slowly_or_late_holds_no_worker_back_and_gets_all() {
-    for way in SOCKETS {
-        let (mut other, worker) = raw(way);
+    for transport in SOCKETS {
+        let (mut other, worker) = raw(transport);
         for task in 0..u64::from(OUTSTANDING) {
             other.write_all(&frame(task, b"index")).unwrap();
         }
-        // More than the sockets hold.
+        // This is more than the sockets can buffer.
         for task in 0..u64::from(OUTSTANDING) {
             assert_eq!(worker.next().unwrap().0.task, task);
             worker.answer(task, b"payload", &[4 << 20, 1]);
@@ -153,15 +153,15 @@ fn a_main_process_that_reads_slowly_or_late_holds_no_worker_back_and_gets_all() 
         assert_eq!(receive(&mut slow).0, Kind::Ready);
         for task in 0..u64::from(OUTSTANDING) {
             let leaves = vec![vec![task as u8; 4 << 20], vec![task as u8]];
-            assert_eq!(receive(&mut slow), (Kind::Result, task, leaves), "{way:?}");
+            assert_eq!(receive(&mut slow), (Kind::Result, task, leaves), "{transport:?}");
         }
     }
 }
 
 #[test]
-fn a_main_process_that_sends_no_more_has_ended_and_still_gets_what_was_made() {
-    for way in SOCKETS {
-        let (mut other, worker) = raw(way);
+fn a_main_process_that_sends_no_more_has_ended_and_still_gets_results() {
+    for transport in SOCKETS {
+        let (mut other, worker) = raw(transport);
         other.write_all(&[frame(0, b"index"), frame(1, b"index")].concat()).unwrap();
         assert_eq!([0, 1].map(|_| worker.next().unwrap().0.task), [0, 1]);
         other.shutdown(Shutdown::Write).unwrap();
@@ -178,9 +178,9 @@ fn a_main_process_that_sends_no_more_has_ended_and_still_gets_what_was_made() {
 
 #[test]
 fn a_silent_main_process_is_waited_for_before_and_inside_a_frame() {
-    for way in SOCKETS {
+    for transport in SOCKETS {
         for silent_at in [0, 8, 20, 100] {
-            let (mut other, worker) = raw(way);
+            let (mut other, worker) = raw(transport);
             let task = frame(3, &[7; 100]);
             other.write_all(&task[..silent_at]).unwrap();
             std::thread::sleep(Duration::from_millis(50));
@@ -193,13 +193,13 @@ fn a_silent_main_process_is_waited_for_before_and_inside_a_frame() {
 
 #[test]
 fn a_main_process_that_is_gone_while_a_worker_sends_ends_the_worker() {
-    for way in SOCKETS {
-        let (mut other, worker) = raw(way);
+    for transport in SOCKETS {
+        let (mut other, worker) = raw(transport);
         other.write_all(&frame(0, b"index")).unwrap();
         worker.next().unwrap();
         worker.answer(0, b"", &[64 << 20]);
         assert_eq!(receive(&mut other).0, Kind::Ready);
-        // In the middle of the leaf.
+        // The connection ends in the middle of the leaf.
         other.read_exact(&mut [0; 10_000]).unwrap();
         drop(other);
         assert_eq!(worker.ended(), []);
@@ -216,8 +216,8 @@ proptest! {
         at in 0..60_usize,
         tcp in any::<bool>(),
     ) {
-        let (mut other, worker) = raw(if tcp { Way::Tcp } else { Way::Pair });
-        // From the beginning, or in the middle of a task.
+        let (mut other, worker) = raw(if tcp { Transport::Tcp } else { Transport::Pair });
+        // The garbage begins with the frame, or in the middle of it.
         let mut sent = frame(5, &[1; 40]);
         sent.splice(at.min(sent.len()).., bytes);
         let _ = other.write_all(&sent);

@@ -22,7 +22,7 @@ def cluster():
     if ADDRESS in os.environ:
         yield
         return
-    with ray_cluster.beside() as address:
+    with ray_cluster.in_other_process() as address:
         os.environ[ADDRESS] = address
         yield
 

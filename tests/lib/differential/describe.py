@@ -9,7 +9,7 @@ import re
 import numpy as np
 import torch
 import torch.utils.data
-from support import torchs_type
+from support import type_in_torch
 from torch.utils.data import dataloader as torch_dataloader
 
 from .recorder import crc
@@ -200,9 +200,9 @@ def error(e):
         text, shown = (t.splitlines()[:1] for t in (text, shown))
     # Leaves out the note that says what the worker was fetching, which torch does not add.
     notes = [normal(n) for n in getattr(e, "__notes__", []) if not re.match(r"Worker \d+ was fetching batch \d+", n)]
-    described = [name_of(torchs_type(e)), text, shown, notes]
+    described = [name_of(type_in_torch(e)), text, shown, notes]
     for link in (e.__cause__, None if e.__suppress_context__ else e.__context__):
-        described.append(None if link is None else [name_of(torchs_type(link)), normal(link)])
+        described.append(None if link is None else [name_of(type_in_torch(link)), normal(link)])
     return described
 
 

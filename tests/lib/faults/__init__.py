@@ -1,4 +1,4 @@
-"""Faults injected into whole loaders: workers and main processes that end, stop, are interrupted or refused.
+"""Drivers that inject faults into whole loaders: workers and main processes die, stop or are interrupted; calls fail.
 
-Each driver has a short form in ``make test`` and a long one of its own: see ``make help``.
+Each driver runs briefly in ``make test``, and at length on its own: see ``make help``.
 """

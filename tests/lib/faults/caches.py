@@ -1,7 +1,7 @@
-"""Processes fill one cache, and are killed at any moment: `make stress KIND=caches`.
+"""Several processes fill one cache, and some are killed at random moments: `make stress KIND=caches`.
 
-Required: each sample that anybody reads is the one that the dataset makes; what is left takes no more than the limit; a
-file is used again; no process waits for another one.
+Required: every sample read equals the dataset's; the cache stays within its limit; a file can be reopened; no
+process waits for another.
 """
 
 import argparse
@@ -18,13 +18,13 @@ import torch
 from support import rustloader, same
 from torch.utils.data import Dataset
 
-# Seconds after which a trial counts as one that hangs.
+# Seconds after which a process counts as hung.
 LIMIT = 60
 _COUNT = struct.Struct("q")
 
 
 class Samples(Dataset):
-    """Samples of all sizes and kinds, the same each time."""
+    """Deterministic samples of many sizes and types."""
 
     def __init__(self, length, large):
         self.length, self.large = length, large
@@ -47,49 +47,49 @@ class Samples(Dataset):
                 return [torch.arange(3), (index, None), index / 7]
 
 
-def opened(data, memory, path):
+def open_cache(data, memory, path):
     return rustloader.cache(data, memory, path=path, version="1")
 
 
-def read_for_ever(data, cached, seed, words):
-    """The body of a child process: reads until the pipe is closed. Reports its reads, and a wrong one as -1."""
+def read_until_closed(data, cached, seed, pipe):
+    """The body of a child process: reads until the pipe is closed. Reports its reads, and a wrong sample as -1."""
     draws = random.Random(seed)
     while True:
         for _ in range(50):
             index = draws.randrange(len(data))
             if not same(cached[index], data[index]):
-                os.write(words, _COUNT.pack(-1))
+                os.write(pipe, _COUNT.pack(-1))
                 os._exit(1)
-        os.write(words, _COUNT.pack(50))
+        os.write(pipe, _COUNT.pack(50))
 
 
 class Trial:
-    """Some processes with one cache, of which some are killed; then what is left is looked at."""
+    """Several processes use one cache, and some are killed; then the cache is checked."""
 
     def __init__(self, seed, folder):
         self.draws = draws = random.Random(seed)
         self.data = Samples(draws.choice([3, 60, 1000]), draws.choice([10, 3000, 40_000]))
         self.memory = draws.choice([64 << 10, 1 << 20, 64 << 20])
         self.path = os.path.join(folder, str(seed)) if draws.random() < 0.5 else None
-        # Each program opens the file itself; what is in memory is the parent's.
+        # Whether each process opens the file itself. A cache in memory is inherited from the parent.
         self.opens = self.path is not None and draws.random() < 0.7
         self.pids = []
 
     def __str__(self):
-        where = "memory" if self.path is None else "a file that each opens" if self.opens else "a file"
+        where = "memory" if self.path is None else "a file that each process opens" if self.opens else "a file"
         return f"{self.data.length} samples up to {self.data.large}, {self.memory} bytes in {where}"
 
     def run(self):
-        """(reads, what is wrong)."""
-        cached = None if self.opens else opened(self.data, self.memory, self.path)
+        """Returns (the number of reads, the problems found)."""
+        cached = None if self.opens else open_cache(self.data, self.memory, self.path)
         reader, writer = os.pipe()
         for _ in range(3):
             seed = self.draws.random()
             if (pid := os.fork()) == 0:
                 os.close(reader)
                 try:
-                    own = opened(self.data, self.memory, self.path) if cached is None else cached
-                    read_for_ever(self.data, own, seed, writer)
+                    own = open_cache(self.data, self.memory, self.path) if cached is None else cached
+                    read_until_closed(self.data, own, seed, writer)
                 except BrokenPipeError:
                     os._exit(0)
                 except BaseException as error:
@@ -102,25 +102,25 @@ class Trial:
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-        reads, wrong = self.counted(reader)
-        wrong += self.ended(killed)
-        return self.looked_at(cached, reads, wrong)
+        reads, wrong = self.count_reads(reader)
+        wrong += self.reap(killed)
+        return self.inspect(cached, reads, wrong)
 
-    def counted(self, reader):
+    def count_reads(self, reader):
         os.set_blocking(reader, False)
         reads, wrong = 0, []
         try:
-            while told := os.read(reader, _COUNT.size * 512):
-                for (count,) in _COUNT.iter_unpack(told):
+            while data := os.read(reader, _COUNT.size * 512):
+                for (count,) in _COUNT.iter_unpack(data):
                     reads += max(count, 0)
-                    wrong += ["a process read another sample"] * (count < 0)
+                    wrong += ["a process read a wrong sample"] * (count < 0)
         except BlockingIOError:
             pass
-        # The survivors get a BrokenPipeError.
+        # From here on the survivors get a BrokenPipeError.
         os.close(reader)
         return reads, wrong
 
-    def ended(self, killed):
+    def reap(self, killed):
         wrong, end = [], time.monotonic() + LIMIT
         for pid in self.pids:
             while (status := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
@@ -133,23 +133,23 @@ class Trial:
                 wrong.append(f"a process ends with status {status[1]}")
         return wrong
 
-    def looked_at(self, cached, reads, wrong):
+    def inspect(self, cached, reads, wrong):
         if self.path is not None:
-            cached = opened(self.data, self.memory, self.path)
+            cached = open_cache(self.data, self.memory, self.path)
         before = cached.usage()
         for index in range(len(self.data)):
             if not same(cached[index], self.data[index]):
-                wrong.append(f"sample {index} is another one")
+                wrong.append(f"sample {index} is wrong")
         usage = cached.usage()
         if usage.damaged:
             wrong.append(f"{usage.damaged} samples are damaged")
         if usage.samples_bytes + usage.bytes_unused + usage.bytes_left > usage.limit or usage.limit > self.memory:
-            wrong.append(f"it takes more than it may: {usage}")
+            wrong.append(f"the cache exceeds its limit: {usage}")
         if before.hits < reads - before.misses:
-            wrong.append(f"{reads} reads, and the cache counts {before}")
+            wrong.append(f"{reads} reads, but the cache counts {before}")
         kept = usage.misses - before.misses
         if self.memory == 64 << 20 and sum(cached.table.takes(row) for row in range(len(self.data))):
-            wrong.append(f"after {kept} more samples some are still missing")
+            wrong.append(f"{kept} more samples were stored, but some are still missing")
         if self.path is not None:
             os.unlink(self.path)
         return reads + len(self.data), wrong
@@ -160,7 +160,7 @@ def main():
     parser.add_argument("--trials", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    # A pool of threads would not survive the forks.
+    # A thread pool would not survive the forks.
     torch.set_num_threads(1)
     failed = reads = 0
     start = time.monotonic()

@@ -1,9 +1,9 @@
-"""Workers elsewhere over connections that fail: `make stress KIND=connections`, `KIND=ray`.
+"""Remote workers whose connections fail: `make stress KIND=connections`, `KIND=ray`.
 
-Connections are closed, reset, half closed, delayed, cut into pieces or silent, in the handshake or at any byte after
+Connections are closed, reset, half-closed, delayed, fragmented or silenced, during the handshake or at any byte after
 it; workers are killed or stopped. With `--ray` the workers are actors of a cluster of two nodes, one of which may be
-lost, and main processes are killed as well. Required: the batches of each epoch are those of undisturbed local
-workers, bit for bit; the log has nothing else to say; nothing is left behind.
+lost, and main processes are killed as well. Required: the batches of each epoch equal those of undisturbed local
+workers, bit for bit; the log has no other message; nothing is left behind.
 """
 
 import argparse
@@ -29,21 +29,21 @@ from remote_support import LoopbackContext
 
 from . import restart_data
 from .proxy import FATAL, KINDS, Fault, Proxy
-from .restarts import Log, end_of, overdue
+from .restarts import Log, end_persistent_workers, overdue
 from .trials import drawn, quiet
 
-# Seconds in which a trial has to end, and in which workers have to be gone.
+# Seconds within which a trial must end, and within which workers must be gone.
 LIMIT = 200
 GONE = 40
 STALL = 5.0
-# Bytes that no handshake has.
+# More bytes than any handshake has.
 HANDSHAKE = 100_000
-# Deaths that one sample does not survive are three.
+# The most deaths in a trial: at the third one, a sample counts as poison.
 DEATHS = 2
 
 
 class Disturbed:
-    """A context whose connections go through proxies. `faults`: what happens to them, in the order of the launches."""
+    """A context whose connections go through proxies, which inject `faults` in the order of the launches."""
 
     def disturb(self, faults):
         self.faults, self.proxies = iter(faults), []
@@ -62,7 +62,7 @@ class Disturbed:
 
 
 def serve(path, call):
-    """A worker that does not tell on stderr of a cut in its handshake."""
+    """Runs a worker that writes nothing to stderr if its connection is cut during the handshake."""
     try:
         remote_support.serve_file(path, call)
     except ConnectionError:
@@ -70,7 +70,7 @@ def serve(path, call):
 
 
 class Loopback(Disturbed, LoopbackContext):
-    """Processes of this machine."""
+    """Workers are processes of this machine."""
 
     def __init__(self, folder):
         super().__init__(folder, serve)
@@ -81,11 +81,11 @@ class Loopback(Disturbed, LoopbackContext):
             worker.process.join(GONE)
             if worker.process.exitcode is None:
                 worker.kill()
-                raise RuntimeError(f"worker {worker.process.pid} is left")
+                raise RuntimeError(f"worker {worker.process.pid} is left behind")
 
 
 class Trial(NamedTuple):
-    """A loader, what happens to its connections in the order of their starts, and to its workers at which batches."""
+    """A loader, the faults of its connections in the order of their starts, and what happens to its workers when."""
 
     kind: str
     workers: int
@@ -103,16 +103,16 @@ class Trial(NamedTuple):
     delay: float
     epochs: int
     faults: tuple[Fault, ...]
-    # (what, share of the batches of all epochs)
-    blows: tuple[tuple[str, float], ...]
+    # (action, moment as a fraction of the batches of all epochs)
+    disruptions: tuple[tuple[str, float], ...]
     seed: int
 
     @classmethod
     def random(cls, rng, on_ray=False):
-        yes = lambda chance=0.5: rng.random() < chance  # noqa: E731
+        flip = lambda chance=0.5: rng.random() < chance  # noqa: E731
         kind = rng.choice(["map", "map", "stream", "stateful stream"])
         streams = "stream" in kind
-        faults, blows = [], []
+        faults, disruptions = [], []
         for _ in range(rng.randint(1, 4)):
             fault = Fault(
                 rng.choice(KINDS),
@@ -121,38 +121,38 @@ class Trial(NamedTuple):
                 rng.choice([1, 7, 100]),
             )
             if fault.kind == "silence":
-                # One in the handshake takes the whole limit of a start, which is an error.
+                # Silence during the handshake would run into the time limit of a start, which is an error.
                 fault = fault._replace(after=max(fault.after, HANDSHAKE))
             deaths = sum(it.kind in FATAL for it in faults)
             faults.append(fault if fault.kind not in FATAL or deaths < DEATHS else Fault())
-        whats = ["kill", "kill", "stop", "kill as it starts"] + ["lose the node"] * 2 * on_ray
+        actions = ["kill", "kill", "stop", "kill as it starts"] + ["lose the node"] * 2 * on_ray
         for _ in range(DEATHS - sum(it.kind in FATAL for it in faults)):
-            if yes():
-                blows.append((rng.choice(whats), rng.random()))
+            if flip():
+                disruptions.append((rng.choice(actions), rng.random()))
         return cls(
             kind=kind,
             workers=rng.randint(1, 2),
             prefetch=rng.randint(1, 3),
-            persistent=yes(),
-            in_order=yes(0.7),
+            persistent=flip(),
+            in_order=flip(0.7),
             dispatch=None if streams else rng.choice([None, "shared_queue"]),
             window=rng.choice([None, None, 8, "64kB"]),
             seed_by=rng.choice([None, "batch", "sample"]),
-            pickled=yes(0.2),
+            pickled=flip(0.2),
             batch_size=rng.choice([None, 1, 4]),
-            shuffle=not streams and yes(),
+            shuffle=not streams and flip(),
             n=rng.choice([24, 60, 120]),
             size=rng.choice([1, 100, 6000, 100_000]),
             delay=rng.choice([0, 0.0005, 0.002]),
             epochs=rng.choice([1, 1, 2]),
             faults=tuple(faults),
-            blows=tuple(sorted(blows, key=lambda blow: blow[1])),
+            disruptions=tuple(sorted(disruptions, key=lambda disruption: disruption[1])),
             seed=rng.randrange(1 << 31),
         )
 
 
 class Play:
-    """A trial under way. `make_context(folder)` gives its context, `lose` loses a node of its cluster."""
+    """A running trial. `make_context(folder)` returns its context, and `lose` loses a node of its cluster."""
 
     def __init__(self, trial, folder, figures, make_context, lose=None):
         self.trial, self.folder, self.figures, self.lose = trial, folder, figures, lose
@@ -187,7 +187,7 @@ class Play:
     def run(self):
         loader = self.loader("fork")
         expected = [list(map(restart_data.content, loader)) for _ in range(self.trial.epochs)]
-        end_of(loader)
+        end_persistent_workers(loader)
         context = self.make_context(Path(self.folder)).disturb(self.trial.faults)
         self.disturbed(context, expected)
         context.close()
@@ -204,16 +204,16 @@ class Play:
         self.figures["epochs"] += len(expected)
         self.figures["restarts"] += faults.restarts
         self.figures["stalls"] += faults.stalls
-        end_of(loader)
+        end_persistent_workers(loader)
 
     def all_epochs(self, context, expected):
-        """Runs the epochs of a loader, and returns it. None if the start of an iterator's workers has failed: there are
-        no restarts in it, so the program begins anew."""
+        """Runs all epochs of a loader, and returns it. Returns None if an iterator's workers failed to start: restarts
+        do not cover a start, so the caller tries again with a new loader."""
         loader = self.loader(context, max_restarts=20, stall_timeout=STALL)
         total = sum(map(len, expected))
-        blows = [(what, int(share * total)) for what, share in self.trial.blows]
+        disruptions = [(action, int(share * total)) for action, share in self.trial.disruptions]
         seen = 0
-        for epoch, right in enumerate(expected):
+        for epoch, wanted in enumerate(expected):
             try:
                 iterator = iter(loader)
             except RuntimeError as error:
@@ -221,30 +221,30 @@ class Play:
                     raise
                 self.figures["failed starts"] += 1
                 return None
-            got = []
+            delivered = []
             for batch in iterator:
-                got.append(restart_data.content(batch))
+                delivered.append(restart_data.content(batch))
                 seen += 1
-                while blows and blows[0][1] < seen:
-                    self.strike(blows.pop(0)[0], iterator)
-            self.compare(epoch, got, right)
+                while disruptions and disruptions[0][1] < seen:
+                    self.strike(disruptions.pop(0)[0], iterator)
+            self.compare(epoch, delivered, wanted)
             del iterator
         return loader
 
-    def strike(self, what, iterator):
+    def strike(self, action, iterator):
         worker = random.Random(self.trial.seed).choice(iterator._workers)
-        self.figures[what] += 1
-        if what == "lose the node":
+        self.figures[action] += 1
+        if action == "lose the node":
             self.lose()
             return
         with contextlib.suppress(ProcessLookupError):
-            os.kill(worker.pid, signal.SIGSTOP if what == "stop" else signal.SIGKILL)
+            os.kill(worker.pid, signal.SIGSTOP if action == "stop" else signal.SIGKILL)
 
-    def compare(self, epoch, got, right):
+    def compare(self, epoch, delivered, wanted):
         if not self.trial.in_order:
-            got, right = collections.Counter(got), collections.Counter(right)
-        if got != right:
-            self.wrong.append(f"epoch {epoch}: {len(got)} batches, {len(right)} expected, or others")
+            delivered, wanted = collections.Counter(delivered), collections.Counter(wanted)
+        if delivered != wanted:
+            self.wrong.append(f"epoch {epoch}: wrong batches ({len(delivered)}, expected {len(wanted)})")
 
 
 # Ray
@@ -265,7 +265,7 @@ for batch in loader:
 
 
 def actors(folder):
-    """A context of actors."""
+    """Returns a context whose workers are Ray actors."""
     import rustloader.ray
 
     class Actors(Disturbed, rustloader.ray.RayContext):
@@ -275,7 +275,7 @@ def actors(folder):
 
 
 def kill_main(address, rng, figures):
-    """Kills a main process at a random moment, in the start of its workers or later."""
+    """Kills a main process at a random moment, while its workers start or later."""
     command = [sys.executable, "-c", MAIN, address]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         process.stdout.readline()
@@ -288,7 +288,7 @@ def kill_main(address, rng, figures):
 
 
 def actors_left():
-    """The pids of actors in this network namespace, once those that are about to end have had their time."""
+    """Waits for the actors of this network namespace to end, and returns the pids of those that do not."""
     from ray_cluster import actors
 
     deadline = time.monotonic() + GONE
@@ -298,7 +298,7 @@ def actors_left():
 
 
 def run_on_ray(args, log):
-    """Runs trials on a cluster: (number of wrong ones, figures)."""
+    """Runs trials on a cluster. Returns (the number of failed trials, figures)."""
     import ray
     import ray_cluster
 
@@ -322,15 +322,15 @@ def run_on_ray(args, log):
             nodes.cluster.shutdown()
 
 
-# Both
+# Drivers
 
 
 def run_all(args, log, play, make, between):
-    """Runs trials until there are enough epochs or minutes: (number of wrong ones, figures)."""
+    """Runs trials for the required number of epochs or minutes. Returns (the number of failed trials, figures)."""
     failed, figures, start = 0, collections.Counter(), time.monotonic()
     signal.signal(signal.SIGALRM, overdue)
-    made = type("Made", (), {"random": staticmethod(make)})
-    for name, trial in drawn(made, args.epochs, args):
+    trial_class = type("RandomTrial", (), {"random": staticmethod(make)})
+    for name, trial in drawn(trial_class, args.epochs, args):
         wrong = []
         with tempfile.TemporaryDirectory(prefix="connections-") as folder:
             signal.alarm(LIMIT)
@@ -354,11 +354,11 @@ def run_all(args, log, play, make, between):
 
 def arguments():
     parser = argparse.ArgumentParser(prog="python -m faults.connections", description=__doc__.partition("\n")[0])
-    parser.add_argument("--epochs", type=int, default=100, help="how many epochs at least")
+    parser.add_argument("--epochs", type=int, default=100, help="the least number of epochs")
     parser.add_argument("--minutes", type=float, help="stop after this time")
-    parser.add_argument("--seed", type=int, help="of loaders and faults; by default another one each time")
-    parser.add_argument("--only", type=int, help="only the trial of this number")
-    parser.add_argument("--ray", action="store_true", help="workers as actors of a Ray cluster")
+    parser.add_argument("--seed", type=int, help="seed of loaders and faults (default: random)")
+    parser.add_argument("--only", type=int, help="run only the trial with this number")
+    parser.add_argument("--ray", action="store_true", help="run the workers as actors of a Ray cluster")
     return parser.parse_args()
 
 

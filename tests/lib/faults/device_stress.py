@@ -1,11 +1,11 @@
-"""Batches on their way to a device, under a consumer that delays its stream and drops batches early.
+"""Prefetches batches to a device for a consumer that delays its stream and drops batches early.
 
-Each epoch has its own depth, streams and habits. The consumer queues delays (100 ms on a card) before it sums a batch
-on the device, drops most batches at once, keeps some, changes streams, and breaks off some epochs. After each epoch
-every sum is compared with that of the samples: memory that was used again too early has another one.
+Each epoch has a random depth, random streams and a random consumer. The consumer queues delays (100 ms on a GPU)
+before it sums a batch on the device, drops most batches immediately, keeps some, changes streams, and breaks off some
+epochs. After each epoch every sum is compared with that of the samples: memory that is reused too early changes it.
 
-It needs a CUDA device: `make stress KIND=gpu ARGS='--minutes 10'`. With --stand-in it runs on the device without
-hardware of standin.py, whose streams go on in random order, and which sees each race itself.
+It needs a CUDA device: `make stress KIND=gpu ARGS='--minutes 10'`. With --stand-in it runs on the simulated device of
+standin.py, whose streams advance in random order, and which detects races itself.
 """
 
 import argparse
@@ -60,7 +60,7 @@ class Card:
         torch.cuda._sleep(self.cycles)
 
     def sum(self, tensor):
-        """Queues the sum of a tensor in the current stream; returns what `values` takes."""
+        """Queues the sum of a tensor in the current stream. Returns a handle for `values`."""
         return tensor.sum(dtype=torch.int64)
 
     def values(self, sums):
@@ -75,7 +75,7 @@ class Card:
 
 
 class WithoutHardware:
-    """The stand-in: what is queued runs in random order, some of it after each batch."""
+    """The stand-in: queued work runs in random order, some of it after each batch."""
 
     def __init__(self, rng):
         from standin import StandIn
@@ -89,14 +89,14 @@ class WithoutHardware:
         return self.device.using(stream)
 
     def delay(self):
-        # At times the next batches find everything still queued.
+        # Sometimes nothing runs during the next batches.
         if self.held < 0:
             self.held = self.rng.choice([0, 3])
 
     def sum(self, tensor):
-        found = []
-        self.device.read(tensor, lambda values: found.append(sum(values)))
-        return found
+        sums = []
+        self.device.read(tensor, lambda values: sums.append(sum(values)))
+        return sums
 
     def values(self, sums):
         self.device.run_all()
@@ -109,15 +109,15 @@ class WithoutHardware:
 
     def check(self):
         if self.device.faults:
-            raise Wrong(f"the stand-in has seen: {self.device.faults[0]}")
+            raise Wrong(f"the stand-in has detected: {self.device.faults[0]}")
 
 
 def epoch(loader, side, rng):
-    """An epoch. Raises Wrong; returns the number of its batches."""
+    """Runs an epoch and returns the number of its batches. Raises Wrong."""
     depth, switches = rng.randint(1, 4), rng.random() < 0.3
     ends_at = rng.randint(1, 20) if rng.random() < 0.3 else None
     iterator = iter(rustloader.prefetch_to_device(loader, depth=depth))
-    # Batch and sum; batch, stream and images.
+    # (batch number, sum), and (batch number, stream, images).
     sums, kept = [], []
     stream, number = side.streams[0], 0
     while number != ends_at:
@@ -127,43 +127,43 @@ def epoch(loader, side, rng):
             if batch is None:
                 break
             side.delay()
-            # Some are dropped without a look, while their copies may be under way.
+            # Some batches are dropped unread, while their copies may be in progress.
             if rng.random() < 0.9:
                 sums.append((number, side.sum(batch[0])))
             if rng.random() < 0.1:
                 kept.append((number, stream, batch[0]))
             del batch
         if kept and rng.random() < 0.2:
-            earlier, its, images = kept.pop(0)
-            with side.using(its):
-                sums.append((earlier, side.sum(images)))
+            kept_number, kept_stream, images = kept.pop(0)
+            with side.using(kept_stream):
+                sums.append((kept_number, side.sum(images)))
             del images
         number += 1
         side.go_on()
     del iterator
-    for earlier, its, images in kept:
-        with side.using(its):
-            sums.append((earlier, side.sum(images)))
+    for kept_number, kept_stream, images in kept:
+        with side.using(kept_stream):
+            sums.append((kept_number, side.sum(images)))
     size, batch_size = loader.dataset.size, loader.batch_size
-    found = side.values([it for _, it in sums])
-    for (which, _), value in zip(sums, found, strict=True):
-        expected = size * sum(range(which * batch_size, (which + 1) * batch_size))
+    values = side.values([it for _, it in sums])
+    for (at, _), value in zip(sums, values, strict=True):
+        expected = size * sum(range(at * batch_size, (at + 1) * batch_size))
         if value != expected:
-            raise Wrong(f"batch {which} of {number}, depth {depth}: its sum is {value}, not {expected}")
+            raise Wrong(f"batch {at} of {number}, depth {depth}: the sum is {value}, not {expected}")
     side.check()
     return number
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10.0, help="how long (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=10.0, help="how long to run (default: %(default)s)")
     parser.add_argument("--epochs", type=int, metavar="N", help="end after N epochs")
     parser.add_argument("--seed", type=int, default=None, help="seed (default: a random one, which is printed)")
-    parser.add_argument("--small", action="store_true", help="few and small batches, for compute-sanitizer")
-    parser.add_argument("--stand-in", action="store_true", help="on a device without hardware")
+    parser.add_argument("--small", action="store_true", help="use few, small batches, for compute-sanitizer")
+    parser.add_argument("--stand-in", action="store_true", help="run on a simulated device")
     options = parser.parse_args()
     if not options.stand_in and not torch.cuda.is_available():
-        print("no CUDA device: this is for a machine that has one; --stand-in needs none", file=sys.stderr)
+        print("no CUDA device; --stand-in needs none", file=sys.stderr)
         return 2
     seed = random.randrange(1 << 30) if options.seed is None else options.seed
     rng = random.Random(seed)
@@ -184,8 +184,8 @@ def main():
     except Wrong as wrong:
         print(f"WRONG, epoch {epochs}, --seed {seed}: {wrong}", file=sys.stderr)
         return 1
-    where = "a device without hardware" if options.stand_in else torch.cuda.get_device_name()
-    print(f"{epochs} epochs, {batches} batches on {where}: all sums right (--seed {seed})")
+    where = "a simulated device" if options.stand_in else torch.cuda.get_device_name()
+    print(f"{epochs} epochs, {batches} batches on {where}: all sums are right (--seed {seed})")
     return 0
 
 

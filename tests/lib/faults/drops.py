@@ -1,7 +1,8 @@
-"""Iterators that are dropped at any moment and in any way: `make stress KIND=drops ARGS='--count 1000 --seed S'`.
+"""Iterators that are dropped at random moments and in many ways: `make stress KIND=drops ARGS='--count 1000 --seed S'`.
 
-Required: the workers, and the pin thread, are gone with the iterator; what was taken before is right and stays so;
-Python has nothing to complain of; after each fifty, and at the end, nothing is left of any of them.
+Required: the workers and the pin thread end with the iterator; batches taken before are right and stay unchanged;
+Python reports no unraisable exception; nothing is left behind, which is checked after every 50 iterators and at the
+end.
 """
 
 import argparse
@@ -18,15 +19,15 @@ from typing import NamedTuple
 
 from .trials import Numbered, drawn, number, quiet
 
-# Weighted: a fork server and a spawned interpreter take their time.
+# Weighted: fork servers and spawned interpreters are slow to start.
 METHODS = ["fork"] * 60 + ["forkserver"] * 3 + ["spawn"]
 WAYS = ["del", "cycle", "traceback", "thread", "child", "twice", "replaced", "failed", "vacant"]
-# Seconds in which a thread or a child has to come to its end.
+# Seconds within which a thread or a child must end.
 LIMIT = 60
 
 
 class Trial(NamedTuple):
-    """A loader, how much is taken from it, and how its iterator goes."""
+    """A loader, how many batches are taken from it, and how its iterator is dropped."""
 
     way: str
     method: str
@@ -56,7 +57,7 @@ class Trial(NamedTuple):
 
 
 class Holder:
-    """Part of a cycle."""
+    """Part of a reference cycle."""
 
 
 class Expected(Exception):
@@ -80,8 +81,8 @@ class Drop:
         )
         self.pids, self.kept = [], []
 
-    def begun(self):
-        """An iterator after some batches."""
+    def start_iterator(self):
+        """Returns an iterator after some batches."""
         iterator = iter(self.loader)
         self.pids += [worker.pid for worker in iterator._workers]
         numbers = []
@@ -103,21 +104,21 @@ class Drop:
         getattr(self, "by_" + self.trial.way)()
         self.loader._iterator = None
         assert wait_until(lambda: all(map(gone, self.pids)), 10), "a worker has survived"
-        assert all(number(batch) == i for i, batch in self.kept), "a batch that was kept has changed"
+        assert all(number(batch) == i for i, batch in self.kept), "a kept batch has changed"
 
     def by_del(self):
-        iterator = self.begun()
+        iterator = self.start_iterator()
         del iterator
 
     def by_cycle(self):
         holder = Holder()
-        holder.iterator, holder.me = self.begun(), holder
+        holder.iterator, holder.me = self.start_iterator(), holder
         del holder
         gc.collect()
 
     def by_traceback(self):
         def body():
-            iterator = self.begun()
+            iterator = self.start_iterator()
             raise Expected(iterator)
 
         try:
@@ -131,7 +132,7 @@ class Drop:
         """The last reference is a local variable of a thread that ends."""
 
         def body():
-            iterator = self.begun()
+            iterator = self.start_iterator()
             done.append(iterator is not None)
 
         done = []
@@ -141,8 +142,8 @@ class Drop:
         assert not thread.is_alive() and done == [True], "the thread does not end"
 
     def by_child(self):
-        """A forked child drops what it has inherited; the parent continues before it does."""
-        iterator = self.begun()
+        """A forked child drops the iterator that it inherits, and the parent continues its own."""
+        iterator = self.start_iterator()
         sys.stdout.flush()
         pid = os.fork()
         if pid == 0:
@@ -157,31 +158,31 @@ class Drop:
             finally:
                 os._exit(status)
         end = time.monotonic() + LIMIT
-        while not (found := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < end:
+        while not (status_of_child := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < end:
             time.sleep(0.001)
-        if not found[0]:
+        if not status_of_child[0]:
             os.kill(pid, 9)
             os.waitpid(pid, 0)
-        assert found == (pid, 0), f"the child: {found}"
+        assert status_of_child == (pid, 0), f"the child: {status_of_child}"
         for batch in iterator:
             number(batch)
             del batch
 
     def by_twice(self):
-        iterator = self.begun()
+        iterator = self.start_iterator()
         iterator._shutdown_workers()
         iterator._shutdown_workers()
         del iterator
 
     def by_replaced(self):
-        """A new epoch begins, while the iterator of the last one is held, or is the same."""
-        first = self.begun()
-        second = self.begun()
+        """A new epoch begins while the previous epoch's iterator is still referenced; it may be the same iterator."""
+        first = self.start_iterator()
+        second = self.start_iterator()
         assert (first is second) == self.trial.persistent
         del first, second
 
     def by_failed(self):
-        """The start of the last worker fails: nothing is made, and nothing is left of the others."""
+        """The last worker fails to start: no iterator is created, and the other workers end."""
         real, starts = multiprocessing.process.BaseProcess.start, []
 
         def start(process):
@@ -193,16 +194,16 @@ class Drop:
 
         multiprocessing.process.BaseProcess.start = start
         try:
-            self.begun()
-            raise AssertionError("it starts without its worker")
+            self.start_iterator()
+            raise AssertionError("the iterator starts without its last worker")
         except OSError as error:
             assert error.errno == errno.EAGAIN, error
         finally:
             multiprocessing.process.BaseProcess.start = real
 
     def by_vacant(self):
-        """A worker has died, and no call has started it again; or one has, and is dropped with the new worker."""
-        iterator = self.begun()
+        """A worker has died. A call of `next` may have restarted it before the iterator is dropped."""
+        iterator = self.start_iterator()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pids[0], signal.SIGKILL)
         if self.trial.kept:
@@ -214,8 +215,8 @@ class Drop:
 def main():
     parser = argparse.ArgumentParser(prog="python -m faults.drops", description=__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=1000, help="how many iterators")
-    parser.add_argument("--seed", type=int, help="of loaders and ways; by default another one each time")
-    parser.add_argument("--only", type=int, help="only the iterator of this number")
+    parser.add_argument("--seed", type=int, help="seed of loaders and ways (default: random)")
+    parser.add_argument("--only", type=int, help="run only the iterator with this number")
     args = parser.parse_args()
     from pinning_support import pinning
     from rules import left_after, state
@@ -225,8 +226,8 @@ def main():
 
     quiet()
     gc.freeze()
-    complaints = []
-    sys.unraisablehook = lambda it: complaints.append(f"{it.exc_type.__name__}: {it.exc_value} in {it.object!r}")
+    unraisable = []
+    sys.unraisablehook = lambda it: unraisable.append(f"{it.exc_type.__name__}: {it.exc_value} in {it.object!r}")
     failed, start, before = 0, time.monotonic(), state()
     count = args.count if args.only is None else 1
     for done, (name, trial) in enumerate(drawn(Trial, args.count, args), 1):
@@ -239,11 +240,11 @@ def main():
                 wrong.append(f"{type(error).__name__}: {error}")
                 del error
             if host is not None and not wait_until(lambda host=host: gc.collect() is not None and not host.live):
-                wrong.append("pinned memory is kept")
-        wrong += complaints
-        complaints.clear()
-        if (done % 50 == 0 or done == count or wrong) and (over := left_after(before, 5)):
-            wrong.append(f"left behind: {over}")
+                wrong.append("pinned memory is not released")
+        wrong += unraisable
+        unraisable.clear()
+        if (done % 50 == 0 or done == count or wrong) and (leftovers := left_after(before, 5)):
+            wrong.append(f"left behind: {leftovers}")
         if wrong:
             print(f"WRONG {name}", *wrong, sep="\n", flush=True)
         failed += bool(wrong)

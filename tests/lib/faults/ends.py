@@ -1,8 +1,7 @@
-"""A main process ends, in every way and at every place, whatever its workers are doing: `make stress KIND=ends`.
+"""A main process ends in every way, at every place, whatever its workers are doing: `make stress KIND=ends`.
 
-Required: it ends within its deadline, even when its workers are in items of a minute and ignore SIGTERM; with the
-exit status and output that belong to the way it ends, and at most one traceback; a second later no worker and no file
-is left.
+Required: it ends within its deadline, even if its workers are in samples that take a minute and ignore SIGTERM; its
+exit status and output match the way it ends, with at most one traceback; a second later no worker and no file is left.
 """
 
 import argparse
@@ -22,7 +21,7 @@ from torch.utils.data import Dataset
 from . import mains
 from .matrix import covering
 
-# Ways of the process itself come by a signal's handler, wherever it is then; "return" is the end of the script.
+# "os._exit", "error" and "sys.exit" happen in a signal handler, wherever the process is; "return" ends the script.
 WAYS = ["SIGKILL", "SIGTERM", "os._exit", "error", "sys.exit", "return"]
 PLACES = ["next", "user", "shutdown"]
 METHODS = ["fork", "forkserver", "spawn"]
@@ -34,7 +33,7 @@ class Case(NamedTuple):
     way: str
     place: str
     method: str
-    # Workers are in items of a minute and ignore SIGTERM.
+    # Workers are in samples that take a minute, and ignore SIGTERM.
     stuck: bool
     persistent: bool
     pinned: bool
@@ -45,14 +44,14 @@ class Case(NamedTuple):
 
 
 def all_cases():
-    """The full product, without what cannot be: a script does not return from the midst of next()."""
+    """The full product, without impossible cases: a script cannot return while it is in next()."""
     yes_no = (False, True)
     product = itertools.starmap(Case, itertools.product(WAYS, PLACES, METHODS, yes_no, yes_no, yes_no))
     return [case for case in product if case.way != "return" or case.place == "user"]
 
 
 class Items(Dataset):
-    """Quick ones, then those that take a minute each."""
+    """Fast samples; if `stuck`, all but the first four take a minute each."""
 
     def __init__(self, stuck):
         self.stuck = stuck
@@ -69,12 +68,12 @@ class Items(Dataset):
         return torch.full((5000,), i)
 
 
-class Mine(Exception):
+class Deliberate(Exception):
     pass
 
 
 class Program:
-    """A script with two workers that comes to one of the places and stays there until it is ended."""
+    """A script with two workers that goes to a place and stays there until it is ended."""
 
     def __init__(self, case):
         self.case = case
@@ -96,10 +95,10 @@ class Program:
             pin_memory=case.pinned,
         )
         iterator = iter(self.loader)
-        mains.tell("pids", [worker.pid for worker in iterator._workers])
+        mains.report("pids", [worker.pid for worker in iterator._workers])
         for _ in range(4):
             next(iterator)
-        mains.tell("there")
+        mains.report("ready")
         getattr(self, case.place)(iterator)
 
     def end(self, *_):
@@ -107,7 +106,7 @@ class Program:
             case "os._exit":
                 os._exit(3)
             case "error":
-                raise Mine
+                raise Deliberate
             case "sys.exit":
                 sys.exit(4)
 
@@ -122,29 +121,30 @@ class Program:
                 sum(range(1000))
 
     def shutdown(self, iterator):
-        """One that takes a while, because its workers do. No start of workers beside it: in Python's own hooks around a
-        fork what a signal's handler raises is printed and ignored."""
+        """A slow shutdown, since the workers are slow to exit. No workers start meanwhile: if a signal handler raises
+        in Python's own fork hooks, the exception is printed and ignored."""
         iterator._shutdown_workers()
         self.user(iterator)
 
 
 def linger(_):
-    """A worker_init_fn: the worker takes its time to leave."""
+    """A worker_init_fn that delays the worker's exit."""
     multiprocessing.util.Finalize(None, time.sleep, (2,), exitpriority=1)
 
 
 def drive(main, case, figures, limit):
-    """Ends it; what is wrong, in words."""
-    main.listen(mains.LIMIT * 2, lambda told: any(kind == "there" for kind, _ in told))
-    if not main.said("there"):
+    """Ends the process. Returns the problems found."""
+    main.listen(mains.LIMIT * 2, lambda reports: any(kind == "ready" for kind, _ in reports))
+    if not main.reported("ready"):
         main.abandon()
-        return ["it does not come to the place"]
-    # A little into the wait, or into the shutdown.
+        return ["it does not reach the place"]
+    # Let the wait or the shutdown begin.
     main.listen(0.1)
     start, sent, status = time.monotonic(), 0, None
-    # A shutdown has 5 s, an exit 0.7 s after that.
+    # A shutdown may take 5 s, and an exit 0.7 s more.
     while status is None and time.monotonic() - start < 20 + limit:
-        # What the handler raises in a callback, as of a weak reference, Python prints and ignores: so it is sent again.
+        # If the handler raises in a callback, such as a weak reference's, Python prints and ignores the exception.
+        # The signal is then sent again.
         if case.way != "return" and sent <= main.output().count(IGNORED):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(main.pid, getattr(signal, case.way, signal.SIGUSR1))
@@ -164,25 +164,25 @@ def drive(main, case, figures, limit):
     return wrong
 
 
-def wrong_words(case, output):
-    """What the output has that the end does not justify."""
+def check_output(case, output):
+    """Returns problems with the output: anything that the way of ending does not explain."""
     tracebacks = output.count("Traceback (most recent call last)") - output.count(IGNORED)
     if case.way == "error":
-        return [] if tracebacks == 1 and output.rstrip().endswith("Mine") else [f"{tracebacks} tracebacks"]
-    return ["it wrote something"] if tracebacks or (output.strip() and IGNORED not in output) else []
+        return [] if tracebacks == 1 and output.rstrip().endswith("Deliberate") else [f"{tracebacks} tracebacks"]
+    return ["unexpected output"] if tracebacks or (output.strip() and IGNORED not in output) else []
 
 
 def arguments():
     parser = argparse.ArgumentParser(prog="python -m faults.ends", description=__doc__.partition("\n")[0])
-    parser.add_argument("--all", action="store_true", help="the full product, not only a set that covers each pair")
-    parser.add_argument("--seed", type=int, default=0, help="of the covering set")
-    parser.add_argument("--limit", type=float, default=1.0, help="seconds that workers have after main's end")
-    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="cases with these words")
+    parser.add_argument("--all", action="store_true", help="run the full product, not only a set that covers each pair")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the covering set")
+    parser.add_argument("--limit", type=float, default=1.0, help="seconds that workers may outlive main")
+    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="run only cases with these words")
     return parser.parse_args()
 
 
 def main():
-    """In the driver the exit status, in a new main process the program that it is to run."""
+    """Returns a function to call: in the driver it exits, in a new main process it runs the program."""
     args = arguments()
     mains.prepare()
     cases = [case for case in all_cases() if set(args.only) <= set(str(case).split())]
@@ -193,13 +193,13 @@ def main():
         [(str(case), case) for case in cases],
         Program,
         drive=lambda process, case: drive(process, case, figures, args.limit),
-        words=wrong_words,
+        check_output=check_output,
     )
     if run is not None:
         return run
     print(
-        f"{len(cases)} ends, {failed} wrong, {time.monotonic() - start:.0f} s; longest until main has ended "
-        f"{figures['took']:.2f} s, from there to the last worker's end {figures['gone']:.2f} s"
+        f"{len(cases)} ends, {failed} wrong, {time.monotonic() - start:.0f} s; longest end of main "
+        f"{figures['took']:.2f} s, longest from there to the last worker's end {figures['gone']:.2f} s"
     )
     return lambda: sys.exit(bool(failed))
 

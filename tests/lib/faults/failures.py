@@ -1,8 +1,8 @@
-"""Every single system call of an epoch fails in turn, or ends its process there: `make stress KIND=failures`.
+"""Every system call of an epoch fails in turn, or ends its process: `make stress KIND=failures`.
 
 For each kind of call, in main or in the workers, the n-th call is chosen, for n = 1, 2, 3, ... until the epoch makes
-no n-th call of that kind. Each run has to end in the right batches or in an error that names the call or the death,
-with no process, descriptor, mapping, thread or page left. test_refusals.py asks more of fewer calls.
+no n-th call of that kind. Each run must end with the right batches or with an error that names the call or the death,
+and leave no process, descriptor, mapping, thread or page. test_refusals.py checks more about fewer calls.
 """
 
 import argparse
@@ -19,9 +19,9 @@ from typing import NamedTuple
 from refusals import load_core, run
 
 PROGRAMS = ["twice", "persistent", "pinned", "pinned_persistent", "doomed", "restarted", "forking", "shared"]
-# Its workers are fresh interpreters: of each kind only the first call.
+# Its workers are fresh interpreters, which are slow: only the first call of each kind fails.
 SLOW = "spawned"
-# Kinds that only one program is there for.
+# Kinds of calls that are tried in one program only.
 SPECIAL = {
     "burst": ["remove"],
     "many": ["epoll_create", "epoll_ctl", "epoll_wait"],
@@ -31,7 +31,7 @@ SPECIAL = {
     "handled": ["timer", "sigaction"],
     "stuck": ["peek"],
 }
-# Kinds that the loader calls only where another one is refused as well (test_refusals.py).
+# Kinds that the loader calls only if another kind fails too (test_refusals.py).
 UNUSED = {"kill", "pidfd_get_info"}
 ERRNO = {
     "memfd_create": "EMFILE",
@@ -68,11 +68,11 @@ INTERRUPTED = {
     "futex_wait",
 }
 INTERRUPTED |= {"ppoll", "epoll_wait"}
-# Kinds whose refusal in main hands a loader over to torch's iterator.
+# Kinds whose failure in main makes the loader a fallback.
 HANDING_OVER = {"memfd_create", "ftruncate", "seal", "mmap", "mprotect", "populate", "eventfd", "fstat", "atfork"}
-# Seconds in which a program has to end; a spawned worker imports torch.
+# Seconds within which a program must end; a spawned worker imports torch.
 LIMIT = 60
-# At most this many calls of a kind are tried where the program makes more of them the longer it waits.
+# The most calls of a kind that are tried: a program may make more of them the longer it waits.
 MOST = 60
 
 CLEAR = [
@@ -102,8 +102,8 @@ class Failure(NamedTuple):
         return f"{self.program} {self.where} {self.points}"
 
 
-def made(program, where):
-    """How many calls of each kind a program makes when none of them fails."""
+def count_calls(program, where):
+    """Returns how many calls of each kind a program makes if none of them fails."""
     from isolation import in_child
 
     report = in_child(run, program, "", where, seconds=LIMIT)
@@ -113,7 +113,8 @@ def made(program, where):
 
 
 def effects_of(kind, program, where):
-    """What may happen at a call. Not where torch's own iterator would meet the death: it may hang, or continue."""
+    """The effects to try at a call. Not an error that leads to a fallback in a program whose workers die: torch's
+    iterator may hang after a death, or continue."""
     handed_over = program in ("doomed", "restarted") and where == "main" and kind in HANDING_OVER
     return [e for e in EFFECTS if (e != "EINTR" or kind in INTERRUPTED) and not (e == "errno" and handed_over)]
 
@@ -122,15 +123,15 @@ def is_clear(text):
     return any(re.fullmatch(pattern, text, re.DOTALL) for pattern in CLEAR)
 
 
-def says_why(failure, output):
-    """Whether what was written are tracebacks of workers, each with a named error, that could not be told otherwise:
-    a spawned worker has no arena to send its error through before it has joined it."""
+def is_explained(failure, output):
+    """Whether the output consists of workers' tracebacks with clear errors, which could not be reported otherwise: a
+    spawned worker cannot send an error before it has mapped the arena."""
     ends = [line for line in output.splitlines() if not line.startswith((" ", "Traceback (most recent call last):"))]
     return failure.program == SLOW and failure.where == "worker" and all(map(is_clear, filter(None, ends)))
 
 
-def tried(failure):
-    """Runs a program with a failure: (what is wrong, in words; whether there was such a call; the errors)."""
+def try_failure(failure):
+    """Runs a program with a failure. Returns (problems found, whether the call was reached, the program's errors)."""
     from isolation import in_child
 
     report = in_child(run, failure.program, failure.points, failure.where, seconds=LIMIT)
@@ -139,62 +140,62 @@ def tried(failure):
     if report["hangs"]:
         wrong.append("it hangs")
     if report["processes"]:
-        wrong.append(f"{report['processes']} processes are left")
+        wrong.append(f"{report['processes']} processes are left behind")
     if ends_main and report["status"] == (signal.SIGKILL if failure.effect == "kill" else 3 << 8):
         return wrong, True, []
     if "value" not in report:
         return [*wrong, f"status {report['status']}: {report['output']}"], True, []
-    if report["output"] and not says_why(failure, report["output"]):
-        wrong.append(f"it wrote: {report['output']}")
+    if report["output"] and not is_explained(failure, report["output"]):
+        wrong.append(f"unexpected output: {report['output']}")
     if report["left"]:
         wrong.append(f"left behind: {report['left']}")
     if report["bytes"]:
-        wrong.append(f"{report['bytes']} bytes of shared memory are left")
+        wrong.append(f"{report['bytes']} bytes of shared memory are left behind")
     expected = (HANDED_OVER, RESTARTED) if failure.program == "restarted" else HANDED_OVER
     wrong += [f"logged: {line}" for line in report["log"] if not line.startswith(expected)]
     errors = [text.removeprefix("iter: ") for text in report["value"]]
     for text in errors:
         if not is_clear(text):
             wrong.append(f"not clear: {text}")
-    # What a worker has counted is lost with it.
+    # A worker's counts are lost with it.
     reached = failure.where == "worker" or report["calls"].get(failure.kind, 0) >= failure.nth
     if ends_main and reached:
-        wrong.append("it goes on behind its end")
+        wrong.append("it continues although the call should have ended it")
     return wrong, reached, errors
 
 
-def walk(programs, kinds, report):
-    """Tries call after call of each kind until none is left; returns the kinds that were called."""
-    found = set()
+def try_all(programs, kinds, report):
+    """Tries call after call of each kind until none is left. Returns the kinds of calls that the programs made."""
+    kinds_seen = set()
     for program in programs:
         for where in ("main", "worker"):
-            for kind, calls in made(program, where).items():
-                found.add(kind)
+            for kind, calls in count_calls(program, where).items():
+                kinds_seen.add(kind)
                 if kinds and kind not in kinds:
                     continue
                 for effect in effects_of(kind, program, where):
                     for nth in range(1, 2 if program == SLOW else MOST + 1):
-                        # Both are the end of the process; one of them at each call is enough.
+                        # Both end the process: the calls alternate between them.
                         if effect == ("exit=3" if nth % 2 else "kill"):
                             continue
                         failure = Failure(program, where, kind, nth, effect)
-                        # Main's calls vary with the time that it waits.
-                        if not report(failure, *tried(failure)) or (nth >= calls and where == "worker"):
+                        # The number of main's calls depends on how long it waits.
+                        if not report(failure, *try_failure(failure)) or (nth >= calls and where == "worker"):
                             break
-    return found
+    return kinds_seen
 
 
-def some(count, seed):
-    """`count` failures, drawn from the calls that the programs make when nothing fails."""
+def draw_failures(count, seed):
+    """Draws `count` failures from the calls that the programs make if nothing fails."""
     places = [
         (program, where, kind, number)
         for program in [*PROGRAMS, *SPECIAL]
         for where in ("main", "worker")
-        for kind, number in made(program, where).items()
+        for kind, number in count_calls(program, where).items()
     ]
 
     def chance(what, place):
-        """By the place alone: how many calls there are, and of which kinds, is not the same in each run."""
+        """Depends on the place alone, because the numbers and kinds of calls vary between runs."""
         return random.Random(f"{seed} {what} {place[:3]}")
 
     chosen = []
@@ -207,7 +208,7 @@ def some(count, seed):
 
 
 def prepare():
-    """To be called before anything of rustloader is used."""
+    """Call this before rustloader is used."""
     load_core()
     import multiprocessing.resource_tracker
 
@@ -215,7 +216,7 @@ def prepare():
 
     from .trials import quiet
 
-    # Not a helper that a trial leaves behind.
+    # Started here, the resource tracker does not count as left behind by a trial.
     multiprocessing.resource_tracker.ensure_running()
     quiet()
     gc.freeze()
@@ -223,11 +224,11 @@ def prepare():
 
 def main():
     parser = argparse.ArgumentParser(prog="python -m faults.failures", description=__doc__.partition("\n")[0])
-    parser.add_argument("--some", type=int, metavar="N", help="try only N of them, drawn at random")
-    parser.add_argument("--seed", type=int, default=0, help="of --some")
-    parser.add_argument("--program", action="append", default=[], help="only this program")
-    parser.add_argument("--kind", action="append", default=[], help="only this kind of call")
-    parser.add_argument("--show", action="store_true", help="a line for each run")
+    parser.add_argument("--some", type=int, metavar="N", help="try only N failures, drawn at random")
+    parser.add_argument("--seed", type=int, default=0, help="seed of --some")
+    parser.add_argument("--program", action="append", default=[], help="try only this program")
+    parser.add_argument("--kind", action="append", default=[], help="try only this kind of call")
+    parser.add_argument("--show", action="store_true", help="print a line for each run")
     args = parser.parse_args()
     prepare()
     counts, start = Counter(), time.monotonic()
@@ -243,17 +244,17 @@ def main():
         return reached
 
     if args.some is not None:
-        for failure in some(args.some, args.seed):
-            report(failure, *tried(failure))
+        for failure in draw_failures(args.some, args.seed):
+            report(failure, *try_failure(failure))
     else:
-        found = walk(args.program or [*PROGRAMS, *SPECIAL, SLOW], args.kind, report)
+        kinds_seen = try_all(args.program or [*PROGRAMS, *SPECIAL, SLOW], args.kind, report)
         if not args.program and not args.kind:
             from rustloader import _core
 
-            missing = set(_core._failpoint_calls()) - found - UNUSED
+            missing = set(_core._failpoint_calls()) - kinds_seen - UNUSED
             assert not missing, f"no program makes these calls: {missing}"
     summary = {**counts, "seconds": round(time.monotonic() - start)}
-    print(f"{counts['runs']} failures, {counts['wrong']} wrong, {counts['with an error']} ended in a named error")
+    print(f"{counts['runs']} failures, {counts['wrong']} wrong, {counts['with an error']} ended with a clear error")
     print(json.dumps(summary))
     sys.exit(bool(counts["wrong"]))
 

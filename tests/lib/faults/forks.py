@@ -1,9 +1,9 @@
-"""Forks while other loaders are at work: `make stress KIND=forks ARGS='--forks 500 --seed S'`.
+"""Forks while other loaders run: `make stress KIND=forks ARGS='--forks 500 --seed S'`.
 
-Two threads iterate, one of them over a persistent loader; a third loader has started and waits. The main thread forks
-at random moments. Required: all data are right in parent and child; an inherited iterator does nothing in the child;
-what the child releases is its own; it can load for itself; no thread waits for a lock that is never released. Half of
-the forks are made beside plain loaders, half beside loaders that pin.
+Two threads iterate, one of them over a persistent loader; a third loader has started and is idle. The main thread
+forks at random moments. Required: all data are right in parent and child; an inherited iterator does nothing in the
+child; batches that the child drops stay intact in the parent; the child can run a loader of its own; no thread waits
+for a lock that is never released. Half of the forks happen with plain loaders, half with loaders that pin.
 """
 
 import argparse
@@ -22,12 +22,12 @@ from torch.utils.data import Dataset
 
 from .trials import number, quiet, seed_of
 
-# Seconds after which a child counts as one that hangs.
+# Seconds after which a child counts as hung.
 LIMIT = 60
 
 
 class Items(Dataset):
-    """Sample i is filled with i: in a message, or in a block of its own."""
+    """Sample i is filled with i. It fits in a message, or needs a block of its own."""
 
     def __init__(self, n=40):
         self.n = n
@@ -43,20 +43,20 @@ class Busy:
     """A thread that iterates, epoch after epoch."""
 
     def __init__(self, loader):
-        self.loader, self.over, self.epochs, self.error = loader, threading.Event(), 0, None
+        self.loader, self.stopped, self.epochs, self.error = loader, threading.Event(), 0, None
         self.thread = threading.Thread(target=self.run)
         self.thread.start()
 
     def run(self):
         try:
-            while not self.over.is_set():
+            while not self.stopped.is_set():
                 assert [number(batch) for batch in self.loader] == list(range(self.loader.dataset.n))
                 self.epochs += 1
         except BaseException:
             self.error = traceback.format_exc()
 
     def end(self):
-        self.over.set()
+        self.stopped.set()
         self.thread.join()
 
 
@@ -70,7 +70,7 @@ class Forks:
         return DataLoader(Items(), **({"batch_size": None, "num_workers": 2, "pin_memory": self.pinned} | kw))
 
     def run(self, count, rng):
-        """Forks `count` times; returns a description of each failure."""
+        """Forks `count` times. Returns the problems found."""
         from support import worker_pids
 
         wrong = []
@@ -84,25 +84,25 @@ class Forks:
                 if text:
                     wrong.append(f"child {at}: {text}")
                 if list(map(number, held)) != list(range(5)):
-                    wrong.append(f"child {at}: what the parent holds has changed")
+                    wrong.append(f"child {at}: batches that the parent holds have changed")
         finally:
             for thread in busy:
                 thread.end()
         wrong += [thread.error for thread in busy if thread.error]
         if not all(thread.epochs for thread in busy):
-            wrong.append("the other loaders did not come to the end of an epoch")
+            wrong.append("one of the other loaders finished no epoch")
         if [number(batch) for batch in waiting] != list(range(5, 40)):
             wrong.append("the parent's own iterator has lost batches")
         for thread in busy:
             if thread.loader.persistent_workers and thread.loader._iterator is not None:
                 pids = worker_pids(thread.loader._iterator)
                 if any(not os.path.exists(f"/proc/{pid}") for pid in pids):
-                    wrong.append("a worker of the persistent loader has gone")
+                    wrong.append("a worker of the persistent loader has ended")
                 thread.loader._iterator._shutdown_workers()
         return wrong
 
     def fork(self, waiting, held, loads, drops):
-        """One child: what it complains of."""
+        """Forks one child. Returns what is wrong in it, or a false value."""
         reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -118,7 +118,7 @@ class Forks:
                 os._exit(status)
         os.close(writer)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        # Not to the end of the file: a worker that a thread has since started may keep the other end open.
+        # Not until end of file: a worker that a thread has started meanwhile may hold the other end open.
         os.set_blocking(reader, False)
         try:
             text = os.read(reader, 1 << 16).decode(errors="replace")
@@ -130,11 +130,11 @@ class Forks:
     def child(self, iterators, held, loads, drops):
         from support import engine_batches
 
-        assert list(map(number, held)) == list(range(5)), "what is held has changed"
+        assert list(map(number, held)) == list(range(5)), "held batches have changed"
         before = engine_batches()
         try:
             next(iterators[0])
-            raise AssertionError("an inherited iterator gives a batch")
+            raise AssertionError("an inherited iterator returns a batch")
         except RuntimeError as error:
             assert "belongs to the process" in str(error), error
         iterators[0]._shutdown_workers()
@@ -142,17 +142,17 @@ class Forks:
             iterators.clear()
             held.clear()
             gc.collect()
-        assert engine_batches() == before, "the engine has worked in the child"
-        assert len(os.listdir("/proc/self/task")) == 1, "a thread in the child"
+        assert engine_batches() == before, "the engine has run in the child"
+        assert len(os.listdir("/proc/self/task")) == 1, "the child has a thread"
         if loads:
-            assert [number(batch) for batch in self.loader(num_workers=1)] == list(range(40)), "a loader of the child's"
-            assert held == [] or list(map(number, held)) == list(range(5)), "what is held has changed"
+            assert [number(batch) for batch in self.loader(num_workers=1)] == list(range(40)), "the child's own loader"
+            assert held == [] or list(map(number, held)) == list(range(5)), "held batches have changed"
 
 
 def main():
     parser = argparse.ArgumentParser(prog="python -m faults.forks", description=__doc__.partition("\n")[0])
-    parser.add_argument("--forks", type=int, default=500, help="how many in each of the two halves")
-    parser.add_argument("--seed", type=int, help="of the moments; by default another one each time")
+    parser.add_argument("--forks", type=int, default=500, help="the number of forks in each half")
+    parser.add_argument("--seed", type=int, help="seed of the moments (default: random)")
     args = parser.parse_args()
     from pinning_support import pinning
     from rules import left_after, state
@@ -167,8 +167,8 @@ def main():
                 stack.enter_context(pinning())
             before = state()
             wrong = Forks(pinned).run(args.forks, rng)
-            if over := left_after(before, 10):
-                wrong.append(f"left behind: {over}")
+            if leftovers := left_after(before, 10):
+                wrong.append(f"left behind: {leftovers}")
         name = "with pin threads" if pinned else "without pinning"
         print("\n".join(wrong), end="\n" * bool(wrong))
         print(f"{args.forks} forks {name}, {len(wrong)} wrong, {time.monotonic() - start:.0f} s", flush=True)

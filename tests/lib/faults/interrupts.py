@@ -1,8 +1,8 @@
 """Ctrl-C at random moments: `make stress KIND=interrupts ARGS='--count 1000 --seed S'`.
 
-SIGINT goes to the main process alone, to its whole group as from a terminal, or twice; while it waits in next(), in
-the user's own code, while it starts or shuts down, with workers that are quick, slow, stuck and deaf to SIGTERM, or
-that die again and again and are replaced.
+SIGINT goes to the main process alone, to its whole process group as from a terminal, or twice. It arrives in next(), in
+the user's own code, during start or during shutdown. The workers are quick, slow, stuck and deaf to SIGTERM, or die
+repeatedly and are replaced.
 Required: the process ends, prints at most one traceback for each signal, and leaves no worker.
 """
 
@@ -26,7 +26,7 @@ PLACES = ["next", "user", "start", "shutdown", "del", "exit"]
 
 
 class Trial(NamedTuple):
-    """What the program does, and how it is interrupted."""
+    """A program, and how it is interrupted."""
 
     place: str
     workers: int
@@ -37,7 +37,7 @@ class Trial(NamedTuple):
     # "main", "group" or "twice".
     how: str
     moment: float
-    # Seconds to the second signal.
+    # Seconds between the two signals.
     apart: float
 
     @classmethod
@@ -55,7 +55,7 @@ class Trial(NamedTuple):
 
 
 class Items(Dataset):
-    made = 0  # by this process
+    samples_made = 0  # in this process
 
     def __init__(self, kind):
         self.kind = kind
@@ -67,8 +67,8 @@ class Items(Dataset):
         if self.kind == "slow":
             time.sleep(0.005)
         elif self.kind == "mortal":
-            self.made += 1
-            if self.made % 5 == 0:
+            self.samples_made += 1
+            if self.samples_made % 5 == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
         elif self.kind == "stuck" and i >= 6:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -91,7 +91,7 @@ class Program:
         trial = self.trial
         if trial.pinned:
             mains.pin_for_good()
-        # A line for each restart.
+        # Hides the line of each restart.
         logging.getLogger("rustloader").setLevel(logging.ERROR)
         self.loader = DataLoader(
             Items(trial.items),
@@ -101,9 +101,9 @@ class Program:
             pin_memory=trial.pinned,
             max_restarts=1000 if trial.items == "mortal" else None,
         )
-        mains.tell("begin")
+        mains.report("begin")
         getattr(self, trial.place)()
-        mains.tell("end")
+        mains.report("end")
 
     def first(self, count=4):
         iterator = iter(self.loader)
@@ -122,7 +122,7 @@ class Program:
 
     def user(self):
         iterator = self.first()
-        mains.tell("there")
+        mains.report("ready")
         end = time.monotonic() + 0.5
         while time.monotonic() < end:
             sum(range(1000))
@@ -137,12 +137,12 @@ class Program:
     def shutdown(self):
         for _ in self.times():
             iterator = self.first()
-            mains.tell("there")
+            mains.report("ready")
             iterator._shutdown_workers()
 
     def exit(self):
         self.kept = self.first()
-        mains.tell("there")
+        mains.report("ready")
         sys.exit(0)
 
 
@@ -150,7 +150,7 @@ class Program:
 def _del(self):
     for _ in self.times():
         iterator = self.first()
-        mains.tell("there")
+        mains.report("ready")
         self.loader._iterator = None
         del iterator
 
@@ -159,9 +159,9 @@ setattr(Program, "del", _del)
 
 
 def drive(main, trial, figures, limit):
-    """Interrupts; what is wrong, in words."""
-    mark = "there" if trial.place in ("user", "shutdown", "del", "exit") else "begin"
-    main.listen(mains.LIMIT, lambda told: any(kind == mark for kind, _ in told))
+    """Interrupts the process. Returns the problems found."""
+    mark = "ready" if trial.place in ("user", "shutdown", "del", "exit") else "begin"
+    main.listen(mains.LIMIT, lambda reports: any(kind == mark for kind, _ in reports))
     main.listen(trial.moment * 0.4)
     shots = 2 if trial.how == "twice" else 1
     for shot in range(shots):
@@ -186,8 +186,8 @@ def drive(main, trial, figures, limit):
     return wrong
 
 
-def wrong_words(trial, output, figures):
-    """What the output has that the interrupts do not justify: a traceback for each, and none out of a worker."""
+def check_output(trial, output, figures):
+    """Returns problems with the output: each interrupt explains one traceback, and none of a worker."""
     figures["ignored"] += "Exception ignored" in output
     wrong = []
     if output.count("Traceback (most recent call last)") > (2 if trial.how == "twice" else 1):
@@ -195,22 +195,22 @@ def wrong_words(trial, output, figures):
     if "Process-" in output or "workers/main.py" in output:
         wrong.append("a worker's traceback")
     if output.strip() and "KeyboardInterrupt" not in output:
-        wrong.append("it says something else")
+        wrong.append("unexpected output")
     return wrong
 
 
 def arguments():
     parser = argparse.ArgumentParser(prog="python -m faults.interrupts", description=__doc__.partition("\n")[0])
-    parser.add_argument("--count", type=int, default=100, help="how many interrupted programs")
-    parser.add_argument("--seed", type=int, help="of programs and moments; by default another one each time")
-    parser.add_argument("--only", type=int, help="only the program of this number")
-    parser.add_argument("--limit", type=float, default=20.0, help="seconds in which the process has to end")
-    parser.add_argument("--show", action="store_true", help="print what each program has written")
+    parser.add_argument("--count", type=int, default=100, help="the number of programs")
+    parser.add_argument("--seed", type=int, help="seed of programs and moments (default: random)")
+    parser.add_argument("--only", type=int, help="run only the program with this number")
+    parser.add_argument("--limit", type=float, default=20.0, help="seconds within which the process must end")
+    parser.add_argument("--show", action="store_true", help="print the output of each program")
     return parser.parse_args()
 
 
 def main():
-    """In the driver the exit status, in a new main process the program that it is to run."""
+    """Returns a function to call: in the driver it exits, in a new main process it runs the program."""
     args = arguments()
     mains.prepare()
     figures, start = Counter(), time.monotonic()
@@ -218,7 +218,7 @@ def main():
         drawn(Trial, args.count, args),
         Program,
         drive=lambda process, trial: drive(process, trial, figures, args.limit),
-        words=lambda trial, output: wrong_words(trial, output, figures),
+        check_output=lambda trial, output: check_output(trial, output, figures),
         show=args.show,
     )
     if run is not None:
@@ -228,7 +228,7 @@ def main():
         f"{count} programs, {failed} wrong, {spent:.0f} s: {figures['interrupted']} interrupted, "
         f"{figures['late or lost']} ended by themselves ({figures['ignored']} with an exception that Python ignored); "
         f"longest from the signal to the end {figures['took']:.2f} s, "
-        f"from there to the last worker's {figures['gone']:.2f} s"
+        f"longest from there to the last worker's end {figures['gone']:.2f} s"
     )
     return lambda: sys.exit(bool(failed))
 

@@ -1,8 +1,8 @@
-"""A SIGKILL to a random worker or to main at a random moment: `make stress KIND=kill ARGS='--epochs 500 --seed S'`.
+"""SIGKILLs a random worker or main at a random moment: `make stress KIND=kill ARGS='--epochs 500 --seed S'`.
 
-Required in each epoch: the batches that came are the right ones, in order, and do not change later; the death
-of a worker is named by its pid and followed by an epoch that works, or is survived by one with restarts; after main's
-own death no worker is left a second later, and no file.
+Required in each epoch: the delivered batches are right, in order, and do not change later; a worker's death raises an
+error that names its pid, and the next epoch works, or the epoch survives it with restarts; a second after main's own
+death no worker and no file is left.
 """
 
 import argparse
@@ -21,7 +21,7 @@ METHODS = ["fork"] * 18 + ["forkserver", "spawn"]
 
 
 class Trial(NamedTuple):
-    """One loader, and who is killed when."""
+    """A loader, and which process is killed when."""
 
     method: str
     workers: int
@@ -39,32 +39,32 @@ class Trial(NamedTuple):
 
     @classmethod
     def random(cls, rng):
-        yes = lambda chance=0.5: rng.random() < chance  # noqa: E731
+        flip = lambda chance=0.5: rng.random() < chance  # noqa: E731
         return cls(
             method=rng.choice(METHODS),
             workers=rng.randint(1, 4),
             prefetch=rng.randint(1, 3),
-            persistent=yes(),
-            in_order=yes(0.7),
-            pinned=yes(0.3),
-            pickled=yes(0.3),
+            persistent=flip(),
+            in_order=flip(0.7),
+            pinned=flip(0.3),
+            pickled=flip(0.3),
             size=rng.choice([1, 100, 6000, 100_000]),
             delay=rng.choice([0, 0, 0.0005, 0.002]),
-            kept=yes(),
-            restarts=yes(),
-            victim="main" if yes(0.3) else "worker",
+            kept=flip(),
+            restarts=flip(),
+            victim="main" if flip(0.3) else "worker",
             moment=rng.random(),
         )
 
 
 class Program:
-    """What the main process does: epochs until two have come to their end."""
+    """Runs epochs in the main process until two are complete."""
 
     def __init__(self, trial):
         from support import DataLoader
 
         self.trial = trial
-        # A line for each restart.
+        # Hides the line of each restart.
         logging.getLogger("rustloader").setLevel(logging.ERROR)
         self.dataset = Numbered(120, trial.size, trial.pickled, trial.delay)
         self.loader = DataLoader(
@@ -90,57 +90,57 @@ class Program:
 
                 host = stack.enter_context(pinning())
             before = state()
-            mains.tell("begin")
+            mains.report("begin")
             complete = deaths = 0
             while complete < 2:
                 try:
                     self.epoch()
                     complete += 1
                 except RuntimeError as error:
-                    mains.tell("death", [str(error), error.__notes__, time.monotonic()])
+                    mains.report("death", [str(error), error.__notes__, time.monotonic()])
                     deaths += 1
                     assert deaths < 2, "more deaths than kills"
             if self.trial.persistent:
                 self.loader._iterator._shutdown_workers()
             del self.loader
-            over = left_after(before, 5)
-            assert not over, f"left behind: {over}"
-            assert host is None or wait_until(lambda: not host.live), "pinned memory was kept back"
-        mains.tell("end")
+            leftovers = left_after(before, 5)
+            assert not leftovers, f"left behind: {leftovers}"
+            assert host is None or wait_until(lambda: not host.live), "pinned memory is not released"
+        mains.report("end")
 
     def epoch(self):
         iterator = iter(self.loader)
-        mains.tell("pids", [worker.pid for worker in iterator._workers])
-        got, kept = [], []
+        mains.report("pids", [worker.pid for worker in iterator._workers])
+        delivered, kept = [], []
         try:
             for batch in iterator:
-                got.append(number(batch))
+                delivered.append(number(batch))
                 if self.trial.kept:
                     kept.append(batch)
                 del batch
-            assert sorted(got) == list(range(self.dataset.n)), "batches are missing"
+            assert sorted(delivered) == list(range(self.dataset.n)), "batches are missing"
         except RuntimeError as error:
             try:
                 next(iterator)
-                raise AssertionError("a batch behind the death")
-            except RuntimeError as again:
-                assert str(again) == str(error), "another error at the next call"
+                raise AssertionError("a batch after the death")
+            except RuntimeError as repeated:
+                assert str(repeated) == str(error), "the next call raises a different error"
             raise
         finally:
-            assert len(set(got)) == len(got), "a batch came twice"
-            assert not self.trial.in_order or got == list(range(len(got))), got
-            assert list(map(number, kept)) == got[: len(kept)], "a batch that was kept has changed"
+            assert len(set(delivered)) == len(delivered), "a batch came twice"
+            assert not self.trial.in_order or delivered == list(range(len(delivered))), delivered
+            assert list(map(number, kept)) == delivered[: len(kept)], "a kept batch has changed"
 
 
 def drive(main, trial, figures, limit):
-    """Kills; what is wrong, in words."""
-    main.listen(mains.LIMIT, lambda told: told)
+    """Kills a process. Returns the problems found."""
+    main.listen(mains.LIMIT, lambda reports: reports)
     span = {"fork": 0.35, "forkserver": 1.0, "spawn": 8.0}[trial.method]
     main.listen(trial.moment * span * (0.4 + 0.6 * (trial.delay > 0)))
     victim = main.pid
     if trial.victim == "worker":
         end = time.monotonic() + 5
-        while not (workers := sorted(main.workers())) and time.monotonic() < end and not main.said("end"):
+        while not (workers := sorted(main.workers())) and time.monotonic() < end and not main.reported("end"):
             main.listen(0.001)
         if not workers:
             figures["too late"] += 1
@@ -173,15 +173,15 @@ def drive(main, trial, figures, limit):
     elif status != 0:
         wrong.append(f"it ends with status {status}")
     if main.none_left(limit) is None:
-        wrong.append("processes are left")
-    if not main.said("end"):
-        wrong.append("it did not come to its end")
-    if trial.restarts and main.said("death"):
+        wrong.append("processes are left behind")
+    if not main.reported("end"):
+        wrong.append("the program did not complete")
+    if trial.restarts and main.reported("death"):
         wrong.append("the epoch did not survive")
-    for text, notes, seen in main.said("death"):
+    for text, notes, seen in main.reported("death"):
         figures["deaths raised"] += 1
         if not text.startswith(f"DataLoader worker (pid {victim}) is killed by signal: Killed. "):
-            wrong.append(f"not named: {text}")
+            wrong.append(f"the error does not name the worker: {text}")
         if not any("orker " in note for note in notes):
             wrong.append(f"no worker in the notes: {notes}")
         figures["seen"] = max(figures["seen"], seen - killed)
@@ -190,15 +190,15 @@ def drive(main, trial, figures, limit):
 
 def arguments():
     parser = argparse.ArgumentParser(prog="python -m faults.kill", description=__doc__.partition("\n")[0])
-    parser.add_argument("--epochs", type=int, default=100, help="how many kills")
-    parser.add_argument("--seed", type=int, help="of loaders and moments; by default another one each time")
-    parser.add_argument("--only", type=int, help="only the kill of this number")
-    parser.add_argument("--limit", type=float, default=1.0, help="seconds that workers have after main's death")
+    parser.add_argument("--epochs", type=int, default=100, help="the number of kills")
+    parser.add_argument("--seed", type=int, help="seed of loaders and moments (default: random)")
+    parser.add_argument("--only", type=int, help="run only the kill with this number")
+    parser.add_argument("--limit", type=float, default=1.0, help="seconds that workers may outlive main")
     return parser.parse_args()
 
 
 def main():
-    """In the driver the exit status, in a new main process the program that it is to run."""
+    """Returns a function to call: in the driver it exits, in a new main process it runs the program."""
     args = arguments()
     mains.prepare()
     figures = dict.fromkeys(["workers killed", "mains killed", "deaths raised", "too late", "gone", "seen"], 0)
@@ -207,7 +207,7 @@ def main():
         drawn(Trial, args.epochs, args),
         Program,
         drive=lambda process, trial: drive(process, trial, figures, args.limit),
-        words=lambda trial, output: ["it wrote something"] if output.strip() else [],
+        check_output=lambda trial, output: ["unexpected output"] if output.strip() else [],
     )
     if run is not None:
         return run
@@ -216,7 +216,7 @@ def main():
         f"{args.epochs} epochs, {failed} wrong, {spent:.0f} s: {figures['workers killed']} workers and "
         f"{figures['mains killed']} main processes killed, {figures['deaths raised']} deaths raised, "
         f"{figures['too late']} kills too late; longest from a kill to its error {figures['seen'] * 1000:.0f} ms, "
-        f"from main's death to the last worker's end {figures['gone'] * 1000:.0f} ms"
+        f"longest from main's death to the last worker's end {figures['gone'] * 1000:.0f} ms"
     )
     return lambda: sys.exit(bool(failed))
 

@@ -1,4 +1,4 @@
-"""Sends SIGKILL to workers as a plan says: from a thread of their main process, or from a process beside it."""
+"""Sends SIGKILL to workers according to a plan, from a thread of their main process or from a separate process."""
 
 import collections
 import contextlib
@@ -11,12 +11,12 @@ import threading
 import time
 from typing import NamedTuple
 
-# Who is killed: a worker, two at once, one and then its replacement as it starts; or a worker, after the program has
-# said that it reads a state or shuts down.
+# Who is killed: one worker; two at the same time; one, and then its replacement as it starts; or one after the program
+# has announced that it reads a state or shuts down.
 HOWS = ("one", "two", "replacement", "state", "shutdown")
-# Those that wait for the program's word.
+# Kills that wait for the program's announcement.
 ANNOUNCED = ("state", "shutdown")
-# Seconds in which a replacement has to come.
+# Seconds within which a replacement must start.
 REPLACED = 5.0
 
 
@@ -25,8 +25,8 @@ class Kill(NamedTuple):
 
     Attributes:
         how: One of HOWS.
-        after: Seconds from the beginning of the epoch; not for those that are announced.
-        delay: Seconds from the word, or from the replacement's birth.
+        after: Seconds from the beginning of the epoch; unused if announced.
+        delay: Seconds from the announcement, or from the replacement's birth.
     """
 
     how: str
@@ -35,7 +35,7 @@ class Kill(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The kills of an epoch, in their order; no worker gets more than `most` of them."""
+    """The kills of an epoch, in order; no worker is killed more than `most` times."""
 
     kills: tuple[Kill, ...]
     most: int
@@ -43,12 +43,12 @@ class Plan(NamedTuple):
 
 
 def note_birth(folder):
-    """What a process of a worker does first."""
+    """A worker process calls this first."""
     open(os.path.join(folder, f"born-{os.getpid()}"), "w").close()
 
 
 def note_worker(folder, worker):
-    """What a worker does before its first task."""
+    """A worker calls this before its first task."""
     path = os.path.join(folder, f"worker-{worker}")
     with open(f"{path}-{os.getpid()}", "w") as file:
         file.write(str(os.getpid()))
@@ -56,8 +56,8 @@ def note_worker(folder, worker):
 
 
 class Killer:
-    """Has a thread or a process that kills. `parents`: the pids of the processes that start workers, which leave their
-    pids in `folder`: nothing else is killed."""
+    """Controls a thread or process that kills. Its only victims are children of `parents` (pids) whose pids are in
+    `folder`."""
 
     def __init__(self, parents, folder, as_thread):
         self.channel, other = multiprocessing.Pipe()
@@ -78,11 +78,11 @@ class Killer:
     def begin(self, plan):
         self.channel.send(plan)
 
-    def say(self, word):
-        self.channel.send(word)
+    def announce(self, announcement):
+        self.channel.send(announcement)
 
     def end(self):
-        """Ends the plan: [(how, worker, pid)] of what was killed."""
+        """Ends the plan. Returns [(how, worker, pid)] of the killed processes."""
         self.channel.send("end")
         return self.channel.recv()
 
@@ -96,7 +96,7 @@ class Killer:
 
 
 class Shooter:
-    """What a Killer runs."""
+    """Runs the plans of a Killer."""
 
     def __init__(self, parents, folder, channel):
         self.parents, self.folder, self.channel = parents, folder, channel
@@ -108,30 +108,30 @@ class Shooter:
         self.channel.close()
 
     def play(self, plan):
-        self.words, self.killed, self.counts = [], [], collections.Counter()
+        self.announced, self.killed, self.counts = [], [], collections.Counter()
         self.most, self.rng = plan.most, random.Random(plan.seed)
-        begun = time.monotonic()
+        began = time.monotonic()
         for kill in plan.kills:
-            heard = lambda how=kill.how: how in self.words  # noqa: E731
+            heard = lambda how=kill.how: how in self.announced  # noqa: E731
             if kill.how in ANNOUNCED:
                 if not self.listen(float("inf"), heard):
                     break
                 time.sleep(kill.delay)
-            elif not self.listen(begun + kill.after):
+            elif not self.listen(began + kill.after):
                 break
             self.shoot(kill)
         self.listen(float("inf"))
         self.channel.send(self.killed)
 
     def listen(self, until, heard=None):
-        """Listens until that time, or until `heard` says so; False as soon as the plan has ended."""
-        while "end" not in self.words and not (heard and heard()):
+        """Reads announcements until time `until`, or until `heard` is true. Returns False if the plan has ended."""
+        while "end" not in self.announced and not (heard and heard()):
             left = until - time.monotonic()
             if left <= 0:
                 return True
             if self.channel.poll(None if left == float("inf") else left):
-                self.words.append(self.channel.recv())
-        return "end" not in self.words
+                self.announced.append(self.channel.recv())
+        return "end" not in self.announced
 
     def shoot(self, kill):
         before = self.born()
@@ -157,23 +157,23 @@ class Shooter:
             self.killed.append((how, worker, pid))
 
     def born(self):
-        """The processes that have begun, those that have ended among them."""
+        """Returns the pids of all processes that have started, even if they have ended."""
         names = os.listdir(self.folder)
         return {int(name.removeprefix("born-")) for name in names if name.startswith("born-")}
 
     def alive(self):
-        """{worker: pid} of those that have begun and not ended."""
-        found = {}
+        """Returns {worker: pid} of the workers that have started and not ended."""
+        pids = {}
         for name in os.listdir(self.folder):
             if match := re.fullmatch(r"worker-(\d+)", name):
                 with open(os.path.join(self.folder, name)) as file:
                     pid = int(file.read())
                 if self.is_child(pid):
-                    found[int(match[1])] = pid
-        return found
+                    pids[int(match[1])] = pid
+        return pids
 
     def is_child(self, pid):
-        """Whether it still runs. A pid may be given again, to something else."""
+        """Whether the process still runs. The pid may have been reused by an unrelated process."""
         with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{pid}/stat") as file:
             state, parent = file.read().rpartition(")")[2].split()[:2]
             return state not in "ZX" and int(parent) in self.parents

@@ -1,7 +1,7 @@
-"""Main processes to be killed and interrupted: forked from one that has torch imported, and ended as a script ends.
+"""Main processes to kill and interrupt: forked from a process that has imported torch, and ended as a script ends.
 
-A driver calls `run_all`. In each new process that answers a program, and the driver has to return all the way out of
-its module, with the program run on that way: so the interpreter's exit is the real one.
+A driver calls `run_all`. In each new process it returns the program to run. The driver returns the program out of its
+`main`, and runs it at the end of its module, so that the interpreter exits as it would from a script.
 """
 
 import contextlib
@@ -23,48 +23,48 @@ from support import shared_memory_of
 from .scenes import use_the_parents_fork_server
 from .trials import quiet
 
-# Seconds after which a process counts as one that hangs.
+# Seconds after which a process counts as hung.
 LIMIT = 60.0
 
 
 def prepare():
-    """To be called once, before the first fork."""
+    """Call this once, before the first fork."""
     from support import DataLoader  # noqa: F401
 
     import rustloader  # noqa: F401
 
     quiet()
     multiprocessing.set_forkserver_preload(["torch", "numpy", "rustloader"])
-    # Helpers of multiprocessing are nothing that a trial leaves behind.
+    # Started here, the helpers of multiprocessing do not count as left behind by a trial.
     multiprocessing.forkserver.ensure_running()
     multiprocessing.resource_tracker.ensure_running()
-    # An exit walks all that is there, twice.
+    # At exit, the garbage collector traverses all objects twice.
     gc.freeze()
 
 
 class Main:
-    """A main process under way, seen by its driver."""
+    """A running main process, as seen by its driver."""
 
-    def __init__(self, pid, words, folder):
-        self.pid, self.words, self.folder = pid, words, folder
-        self.told, self.rest, self.over = [], b"", False
+    def __init__(self, pid, pipe, folder):
+        self.pid, self.pipe, self.folder = pid, pipe, folder
+        self.reports, self.partial, self.closed = [], b"", False
 
-    def listen(self, seconds, until=lambda told: False):
-        """Reads the process's output for `seconds`, until `until` accepts it, or until the process closes its end."""
+    def listen(self, seconds, until=lambda reports: False):
+        """Reads the process's reports for `seconds`, until `until` accepts them, or until it closes the pipe."""
         end = time.monotonic() + seconds
-        while not self.over and not until(self.told) and (left := end - time.monotonic()) >= 0:
-            if select.select([self.words], [], [], left)[0]:
-                data = os.read(self.words, 1 << 16)
-                *lines, self.rest = (self.rest + data).split(b"\n")
-                self.told += map(json.loads, lines)
-                self.over = not data
+        while not self.closed and not until(self.reports) and (left := end - time.monotonic()) >= 0:
+            if select.select([self.pipe], [], [], left)[0]:
+                data = os.read(self.pipe, 1 << 16)
+                *lines, self.partial = (self.partial + data).split(b"\n")
+                self.reports += map(json.loads, lines)
+                self.closed = not data
 
-    def said(self, kind):
-        """What was reported under this name."""
-        return [value for name, value in self.told if name == kind]
+    def reported(self, kind):
+        """Returns the values reported under this name."""
+        return [value for name, value in self.reports if name == kind]
 
     def workers(self):
-        """The processes that belong to it and have not ended: its session, and what the fork server has started."""
+        """Returns its live descendants: those in its session, and those that the fork server has started."""
         from isolation import session
         from support import children_of, gone
 
@@ -72,8 +72,8 @@ class Main:
         return {pid for pid in session(self.pid) | children_of(server) if not gone(pid)} - {self.pid}
 
     def patience(self, seconds):
-        """How long its workers may outlive it: `seconds`, or longer while one of them is a fresh interpreter that still
-        imports what its dataset needs. No rustloader code runs there before that is done."""
+        """Returns how long its workers may outlive it: `seconds`, or more if one of them is a fresh interpreter that
+        still imports what its dataset needs. No rustloader code runs in a worker before that."""
         for pid in self.workers():
             with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as file:
                 if "memfd:rustloader" not in file.read():
@@ -81,7 +81,7 @@ class Main:
         return seconds
 
     def wait(self, seconds):
-        """Its exit status as subprocess has it; None where it has not ended by then."""
+        """Returns its exit status as `subprocess` reports it, or None if it does not end within `seconds`."""
         end = time.monotonic() + seconds
         while True:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -92,46 +92,46 @@ class Main:
             self.listen(0.002)
 
     def none_left(self, seconds):
-        """How long there was still a worker, or None. A look takes its time: it counts from its beginning."""
+        """Returns how long it took until no worker was left, or None. A check is slow, so it counts from its start."""
         start = time.monotonic()
         while True:
-            looked = time.monotonic()
+            checked = time.monotonic()
             if not self.workers():
-                return looked - start
-            if looked - start > seconds:
+                return checked - start
+            if checked - start > seconds:
                 return None
             time.sleep(0.002)
 
     def output(self):
-        """What it has written so far."""
+        """Returns what it has written so far."""
         with open(os.path.join(self.folder, "output"), errors="replace") as file:
             return file.read()
 
     def abandon(self):
-        """Ends a process that hangs, with its stacks in its output."""
+        """Ends a process that hangs, after it has dumped its stacks to its output."""
         os.kill(self.pid, signal.SIGUSR2)
         time.sleep(1)
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
 
     def close(self):
-        """Ends what is left; gives what it wrote, and the files that it has left."""
+        """Kills its remaining workers. Returns its output and the files that it has left behind."""
         for pid in self.workers():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        os.close(self.words)
+        os.close(self.pipe)
         output = self.output()
         files = sorted(set(os.listdir(self.folder)) - {"output"})
         shutil.rmtree(self.folder)
-        files += shared_memory_of([self.pid, *(pid for pids in self.said("pids") for pid in pids)])
+        files += shared_memory_of([self.pid, *(pid for pids in self.reported("pids") for pid in pids)])
         return output, files
 
 
-def run_all(trials, program, drive, words, show=False):
+def run_all(trials, program, drive, check_output, show=False):
     """Runs each of `trials`, (name, trial), in a main process of its own: `program(trial)` there, `drive(process,
-    trial)` here. Both `drive` and `words(trial, output)` answer what is wrong, in words.
+    trial)` here. Both `drive` and `check_output(trial, output)` return lists of problems.
 
-    Answers (how many were, None); in a new main process instead (0, what it is to run).
+    Returns (the number of failed trials, None), but (0, the function to run) in a new main process.
     """
     failed, start = 0, time.monotonic()
     for done, (name, trial) in enumerate(trials, 1):
@@ -140,9 +140,9 @@ def run_all(trials, program, drive, words, show=False):
             return 0, program(trial).run
         wrong = drive(process, trial)
         output, files = process.close()
-        wrong += words(trial, output)
+        wrong += check_output(trial, output)
         if files:
-            wrong.append(f"files left: {files}")
+            wrong.append(f"files left behind: {files}")
         failed += bool(wrong)
         if wrong or show:
             print("WRONG " * bool(wrong) + name, *wrong, output, sep="\n", flush=True)
@@ -151,13 +151,13 @@ def run_all(trials, program, drive, words, show=False):
     return failed, None
 
 
-WORDS = None
+REPORT_PIPE = None
 PINNING = None
 
 
 def fork():
-    """A new main process in a session of its own; in that process None."""
-    global WORDS
+    """Forks a new main process in a session of its own. Returns None in that process."""
+    global REPORT_PIPE
     folder = tempfile.mkdtemp(prefix="faults-")
     reader, writer = os.pipe()
     sys.stdout.flush(), sys.stderr.flush()
@@ -166,7 +166,7 @@ def fork():
         os.close(writer)
         return Main(pid, reader, folder)
     os.close(reader)
-    WORDS = writer
+    REPORT_PIPE = writer
     os.setsid()
     tempfile.tempdir = os.environ["TMPDIR"] = folder
     output = os.open(os.path.join(folder, "output"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -177,15 +177,15 @@ def fork():
     return None
 
 
-def tell(kind, value=None):
-    """A line for the driver, if it still listens."""
+def report(kind, value=None):
+    """Sends a line to the driver, if it still reads."""
     with contextlib.suppress(BrokenPipeError):
-        os.write(WORDS, json.dumps([kind, value]).encode() + b"\n")
+        os.write(REPORT_PIPE, json.dumps([kind, value]).encode() + b"\n")
 
 
 def pin_for_good():
-    """Pinned memory until the process has ended, as with a real accelerator: an exit from it would be code of the test
-    in the midst of that end."""
+    """Enables pinned memory until the process ends, as with a real accelerator: leaving the context would run test code
+    during that end."""
     global PINNING
     from pinning_support import pinning
 

@@ -1,8 +1,8 @@
-"""A worker ends, in every way and at every place, under every kind of loader: `make stress KIND=matrix`.
+"""A worker ends in every way, at every place, under every kind of loader: `make stress KIND=matrix`.
 
-Required: the batches before the one that was lost, all of them right; then the error with pid, signal and worker,
-soon, whichever thread asks; the same error again; a next epoch that works; nothing left of it all. With restarts: all
-batches, and no error.
+Required: the batches before the lost one are delivered and right; the error follows soon, in any thread, and names pid,
+signal and worker; further calls raise the same error; the next epoch works; nothing is left behind. With restarts: all
+batches are delivered, and there is no error.
 """
 
 import argparse
@@ -29,14 +29,14 @@ from .trials import quiet
 
 PLACES = ["birth", "init", "iter", "item", "packing", "idle", "between", "shutdown"]
 METHODS = ["fork", "forkserver", "spawn"]
-# Seconds that a case may take; spawned workers import torch.
+# Seconds within which a case must end; spawned workers import torch.
 LIMIT = {"fork": 40, "forkserver": 60, "spawn": 200}
-# Seconds from a death, or from the last batch before it, to the error. A fork server may take one for the status.
+# Seconds from a death, or from the last batch before it, to the error. A fork server may be a second late.
 SEEN = {"fork": 1.0, "forkserver": 3.0, "spawn": 1.0}
-# What torch's handlers in a worker write, and the C++ library.
-# What the log says of a restart.
+# The log message of a restart contains this.
 RESTARTED = "restarted"
-SPOKEN = re.compile(r"ERROR: Unexpected [^\n]*|terminate called without an active exception|[\s\0]+")
+# Output of torch's signal handlers in a worker, and of the C++ library.
+EXPECTED_OUTPUT = re.compile(r"ERROR: Unexpected [^\n]*|terminate called without an active exception|[\s\0]+")
 
 
 class Case(NamedTuple):
@@ -47,7 +47,7 @@ class Case(NamedTuple):
     in_order: bool = True
     pinned: bool = False
     restarts: bool = False
-    # What becomes of the exit status: "" as usual, "ignored" SIGCHLD is ignored, "reaped" other code waited for it.
+    # The fate of the exit status: "" (as usual), "ignored" (SIGCHLD is ignored), "reaped" (by other code).
     status: str = ""
 
     def __str__(self):
@@ -56,7 +56,7 @@ class Case(NamedTuple):
 
 
 def all_cases():
-    """The full product, without what cannot be."""
+    """The full product, without impossible cases."""
     yes_no = (False, True)
     product = itertools.product(WAYS, PLACES, METHODS, yes_no, yes_no, yes_no, yes_no)
     return [case for case in itertools.starmap(Case, product) if case.place != "between" or case.persistent]
@@ -67,8 +67,8 @@ def pairs_of(case):
 
 
 def covering(seed=0, cases=None):
-    """Few of all cases, in which each pair of values of two factors comes up at least once; the same for the same
-    seed. Where it is all one, forked workers: the others take their time to start."""
+    """Returns few cases that contain each pair of values of two factors at least once; the same ones for the same
+    seed. It prefers forked workers, since the others are slow to start."""
     price = {"fork": 0, "forkserver": 0.5, "spawn": 2}
     rng = random.Random(seed)
     cases = list(all_cases() if cases is None else cases)
@@ -85,11 +85,12 @@ def covering(seed=0, cases=None):
 
 
 def run(case):
-    """Runs a case in a process of its own: what is wrong, or "" and how long the death took to be seen, in seconds."""
+    """Runs a case in a process of its own. Returns (the problems found, or ""; the seconds from the death to its
+    error)."""
     from isolation import in_child, watched
 
     if case.method == "forkserver":
-        multiprocessing.forkserver.ensure_running()  # not a helper of the case's own
+        multiprocessing.forkserver.ensure_running()  # outside the case, so it does not count as left behind
     if case.method == "spawn":
         multiprocessing.resource_tracker.ensure_running()
     report = in_child(watched, play, case, seconds=LIMIT[case.method])
@@ -99,13 +100,13 @@ def run(case):
     elif report["status"] != 0:
         wrong.append(f"it ends with status {report['status']}")
     wrong += [f"left behind: {report[what]}" for what in ("left", "processes") if report.get(what)]
-    # A restart has a line.
+    # A restart logs a line.
     wrong += [f"logged: {line}" for line in report.get("log", ()) if not (case.restarts and RESTARTED in line)]
-    said = report["output"]
-    # multiprocessing reports a SystemExit raised in its own clean-up, or while unpickling.
-    if not (case.way == "sys.exit(0)" and case.place in ("shutdown", "birth")) and SPOKEN.sub("", said):
+    output = report["output"]
+    # multiprocessing reports a SystemExit that is raised during its own clean-up or unpickling.
+    if not (case.way == "sys.exit(0)" and case.place in ("shutdown", "birth")) and EXPECTED_OUTPUT.sub("", output):
         wrong.append("output")
-    return "; ".join(wrong) + (f"\n{said}" if wrong else ""), report.get("value")
+    return "; ".join(wrong) + (f"\n{output}" if wrong else ""), report.get("value")
 
 
 def play(case):
@@ -124,10 +125,10 @@ def play(case):
         if case.status == "ignored":
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         elif case.status == "reaped":
-            stack.enter_context(scenes.Thief())
-        seen = Play(case, os.path.join(folder, "marker")).through()
-        # The error's frames are a cycle.
-        assert host is None or wait_until(lambda: gc.collect() is not None and not host.live), "pinned memory is kept"
+            stack.enter_context(scenes.Reaper())
+        seen = Play(case, os.path.join(folder, "marker")).run_epochs()
+        # The error's frames form a cycle.
+        assert host is None or wait_until(lambda: gc.collect() is not None and not host.live), "pinned memory leaks"
     return seen
 
 
@@ -151,17 +152,17 @@ class Play:
             max_restarts=1 if case.restarts else None,
         )
 
-    def through(self):
+    def run_epochs(self):
         from support import gone, wait_until, worker_pids
 
         case = self.case
-        got = []
+        delivered = []
         iterator = iter(self.loader)
         pids = worker_pids(iterator)
         if case.place == "between":
             assert self.epoch(iterator) == list(range(self.n))
         elif case.place in ("idle", "shutdown"):
-            got += [scenes.number(next(iterator)) for _ in range(3)]
+            delivered += [scenes.number(next(iterator)) for _ in range(3)]
         if case.place in ("idle", "between"):
             assert wait_until(lambda: os.path.exists(self.marker + ".ready"), LIMIT[case.method])
             time.sleep(0.1)
@@ -170,10 +171,10 @@ class Play:
         if case.place == "shutdown":
             iterator._shutdown_workers()
         elif case.restarts:
-            self.survive(iterator, got, pids)
+            self.survive(iterator, delivered, pids)
         else:
-            error, seen = self.death(iterator, got)
-            self.check(error, got, pids)
+            error, seen = self.death(iterator, delivered)
+            self.check(error, delivered, pids)
         assert wait_until(lambda: all(map(gone, pids))), "a worker has survived"
         del iterator
         for _ in range(2 if case.method == "fork" else 1):
@@ -186,8 +187,8 @@ class Play:
         numbers = [scenes.number(batch) for batch in iterator]
         return numbers if self.case.in_order else sorted(numbers)
 
-    def death(self, iterator, got):
-        """Takes batches until the error, in another thread; the error, and how long it took."""
+    def death(self, iterator, delivered):
+        """Takes batches in another thread until the error. Returns the error and how long it took."""
         from support import gone, in_thread, wait_until, worker_pids
 
         last = -math.inf
@@ -196,10 +197,10 @@ class Play:
                 victim = worker_pids(iterator)[VICTIM]
                 assert wait_until(lambda: gone(victim))
                 in_thread(iter, self.loader)
-                raise AssertionError("iter() says nothing of the death")
+                raise AssertionError("iter() does not raise the death")
             while True:
                 batch = in_thread(next, iterator, seconds=LIMIT[self.case.method])
-                got.append(scenes.number(batch))
+                delivered.append(scenes.number(batch))
                 del batch
                 last = time.monotonic()
         except RuntimeError as error:
@@ -208,19 +209,19 @@ class Play:
             for _ in range(2):
                 try:
                     next(iterator)
-                    raise AssertionError("a batch behind the death")
-                except RuntimeError as again:
-                    assert str(again) == str(first) and again.__notes__ == first.__notes__
+                    raise AssertionError("a batch after the death")
+                except RuntimeError as repeated:
+                    assert str(repeated) == str(first) and repeated.__notes__ == first.__notes__
         return first, now - max(last, self.died()[0])
 
-    def survive(self, iterator, got, pids):
-        """Takes all batches; the victim alone has been replaced."""
+    def survive(self, iterator, delivered, pids):
+        """Takes all batches, and checks that only the victim has been replaced."""
         import rustloader
 
         if self.case.place == "between":
             iterator = iter(self.loader)
-        got += map(scenes.number, iterator)
-        assert (got if self.case.in_order else sorted(got)) == list(range(self.n)), got
+        delivered += map(scenes.number, iterator)
+        assert (delivered if self.case.in_order else sorted(delivered)) == list(range(self.n)), delivered
         faults = rustloader.stats(self.loader).faults
         assert faults.restarts == 1 and str(self.died()[1]) in faults.deaths[0], faults
         pids += [worker.pid for worker in iterator._workers]
@@ -230,49 +231,49 @@ class Play:
             self.loader._iterator = None
 
     def died(self):
-        """When the victim ended, and its pid."""
+        """Returns when the victim ended, and its pid."""
         with open(self.marker) as file:
             moment, pid = file.read().split()
         return float(moment), int(pid)
 
-    def check(self, error, got, pids):
+    def check(self, error, delivered, pids):
         case = self.case
         pid = self.died()[1]
         if case.in_order or case.place not in ("item", "packing"):
             assert pid == pids[VICTIM]
         text, note = str(error), " ".join(error.__notes__)
         expected = [expected_text(case, pid)]
-        if case.status and case.place == "birth":  # it may have been reaped before anybody could open its pidfd
+        if case.status and case.place == "birth":  # it may be reaped before its pidfd is opened
             expected.append(expected_text(case._replace(way="os._exit(0)"), pid))
         assert text.startswith(tuple(expected)), text
         assert ("shared memory" in text) == ("Bus error" in text), text
         assert re.search(rf"orker {pids.index(pid)}\b", note), note
         if case.place in ("item", "packing"):
             assert f" {LAST}." in note, note
-        assert len(set(got)) == len(got) and set(got) <= set(range(self.n)), got
+        assert len(set(delivered)) == len(delivered) and set(delivered) <= set(range(self.n)), delivered
         if case.in_order:
-            before = {"birth": 1, "init": 1, "iter": 1, "item": LAST, "packing": LAST}.get(case.place, len(got))
-            assert got == list(range(before)), got
-            assert case.place != "idle" or len(got) % 2 == VICTIM, "what was lost was the victim's"
+            before = {"birth": 1, "init": 1, "iter": 1, "item": LAST, "packing": LAST}.get(case.place, len(delivered))
+            assert delivered == list(range(before)), delivered
+            assert case.place != "idle" or len(delivered) % 2 == VICTIM, "the lost batch is not the victim's"
         elif case.place in ("birth", "init", "iter"):
-            assert case.place != "iter" or all(i % 2 != VICTIM for i in got)
+            assert case.place != "iter" or all(i % 2 != VICTIM for i in delivered)
         elif case.place in ("item", "packing"):
-            assert LAST not in got
+            assert LAST not in delivered
 
 
-def kernel_tells():
+def kernel_reports_status():
     """Whether the kernel reports the exit status of a process that other code has reaped (PIDFD_INFO_EXIT)."""
     return tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) >= (6, 15)
 
 
 def expected_text(case, pid):
-    """How the error's text begins."""
+    """Returns how the error's text begins."""
     way = "SIGABRT" if case.way == scenes.TERMINATE else case.way
-    if case.status and not kernel_tells():
+    if case.status and not kernel_reports_status():
         return f"DataLoader worker (pid(s) {pid}) exited unexpectedly"
     code = {"os._exit(3)": 3}.get(way, 0)
     if case.method == "forkserver" and case.place == "birth" and way == "sys.exit(0)":
-        code = 1  # so the fork server ends a process whose start fails
+        code = 1  # the fork server ends a process with this code if its start fails
     if way in SIGNALS:
         return f"DataLoader worker (pid {pid}) is killed by signal: {signal.strsignal(SIGNALS[way])}. "
     if code:
@@ -282,15 +283,15 @@ def expected_text(case, pid):
 
 def main():
     parser = argparse.ArgumentParser(prog="python -m faults.matrix", description=__doc__.partition("\n")[0])
-    parser.add_argument("--all", action="store_true", help="the full product, not only a set that covers each pair")
-    parser.add_argument("--seed", type=int, default=0, help="of the order, and of the covering set")
+    parser.add_argument("--all", action="store_true", help="run the full product, not only a set that covers each pair")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order, and of the covering set")
     parser.add_argument(
-        "--only", action="append", default=[], metavar="TEXT", help="cases with these words in their name"
+        "--only", action="append", default=[], metavar="TEXT", help="run only cases with these words in their name"
     )
     args = parser.parse_args()
     quiet()
     cases = all_cases() if args.all else covering(args.seed)
-    # A run that is broken off has seen some of everything.
+    # An aborted run has then covered some of everything.
     random.Random(args.seed).shuffle(cases)
     cases = [case for case in cases if set(args.only) <= set(str(case).split())]
     failed, worst, start = 0, {}, time.monotonic()

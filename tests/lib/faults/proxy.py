@@ -1,4 +1,4 @@
-"""A proxy between a worker elsewhere and the main process, which disturbs the connection as a plan says."""
+"""A proxy between a remote worker and the main process, which injects a fault into the connection."""
 
 import contextlib
 import selectors
@@ -8,10 +8,10 @@ import threading
 import time
 from typing import NamedTuple
 
-# What may happen to a connection: nothing; its end, as a machine closes it, or with a reset; the end of one direction;
-# pauses; bytes in small pieces; silence for good, which only a limit on the stall ends.
+# What may happen to a connection: nothing; it is closed normally; it is reset; one direction is closed; it pauses;
+# bytes arrive in small pieces; it falls silent forever, which only `stall_timeout` ends.
 KINDS = ("none", "close", "reset", "half", "pauses", "pieces", "silence")
-# Those that a worker does not outlive.
+# Faults that end the worker.
 FATAL = ("close", "reset", "half", "silence")
 
 
@@ -20,9 +20,9 @@ class Fault(NamedTuple):
 
     Attributes:
         kind: One of KINDS.
-        after: Bytes that pass before it happens, both directions together.
-        seconds: How long a pause is.
-        piece: Bytes of a piece.
+        after: Bytes that pass before the fault, in both directions together.
+        seconds: Length of a pause.
+        piece: Bytes per piece.
     """
 
     kind: str = "none"
@@ -32,7 +32,7 @@ class Fault(NamedTuple):
 
 
 class Proxy:
-    """Forwards one connection to `target`, in a thread. It listens at `address`."""
+    """Listens at `address`, and forwards one connection to `target` in a thread."""
 
     def __init__(self, address, target, fault):
         self.listener = socket.create_server((address, 0))
@@ -79,7 +79,7 @@ class Proxy:
                         self.happened = True
                         time.sleep(self.fault.seconds)
                         last = time.monotonic()
-                    # Faults that kill come at the byte.
+                    # Fatal faults happen exactly at their byte.
                     left = self.fault.after - passed if self.fault.kind in FATAL else 1 << 16
                     data = key.fileobj.recv(min(self.fault.piece if kind == "pieces" else 1 << 16, left))
                     passed += len(data)
@@ -92,13 +92,13 @@ class Proxy:
                         key.data.shutdown(socket.SHUT_WR)
 
     def _end(self, worker, main, key):
-        """Ends the connection, or what is left of it."""
+        """Applies a fatal fault. The caller closes both sockets afterwards."""
         match self.fault.kind:
             case "reset":
                 for end in (worker, main):
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             case "half":
-                # The other direction stays open until an end closes it.
+                # The other direction stays open until one end closes it.
                 with contextlib.suppress(OSError):
                     key.data.shutdown(socket.SHUT_WR)
                 other = key.data

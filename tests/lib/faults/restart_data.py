@@ -1,4 +1,4 @@
-"""Datasets of the restart driver: samples that say what they are, bad ones, and one that is stuck once."""
+"""Datasets of the restart driver: samples that identify themselves, bad samples, and one that is stuck once."""
 
 import ctypes
 import multiprocessing.util
@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from . import killer
 
-# Seconds that a sample takes that is stuck asleep, if it is not killed.
+# Seconds for which a stuck sample sleeps if its worker is not killed.
 STUCK = 60
 
 
@@ -22,7 +22,7 @@ class Bad(Exception):
 
 
 def stuck_in_c():
-    """Never returns, and keeps the GIL; a signal, such as that for the stack, does not end it."""
+    """Never returns, and holds the GIL; a signal, such as the one that asks for the stack, does not end it."""
     reader, _ = os.pipe()
     ctypes.PyDLL(None).read(reader, ctypes.create_string_buffer(1), ctypes.c_size_t(1))
 
@@ -31,11 +31,11 @@ class Data:
     """Samples 0 to n-1.
 
     Attributes:
-        draws: A sample has numbers of the three generators.
+        draws: Whether samples contain random numbers, drawn from each of the three generators.
         bad: Indices of the samples that raise.
         stuck: Index of the sample that is stuck the first time, or None.
-        held: It is stuck in C, with the GIL.
-        folder: Where workers leave their pids, and the stuck sample its mark; None in an undisturbed run.
+        held: Whether it is stuck in C and holds the GIL.
+        folder: Where workers leave their pids, and the stuck sample its marker; None in an undisturbed run.
     """
 
     def __init__(self, n, size, delay, draws, bad=frozenset(), stuck=None, held=False, pickled=False, folder=None):
@@ -83,7 +83,7 @@ class Samples(Data, Dataset):
 
 
 class CountingSamples(Samples):
-    """With a state, which the samples do not depend on."""
+    """Samples with a dataset state that they do not depend on."""
 
     made = 0
 
@@ -99,7 +99,7 @@ class CountingSamples(Samples):
 
 
 class Stream(Data, IterableDataset):
-    """Worker w of W yields each W-th sample from w on. Its iterator survives a bad one."""
+    """Worker w of W yields every W-th sample from w on. The iterator survives a bad sample."""
 
     workers = 1
 
@@ -143,14 +143,14 @@ def as_list(samples):
 
 
 def numbers(batch):
-    """Which samples a batch has."""
+    """Returns the numbers of a batch's samples."""
     if isinstance(batch, list):
         return tuple(sample["i"] for sample in batch)
     return tuple(batch["i"].tolist()) if isinstance(batch["i"], torch.Tensor) else (batch["i"],)
 
 
 def content(batch):
-    """All that a batch has, for comparisons: tensors as bytes."""
+    """Returns a batch's complete contents in comparable form, with tensors as bytes."""
     if isinstance(batch, torch.Tensor):
         return str(batch.dtype), tuple(batch.shape), batch.numpy().tobytes()
     if isinstance(batch, dict):

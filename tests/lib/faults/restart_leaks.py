@@ -1,4 +1,4 @@
-"""Many restarts in one iterator: what the process holds after a tenth of them is what it holds after all."""
+"""Many restarts in one iterator: the process holds no more after all of them than after the first tenth."""
 
 import contextlib
 import gc
@@ -12,14 +12,14 @@ import torch
 from sample_data import worker_id
 from torch.utils.data import Dataset, IterableDataset
 
-# Seconds in which a killed worker has to be replaced.
+# Seconds within which a killed worker must be replaced.
 REPLACED = 60
-# What each figure may grow by, in its own unit; the heap of the C library is not the same at all times.
+# How much each figure may grow, in its own unit, since the C heap fluctuates. The default is 0.
 ALLOWED = {"anonymous_kib": 4096, "shared_kib": 4096, "mappings": 20, "python_objects": 2000}
 
 
 class Endless(Dataset):
-    """Samples of a message, and of a block of their own."""
+    """Samples that fit in a message, and samples that need a block of their own."""
 
     def __len__(self):
         return 100_000_000
@@ -29,13 +29,13 @@ class Endless(Dataset):
 
 
 class EndlessStream(IterableDataset):
-    """Yields the worker's number. Its iterator has a state, so that a replacement replays little."""
+    """Yields the worker's ID. Its iterator has a state, so that a replacement replays little."""
 
     def __iter__(self):
-        return Endlessly()
+        return EndlessIterator()
 
 
-class Endlessly:
+class EndlessIterator:
     i = 0
 
     def __iter__(self):
@@ -64,8 +64,8 @@ KINDS = {
 }
 
 
-def held():
-    """What this process holds. No pool is emptied: the iterator lives."""
+def measure():
+    """Measures what this process holds. No pool is trimmed, since the iterator is alive."""
     from support import children, mappings, open_files
 
     gc.collect()
@@ -101,25 +101,27 @@ class Restarting:
             dataset(), batch_size=None, num_workers=2, max_restarts=restarts, prefetch_factor=2, **options
         )
         self.iterator = iter(self.loader)
-        self.got = 0
+        self.low_water = 0
         self.ahead = set()
 
     def take(self):
-        """A batch: the right one."""
+        """Takes a batch and checks it."""
         i, tensor = next(self.iterator)
-        assert bool((tensor == (self.got % 2 if self.streams else i % 1000)).all()), f"batch {i} is wrong"
+        assert bool((tensor == (self.low_water % 2 if self.streams else i % 1000)).all()), f"batch {i} is wrong"
         if self.in_order:
-            assert i == (self.got // 2 + 1 if self.streams else self.got), f"batch {i} in the place of {self.got}"
-            self.got += 1
+            assert i == (self.low_water // 2 + 1 if self.streams else self.low_water), (
+                f"batch {i} instead of {self.low_water}"
+            )
+            self.low_water += 1
             return
-        assert i not in self.ahead and i >= self.got, f"batch {i} came twice"
+        assert i not in self.ahead and i >= self.low_water, f"batch {i} came twice"
         self.ahead.add(i)
-        while self.got in self.ahead:
-            self.ahead.remove(self.got)
-            self.got += 1
+        while self.low_water in self.ahead:
+            self.ahead.remove(self.low_water)
+            self.low_water += 1
 
     def restart(self, worker):
-        """Kills a worker and takes batches until it has been replaced, and has made one."""
+        """Kills a worker, and takes batches until its replacement has delivered some."""
         pid = self.iterator._workers[worker].pid
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -127,7 +129,7 @@ class Restarting:
         while self.iterator._workers[worker].pid == pid:
             self.take()
             assert time.monotonic() < until, "the worker is not replaced"
-        # Several from each: deaths without a batch between them would be backed off.
+        # Several from each worker: deaths without a batch between them would delay the next restart.
         for _ in range(10):
             self.take()
 
@@ -136,7 +138,7 @@ class Restarting:
         self.loader = self.iterator = None
 
 
-def grown(before, after):
+def growth(before, after):
     return [
         f"{name} has grown from {before[name]} to {after[name]}"
         for name in before
@@ -145,7 +147,7 @@ def grown(before, after):
 
 
 def run(restarts, only=None):
-    """Restarts the workers of one iterator of each kind; the number of kinds that are wrong."""
+    """Restarts the workers of one iterator of each kind. Returns the number of failed kinds."""
     from pinning_support import pinning
 
     failed = 0
@@ -157,10 +159,10 @@ def run(restarts, only=None):
             for at in range(restarts):
                 restarting.restart(at % 2)
                 if at + 1 == max(1, restarts // 10):
-                    first = held()
-            last = held()
+                    first = measure()
+            last = measure()
             restarting.end()
-        wrong = grown(first, last)
+        wrong = growth(first, last)
         failed += bool(wrong)
         print(
             f"{'WRONG ' * bool(wrong)}{kind}: {restarts} restarts in {time.monotonic() - start:.0f} s, then {last}",

@@ -1,10 +1,10 @@
-"""Workers that are killed at random moments and start again: `make stress KIND=restarts ARGS='--epochs 500 --seed S'`.
+"""Workers that are killed at random moments and restarted: `make stress KIND=restarts ARGS='--epochs 500 --seed S'`.
 
-SIGKILL goes to one worker, to two at once, to one and then to its replacement as it starts, to one while
+SIGKILL goes to one worker, to two at the same time, to one and then to its replacement as it starts, to one while
 `state_dict()` reads a snapshot, and to one during shutdown. Other workers are stuck, or have bad samples. Required: the
-batches of each epoch are those of an undisturbed run, bit for bit; those that are kept do not change; the iterator
-keeps its identity; the log has nothing else to say; nothing is left behind.
-`--leaks 1000` restarts the workers of one iterator that often instead, and compares what the process holds.
+batches of each epoch equal those of an undisturbed run, bit for bit; kept batches do not change; the iterator keeps its
+list of workers; the log has no other message; nothing is left behind.
+`--leaks 1000` instead restarts the workers of one iterator 1000 times, and compares what the process holds.
 """
 
 import argparse
@@ -30,11 +30,11 @@ from .killer import Kill, Killer, Plan
 from .restart_data import KINDS
 from .trials import drawn, quiet
 
-# Seconds in which a trial has to end.
+# Seconds within which a trial must end.
 LIMIT = 120
 STALL = 0.7
 METHODS = ["fork"] * 25 + ["forkserver"]
-# What the log may say of a restart, a fork beside a thread, a stall and a bad sample, and of those left out.
+# Log messages about restarts, forks in a multi-threaded process, stalls and bad samples, and about omitted messages.
 EXPLAINED = re.compile(
     "was restarted as pid|restarts a dead worker by forking|It was killed: stall_timeout is|"
     "sample.* failed and was skipped|more messages about faults were omitted"
@@ -42,7 +42,7 @@ EXPLAINED = re.compile(
 
 
 class Trial(NamedTuple):
-    """A loader, and who is killed when."""
+    """A loader, and which workers are killed when."""
 
     kind: str
     stateful: bool
@@ -66,15 +66,15 @@ class Trial(NamedTuple):
     epochs: int
     kept: bool
     by_thread: bool
-    # Kills of each epoch, their moments as shares of an undisturbed epoch.
+    # The kills of each epoch; moments are fractions of an undisturbed epoch.
     kills: tuple
     seed: int
 
     @classmethod
     def random(cls, rng):
-        yes = lambda chance=0.5: rng.random() < chance  # noqa: E731
+        flip = lambda chance=0.5: rng.random() < chance  # noqa: E731
         kind = rng.choice(["map", "map", "map", "counting map", "stream", "stateful stream"])
-        streams, stateful = "stream" in kind, kind not in ("map", "stream") or yes(0.3)
+        streams, stateful = "stream" in kind, kind not in ("map", "stream") or flip(0.3)
         epochs = rng.choice([1, 1, 2, 3])
         return cls(
             kind=kind,
@@ -82,23 +82,23 @@ class Trial(NamedTuple):
             method=rng.choice(METHODS),
             workers=rng.randint(1, 4),
             prefetch=rng.randint(1, 3),
-            persistent=yes(),
-            in_order=yes(0.7),
+            persistent=flip(),
+            in_order=flip(0.7),
             dispatch=None if streams else rng.choice([None, "shared_queue"]),
             window=rng.choice([None, None, 1, 8, "64kB"]),
             seed_by=rng.choice([None, "batch", "sample"]),
-            pinned=yes(0.2),
-            pickled=yes(0.2),
+            pinned=flip(0.2),
+            pickled=flip(0.2),
             batch_size=rng.choice([None, 1, 4]),
-            shuffle=not streams and yes(),
+            shuffle=not streams and flip(),
             n=rng.choice([24, 60, 120]),
             size=rng.choice([1, 100, 6000, 50_000]),
             delay=rng.choice([0, 0.0005, 0.002]),
             bad=rng.choice([0, 0, 1, 5]),
             stuck=rng.choice([""] * 12 + ["asleep", "with the GIL"]),
             epochs=epochs,
-            kept=yes(0.3),
-            by_thread=yes(),
+            kept=flip(0.3),
+            by_thread=flip(),
             kills=tuple(kills(rng, stateful, last=epoch == epochs - 1) for epoch in range(epochs)),
             seed=rng.randrange(1 << 31),
         )
@@ -109,19 +109,19 @@ class Trial(NamedTuple):
 
 
 def kills(rng, stateful, last):
-    """The kills of an epoch."""
+    """Draws the kills of an epoch."""
     hows = rng.choices(["one", "two", "replacement"], [4, 2, 2], k=rng.choice([0, 1, 1, 2]))
-    found = [Kill(how, rng.random() * 1.1, rng.choice([0, 0.002, 0.02]) * rng.random()) for how in hows]
-    found.sort(key=lambda kill: kill.after)
+    drawn_kills = [Kill(how, rng.random() * 1.1, rng.choice([0, 0.002, 0.02]) * rng.random()) for how in hows]
+    drawn_kills.sort(key=lambda kill: kill.after)
     if stateful and rng.random() < 0.4:
-        found.append(Kill("state", delay=rng.choice([0, 0.0002, 0.001]) * rng.random()))
+        drawn_kills.append(Kill("state", delay=rng.choice([0, 0.0002, 0.001]) * rng.random()))
     if last and rng.random() < 0.3:
-        found.append(Kill("shutdown", delay=rng.choice([0, 0.001, 0.01]) * rng.random()))
-    return tuple(found)
+        drawn_kills.append(Kill("shutdown", delay=rng.choice([0, 0.001, 0.01]) * rng.random()))
+    return tuple(drawn_kills)
 
 
 class Play:
-    """A trial under way."""
+    """A running trial."""
 
     def __init__(self, trial, folder, figures):
         self.trial, self.folder, self.figures = trial, folder, figures
@@ -178,7 +178,7 @@ class Play:
             spans.append(time.monotonic() - start)
             seen = sorted(i for batch, _ in self.expected[-1] for i in batch)
             assert seen == loader.dataset.good, "the undisturbed run is wrong"
-        end_of(loader)
+        end_persistent_workers(loader)
         parents = {os.getpid(), multiprocessing.forkserver._forkserver._forkserver_pid}
         killer = Killer(parents, self.folder, self.trial.by_thread)
         try:
@@ -186,7 +186,7 @@ class Play:
         finally:
             killer.close()
         if any(restart_data.content(batch) != before for batch, before in self.kept):
-            self.wrong.append("a batch that was kept has changed")
+            self.wrong.append("a kept batch has changed")
         return self.wrong
 
     def disturbed(self, killer, spans):
@@ -195,7 +195,7 @@ class Play:
         loader = self.loader(disturbed=True)
         for epoch, kills in enumerate(self.trial.kills):
             shots = [kill._replace(after=kill.after * spans[epoch]) for kill in kills]
-            # A sample that is under way at three deaths is poison. One that is stuck costs a death.
+            # The third death that a sample is part of makes it poison, and being stuck causes one of them.
             killer.begin(Plan(tuple(shots), 1 if self.trial.stuck else 2, self.trial.seed + epoch))
             try:
                 self.epoch(loader, epoch, killer, {kill.how for kill in kills})
@@ -206,8 +206,8 @@ class Play:
         faults = rustloader.stats(loader).faults
         self.figures["restarts"] += faults.restarts
         self.figures["stalls"] += faults.stalls
-        end_of(loader)
-        # Not earlier: that seeds the generators.
+        end_persistent_workers(loader)
+        # Not earlier: resuming seeds the generators.
         for state in self.states:
             self.resume(*state)
 
@@ -216,59 +216,63 @@ class Play:
         expected = self.expected[epoch]
         at = int(torch.randint(max(1, len(expected)), (), generator=rng))
         iterator = iter(loader)
-        workers, got, state = iterator._workers, [], None
+        workers, delivered, state = iterator._workers, [], None
         for batch in iterator:
-            got.append((restart_data.numbers(batch), restart_data.content(batch)))
+            delivered.append((restart_data.numbers(batch), restart_data.content(batch)))
             if self.trial.kept and not self.trial.pinned and len(self.kept) < 10:
-                self.kept.append((batch, got[-1][1]))
+                self.kept.append((batch, delivered[-1][1]))
             del batch
-            if len(got) == at + 1 and "state" in hows:
-                killer.say("state")
+            if len(delivered) == at + 1 and "state" in hows:
+                killer.announce("state")
                 until = time.monotonic() + 0.003
                 while state is None or time.monotonic() < until:
                     state = loader.state_dict()
-            if len(got) == at + 1 and "shutdown" in hows:
-                killer.say("shutdown")
+            if len(delivered) == at + 1 and "shutdown" in hows:
+                killer.announce("shutdown")
                 iterator._shutdown_workers()
-                self.compare(epoch, got, expected, whole=False)
+                self.compare(epoch, delivered, expected, whole=False)
                 break
         else:
-            self.compare(epoch, got, expected)
+            self.compare(epoch, delivered, expected)
         if iterator._workers is not workers or len(workers) != self.trial.workers:
-            self.wrong.append("the iterator has another list of workers")
+            self.wrong.append("the iterator's list of workers was replaced, or has changed its length")
         if state is not None:
-            self.states.append((state, epoch, got[: at + 1]))
+            self.states.append((state, epoch, delivered[: at + 1]))
 
     def resume(self, state, epoch, before):
-        """A loader that nothing disturbs goes on from the state."""
+        """Resumes an undisturbed loader from the state."""
         loader = self.loader(disturbed=False)
         loader.load_state_dict(state)
         rest = [(restart_data.numbers(batch), restart_data.content(batch)) for batch in loader]
-        end_of(loader)
+        end_persistent_workers(loader)
         self.compare(f"{epoch}, resumed after {len(before)} batches", before + rest, self.expected[epoch])
         self.figures["resumed"] += 1
 
-    def compare(self, name, got, expected, whole=True):
+    def compare(self, name, delivered, expected, whole=True):
         if self.trial.in_order:
-            right = got == (expected if whole else expected[: len(got)])
+            right = delivered == (expected if whole else expected[: len(delivered)])
         else:
-            more, fewer = map(collections.Counter, (got, expected))
+            more, fewer = map(collections.Counter, (delivered, expected))
             right = not more - fewer and (not whole or not fewer - more)
         if not right:
-            shown = [[batch for batch, _ in batches] for batches in (got, expected)]
-            text = f"got {shown[0]}, expected {shown[1]}" if shown[0] != shown[1] else f"other contents, {shown[0]}"
+            numbers = [[batch for batch, _ in batches] for batches in (delivered, expected)]
+            text = (
+                f"got {numbers[0]}, expected {numbers[1]}"
+                if numbers[0] != numbers[1]
+                else f"wrong contents, {numbers[0]}"
+            )
             self.wrong.append(f"epoch {name}: {text}")
 
 
-def end_of(loader):
-    """Ends persistent workers."""
+def end_persistent_workers(loader):
+    """Ends the persistent workers of a loader."""
     iterator, loader._iterator = loader._iterator, None
     if iterator is not None:
         iterator._shutdown_workers()
 
 
 class Log(logging.Handler):
-    """Keeps the lines that no restart, stall or bad sample explains."""
+    """Collects unexpected log messages."""
 
     def __init__(self):
         super().__init__(logging.WARNING)
@@ -285,16 +289,16 @@ def overdue(*_):
 
 def arguments():
     parser = argparse.ArgumentParser(prog="python -m faults.restarts", description=__doc__.partition("\n")[0])
-    parser.add_argument("--epochs", type=int, default=100, help="how many epochs at least")
-    parser.add_argument("--seed", type=int, help="of loaders and moments; by default another one each time")
-    parser.add_argument("--only", type=int, help="only the trial of this number")
-    parser.add_argument("--leaks", type=int, metavar="N", help="restart the workers of one iterator N times instead")
-    parser.add_argument("--kind", choices=restart_leaks.KINDS, help="with --leaks: only this kind of loader")
+    parser.add_argument("--epochs", type=int, default=100, help="the least number of epochs")
+    parser.add_argument("--seed", type=int, help="seed of loaders and moments (default: random)")
+    parser.add_argument("--only", type=int, help="run only the trial with this number")
+    parser.add_argument("--leaks", type=int, metavar="N", help="instead restart the workers of one iterator N times")
+    parser.add_argument("--kind", choices=restart_leaks.KINDS, help="with --leaks: test only this kind of loader")
     return parser.parse_args()
 
 
 def run_all(args, log):
-    """Runs trials until there are enough epochs: (number of wrong ones, figures)."""
+    """Runs trials for the required number of epochs. Returns (the number of failed trials, figures)."""
     from pinning_support import pinning
     from rules import left_after, state
 
@@ -315,8 +319,8 @@ def run_all(args, log):
         figures["trials"] += 1
         wrong += log.lines
         log.lines.clear()
-        if (figures["trials"] % 20 == 0 or wrong) and (over := left_after(before, 5)):
-            wrong.append(f"left behind: {over}")
+        if (figures["trials"] % 20 == 0 or wrong) and (leftovers := left_after(before, 5)):
+            wrong.append(f"left behind: {leftovers}")
             before = state()
         if wrong:
             print(f"WRONG {name}", *wrong, sep="\n", flush=True)
@@ -325,8 +329,8 @@ def run_all(args, log):
             print(f"{figures['trials']} trials, {failed} wrong, {dict(figures)}", flush=True)
         if figures["epochs"] >= args.epochs:
             break
-    if over := left_after(before, 10):
-        print(f"WRONG at the end\nleft behind: {over}")
+    if leftovers := left_after(before, 10):
+        print(f"WRONG at the end\nleft behind: {leftovers}")
         failed += 1
     return failed, figures
 
@@ -334,7 +338,7 @@ def run_all(args, log):
 def main():
     args = arguments()
     quiet()
-    # A state may be taken after the last batch.
+    # A state read after the last batch leads to this warning.
     warnings.filterwarnings("ignore", "an epoch of 0 batches")
     import rustloader  # noqa: F401
 
@@ -351,9 +355,9 @@ def main():
     failed, figures = run_all(args, log)
     shots = sum(count for name, count in figures.items() if name.startswith("killed"))
     print(f"{figures['trials']} trials, {failed} wrong, {time.monotonic() - start:.0f} s: {dict(figures)}")
-    # Kills at the end of an epoch need no restart. Were most of them too late, the driver would prove nothing.
+    # Kills at the end of an epoch need no restart. If most kills came too late, the driver would prove nothing.
     if args.only is None and shots >= 20 and figures["restarts"] < shots / 4:
-        print(f"WRONG {shots} kills, and only {figures['restarts']} restarts")
+        print(f"WRONG {shots} kills, but only {figures['restarts']} restarts")
         failed += 1
     sys.exit(bool(failed))
 

@@ -1,4 +1,4 @@
-"""Datasets whose workers end at a chosen place in a chosen way. At module level, for spawned workers."""
+"""Datasets whose workers end at a chosen place in a chosen way. They are at module level for spawned workers."""
 
 import ctypes
 import faulthandler
@@ -17,27 +17,27 @@ from torch.utils.data import Dataset, IterableDataset
 
 from . import trials
 
-# How a worker may end, and what Python's signal module has for it.
+# Ways in which a worker may end, and their signals.
 SIGNALS = {name: signal.Signals[name] for name in ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGTERM", "SIGABRT")}
-# C++'s std::terminate ends by SIGABRT.
+# C++'s std::terminate raises SIGABRT.
 TERMINATE = "terminate()"
 WAYS = [*SIGNALS, "os._exit(0)", "sys.exit(0)", "os._exit(3)", TERMINATE]
-# Which worker ends, and which is the last sample requested of it.
+# The worker that ends, and the last sample requested of it.
 VICTIM, LAST = 1, 7
 
 
 def end(way, marker):
-    """Ends this process, and leaves word of when it did. Only the first time: the marker must not be there yet."""
+    """Ends this process and records the moment in the file `marker`. Does nothing if that file exists."""
     try:
         fd = os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
     except FileExistsError:
         return
     os.write(fd, f"{time.monotonic()} {os.getpid()}".encode())
     os.close(fd)
-    # pytest's, which a forked worker has as well, would write pages of stacks between the results.
+    # A forked worker inherits pytest's fault handler, which would write pages of stacks between the results.
     faulthandler.disable()
     if way in SIGNALS:
-        # To this thread: it must not run on while another one takes the signal.
+        # Raised in this thread, which must not continue while another thread handles the signal.
         signal.raise_signal(SIGNALS[way])
         time.sleep(30)
     elif way == "sys.exit(0)":
@@ -48,18 +48,18 @@ def end(way, marker):
 
 
 def use_the_parents_fork_server():
-    """In a forked child: multiprocessing would wait for the server as for a child of its own, and fail."""
+    """Call this in a forked child: multiprocessing would wait for the server as for its own child, and fail."""
     multiprocessing.forkserver._forkserver.ensure_running = lambda: None
     multiprocessing.forkserver.ensure_running = lambda: None
 
 
 def sample(i):
-    """Larger than what fits in a message, and every element identifies the sample."""
+    """A sample too large for a message, in which every element identifies it."""
     return torch.full((6000,), float(i))
 
 
 class Packed:
-    """Pickled by a method of its own, with the sample inside."""
+    """A sample with a `__reduce__` method, in which the worker may end."""
 
     def __init__(self, i, act=None):
         self.i, self.tensor, self.act = i, sample(i), act
@@ -71,7 +71,7 @@ class Packed:
 
 
 class Scene:
-    """What a dataset of `n` samples and its worker_init_fn do: worker VICTIM ends once, at `place`, by `way`."""
+    """A base of datasets of `n` samples: worker VICTIM ends once, at `place`, by `way`."""
 
     def __init__(self, place, way, marker, n=16):
         self.place, self.way, self.marker, self.n = place, way, marker, n
@@ -79,7 +79,7 @@ class Scene:
             multiprocessing.util.register_after_fork(self, Scene.born)
 
     def born(self):
-        """The process has just been forked, or the dataset unpickled: before its port is opened."""
+        """Runs when the process has been forked or the dataset unpickled, before its port is opened."""
         if self.place == "birth" and multiprocessing.current_process().name.endswith(f"-{VICTIM + 1}"):
             end(self.way, self.marker)
 
@@ -115,7 +115,7 @@ class Samples(Scene, Dataset):
 
 
 class Streams(Scene, IterableDataset):
-    """The same samples; two workers take turns."""
+    """The same samples; two workers alternate."""
 
     def __iter__(self):
         if worker_id() == VICTIM and self.place == "iter":
@@ -124,28 +124,28 @@ class Streams(Scene, IterableDataset):
 
 
 def number(batch):
-    """Which sample a batch is; an error if it is not that sample in each of its elements."""
+    """Returns the number of a batch's sample. Raises AssertionError if any element differs."""
     tensor = batch.tensor if isinstance(batch, Packed) else batch
-    assert tensor.shape == (6000,), f"a batch is of shape {tuple(tensor.shape)}"
+    assert tensor.shape == (6000,), f"a batch has shape {tuple(tensor.shape)}"
     return trials.number(tensor)
 
 
-class Thief:
+class Reaper:
     """Reaps every child of this process as soon as it has ended."""
 
     def __enter__(self):
-        self.over = threading.Event()
+        self.stopped = threading.Event()
         self.thread = threading.Thread(target=self.reap)
         self.thread.start()
 
     def reap(self):
-        while not self.over.is_set():
+        while not self.stopped.is_set():
             try:
                 os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 pass
-            self.over.wait(0.0005)
+            self.stopped.wait(0.0005)
 
     def __exit__(self, *_):
-        self.over.set()
+        self.stopped.set()
         self.thread.join()

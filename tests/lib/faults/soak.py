@@ -1,9 +1,9 @@
-"""Endurance: loaders of random kinds with faults mixed in, for as long as you like (`make stress KIND=soak`).
+"""Endurance: random loaders with random faults, for as long as you like (`make stress KIND=soak`).
 
-One main process makes one loader after the other. Each batch is compared by its hash with that of torch's loader, up to
-a fault and behind it; with restarts, a stall's limit or bad samples that are left out, up to the end. Some batches are
-kept over many epochs and checked again. A line a minute shows what the process holds; the exit status is 1 if a batch
-was wrong, a fault had another end than it should, or the figures have grown.
+One main process creates one loader after another. Each batch is compared by hash with that of torch's loader, before
+and after a fault; with restarts, a stall timeout or skipped samples, all batches must come. Some batches are kept over
+many epochs and checked again. Each minute a line shows what the process holds. The exit status is 1 if a batch was
+wrong, a fault had the wrong effect, or the figures have grown.
 """
 
 import argparse
@@ -26,12 +26,12 @@ from support import DataLoader, TorchDataLoader, arena_bytes, mappings, open_fil
 from .soak_data import KINDS, Fault, Spec, hash_of, loader_of, without_bad
 
 METHODS = ["fork"] * 30 + ["forkserver", "spawn"]
-# What happens in an epoch. Half of them run undisturbed.
+# What may happen in an epoch. Half of the loaders run undisturbed.
 FAULTS = ("error", "unpicklable", "segv", "exit", "kill", "break", "stop", "fork", "late", "thread", "stuck", "bad")
-MORTAL = ("segv", "exit", "kill")  # those that end a worker
+MORTAL = ("segv", "exit", "kill")  # faults that end a worker
 RESTARTS = 10
-LIMIT = 120.0  # seconds in which an epoch has to end
-KEPT = 30  # batches that are kept, the oldest one leaves
+LIMIT = 120.0  # seconds within which an epoch must end
+KEPT = 30  # the most batches that are kept; the oldest is dropped first
 
 
 class Soak:
@@ -43,7 +43,7 @@ class Soak:
         self.wrong = []
 
     def expected(self, spec):
-        """The hashes of torch's batches."""
+        """Returns the hashes of torch's batches."""
         if spec not in self.known:
             if len(self.known) > 200:
                 self.known.clear()
@@ -68,7 +68,7 @@ class Soak:
         return Fault(name, self.rng.randrange(spec.length), os.path.join(self.folder, "happened"))
 
     def epoch(self):
-        """One loader with or without a fault; one to three epochs of it."""
+        """Runs one to three epochs of a loader, with or without a fault."""
         spec, rng = self.any_spec(), self.rng
         fault = self.any_fault(spec)
         if fault is not None and fault.name == "bad":
@@ -96,10 +96,10 @@ class Soak:
             loader = loader_of(DataLoader, spec, fault, **options)
             for number in range(rng.randint(1, 3)):
                 now, before = (fault, None) if number == 0 else (None, fault)
-                self.one(loader, spec, now, before, expected, options, about)
+                self.run_epoch(loader, spec, now, before, expected, options, about)
 
     def survival(self, fault, options):
-        """The options that let an epoch survive its fault, or end it."""
+        """Returns the options that decide whether an epoch survives its fault."""
         match fault and fault.name:
             case "late":
                 return {"timeout": 0.3 if options["multiprocessing_context"] == "fork" else 0}
@@ -115,7 +115,7 @@ class Soak:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(fault.marker)
 
-    def one(self, loader, spec, fault, before, expected, options, about):
+    def run_epoch(self, loader, spec, fault, before, expected, options, about):
         body = lambda: self.iterate(loader, fault, before, expected, options)  # noqa: E731
         try:
             with within(LIMIT):
@@ -129,15 +129,15 @@ class Soak:
             print(f"WRONG {self.wrong[-1]}", flush=True)
 
     def iterate(self, loader, fault, before, expected, options):
-        """Describes what is wrong with an epoch; None if nothing is. `before` is the fault of the previous epoch."""
+        """Runs an epoch. Returns what is wrong with it, or None. `before` is the fault of the previous epoch."""
         name = None if fault is None else fault.name
         if name is None and options.get("timeout"):
-            name = "late"  # a busy machine, or leftovers of the previous epoch
+            name = "late"  # the machine may be busy, or workers may still be in the previous epoch
         moment = self.rng.randrange(max(1, len(expected)))
-        iterator, got, errors = begun(loader, before), [], []
+        iterator, delivered, errors = start_epoch(loader, before), [], []
         for number in itertools.count():
             if name is not None and number == moment and self.disturb(name, iterator) == "break":
-                # The iterator goes, with batches under way.
+                # The iterator is dropped with tasks outstanding.
                 break
             try:
                 batch = next(iterator)
@@ -148,15 +148,15 @@ class Soak:
                 if len(errors) > 1 or is_final(error):
                     break
                 continue
-            got.append(hash_of(batch))
+            delivered.append(hash_of(batch))
             self.counts["batches"] += 1
             if not options["pin_memory"] and self.rng.random() < 0.02:
-                self.keep(batch, got[-1])
+                self.keep(batch, delivered[-1])
         del iterator
-        return self.judge(name, expected, got, errors, options)
+        return self.judge(name, expected, delivered, errors, options)
 
     def disturb(self, name, iterator):
-        """What the main process does to itself or to a worker."""
+        """Injects a fault from the main process, into itself or a worker."""
         pid = self.rng.choice([worker.pid for worker in iterator._workers])
         match name:
             case "break":
@@ -167,27 +167,27 @@ class Soak:
             case "stop":
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGSTOP)
-                    threading.Timer(0.05, lambda: go_on(pid)).start()
+                    threading.Timer(0.05, lambda: send_continue(pid)).start()
             case "fork":
                 child = os.fork()
                 if child == 0:
                     os._exit(sum(hash_of(batch) != before for batch, before in self.kept))
                 if os.waitpid(child, 0)[1]:
-                    self.wrong.append("a forked child saw other batches than were kept")
+                    self.wrong.append("kept batches differ in a forked child")
         return None
 
-    def judge(self, name, expected, got, errors, options):
+    def judge(self, name, expected, delivered, errors, options):
         texts, in_order = [str(error) for error in errors], options["in_order"]
         if name in MORTAL and options["max_restarts"]:
             name = "restart"
         if in_order:
-            # One batch may be missing, in whose place an error came.
+            # Batches may be missing, such as one that an error replaced.
             rest = iter(expected)
-            if not all(any(one == other for other in rest) for one in got):
-                return f"{len(got)} batches are no part of torch's, in its order"
-        elif collections.Counter(got) - collections.Counter(expected):
-            return "batches that torch's loader does not give"
-        missing = len(expected) - len(got)
+            if not all(any(batch == other for other in rest) for batch in delivered):
+                return f"the {len(delivered)} batches are no subsequence of torch's"
+        elif collections.Counter(delivered) - collections.Counter(expected):
+            return "batches that torch's loader does not return"
+        missing = len(expected) - len(delivered)
         match name:
             case None | "stop" | "fork" | "thread" | "restart" | "stuck" | "bad":
                 fine = not errors and missing == 0
@@ -209,13 +209,13 @@ class Soak:
         if len(self.kept) > KEPT:
             batch, before = self.kept.popleft()
             if hash_of(batch) != before:
-                self.wrong.append("a batch that was kept has changed")
+                self.wrong.append("a kept batch has changed")
                 print(f"WRONG {self.wrong[-1]}", flush=True)
 
 
-def begun(loader, before):
-    """A new epoch. With a timeout the workers of a persistent loader may still be at the one before; and a death that
-    no next() has raised, as it came after the last batch, is raised here once."""
+def start_epoch(loader, before):
+    """Starts an epoch. With a timeout, persistent workers may still be in the previous epoch. A death after the last
+    batch, which no next() has raised, is raised here once."""
     mortal = before is not None and before.name in MORTAL
     while True:
         try:
@@ -232,7 +232,7 @@ def is_final(error):
     return "exited unexpectedly" in text or "is killed by signal" in text or "timed out" in text
 
 
-def go_on(pid):
+def send_continue(pid):
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGCONT)
 
@@ -242,11 +242,11 @@ def in_a_thread(body):
     thread = threading.Thread(target=lambda: result.append(body()))
     thread.start()
     thread.join()
-    return result[0] if result else "the thread has ended by an error"
+    return result[0] if result else "the thread has ended with an error"
 
 
-def held():
-    """What this process holds."""
+def measure():
+    """Measures what this process holds."""
     trim_pool()
     with open("/proc/self/status") as file:
         sizes = dict(line.split(":", 1) for line in file)
@@ -259,42 +259,44 @@ def held():
     }
 
 
-def grown(lines):
-    """Which figures are larger in the last third of the minutes than in the second one, in words."""
+def growth_of(lines):
+    """Describes the figures that are larger in the last third of the minutes than in the second third."""
     third = len(lines) // 3
     if third < 2:
         return []
     middle, last = lines[third : 2 * third], lines[-third:]
     allowed = {"anonymous_mib": 64, "arena_mib": 64, "descriptors": 8, "mappings": 8, "threads": 2}
-    found = []
+    growth = []
     for name, slack in allowed.items():
         before, after = (sorted(line[name] for line in part)[len(part) // 2] for part in (middle, last))
         if after > before + slack:
-            found.append(f"{name} has grown from {before} to {after}")
-    return found
+            growth.append(f"{name} has grown from {before} to {after}")
+    return growth
 
 
 def main():
     parser = argparse.ArgumentParser(prog="make stress KIND=soak", description=__doc__.partition("\n")[0])
-    parser.add_argument("--minutes", type=float, default=20, help="how long (%(default)s)")
-    parser.add_argument("--seed", type=int, default=int(time.time()), help="of loaders and faults (the time)")
+    parser.add_argument("--minutes", type=float, default=20, help="how long to run (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=int(time.time()), help="seed of loaders and faults (default: the time)"
+    )
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    logging.getLogger("rustloader").setLevel(logging.ERROR)  # a line for each restart, and each bad sample
+    logging.getLogger("rustloader").setLevel(logging.ERROR)  # hides the lines of restarts and bad samples
     print(f"seed {args.seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         soak, lines, start = Soak(args.seed, folder), [], time.monotonic()
         while (spent := time.monotonic() - start) < args.minutes * 60:
             soak.epoch()
             if time.monotonic() - start >= 60 * (len(lines) + 1):
-                lines.append(held())
+                lines.append(measure())
                 counts = ", ".join(f"{n} {name}" for name, n in soak.counts.items())
                 print(f"{spent / 60:4.1f} min: {counts}, {len(soak.wrong)} wrong; {lines[-1]}", flush=True)
         soak.kept.clear()
-    last = held()
+    last = measure()
     print(f"at the end: {dict(soak.counts)}, {len(soak.wrong)} wrong; {last}")
-    problems = soak.wrong + grown(lines)
+    problems = soak.wrong + growth_of(lines)
     for problem in problems:
         print(problem)
     sys.exit(bool(problems))

@@ -1,4 +1,4 @@
-"""Data of the endurance run: samples of all kinds, faults that happen at one of them, hashes of batches."""
+"""Data of the endurance run: samples of all kinds, faults at one of them, and hashes of batches."""
 
 import hashlib
 import itertools
@@ -16,18 +16,18 @@ KINDS = ("numbers", "floats", "tree", "image", "array", "pickled", "ragged", "ma
 
 
 class Spec(NamedTuple):
-    """A dataset and how it is batched: what torch's loader gives for it is known once."""
+    """A dataset and its batching, on which the batches of torch's loader depend."""
 
     kind: str
     stream: bool
     length: int
     batch_size: int | None
-    workers: int  # only streams depend on it
-    bad: int | None = None  # the sample that is left out
+    workers: int  # only the batches of streams depend on it
+    bad: int | None = None  # the sample to skip
 
 
 class Fault(NamedTuple):
-    """What a worker does at a sample: "bad" each time, all else once."""
+    """What a worker does at a sample: "bad" happens each time, everything else once."""
 
     name: str
     index: int
@@ -35,11 +35,11 @@ class Fault(NamedTuple):
 
 
 class Expected(Exception):
-    """The error of the dataset."""
+    """The dataset's own error."""
 
 
 def sample(kind, i):
-    """Sample i, in each of its bytes."""
+    """A sample that depends on `i` throughout."""
     match kind:
         case "numbers":
             return i
@@ -61,7 +61,7 @@ def sample(kind, i):
 
 
 def act(fault, i):
-    """The fault, if it is to happen here and has not yet."""
+    """Causes the fault, if it is due at sample `i`."""
     if fault is None or i != fault.index:
         return None
     if fault.name == "bad":
@@ -96,7 +96,8 @@ class Samples(Dataset):
 
 
 class Streams(IterableDataset):
-    """The iterator survives a bad sample, and ends at any other error: torch's batches would begin elsewhere."""
+    """The iterator survives a bad sample only. Any other error ends it: later batches would have other boundaries than
+    torch's."""
 
     def __init__(self, spec, fault=None):
         self.spec, self.fault = spec, fault
@@ -104,7 +105,7 @@ class Streams(IterableDataset):
     def __iter__(self):
         workers = max(1, self.spec.workers)
         numbers = range(worker_id() or 0, self.spec.length, workers)
-        # What torch's loader is given has no bad sample.
+        # The dataset for torch's loader omits the bad sample.
         left_out = self.spec.bad if self.fault is None else None
         samples = map(self.at, (i for i in numbers if i != left_out))
         return samples if self.fault is not None and self.fault.name == "bad" else (it for it in samples)
@@ -113,7 +114,7 @@ class Streams(IterableDataset):
         return act(self.fault, i) or sample(self.spec.kind, i)
 
 
-def as_it_is(batch):
+def identity(batch):
     return batch
 
 
@@ -121,13 +122,13 @@ def loader_of(cls, spec, fault=None, **kw):
     ragged = spec.kind in ("ragged", "pickled")
     return cls(
         (Streams if spec.stream else Samples)(spec, fault),
-        collate_fn=as_it_is if ragged or spec.batch_size is None else None,
+        collate_fn=identity if ragged or spec.batch_size is None else None,
         **({"batch_size": spec.batch_size} | kw),
     )
 
 
 def without_bad(cls, spec):
-    """A loader whose batches are those of `on_error="skip"`."""
+    """Returns a loader whose batches equal those of `on_error="skip"`."""
     workers = {"num_workers": spec.workers if spec.stream else 0}
     if spec.stream or spec.bad is None:
         return loader_of(cls, spec, **workers)
@@ -140,25 +141,25 @@ def without_bad(cls, spec):
 
 
 def hash_of(batch):
-    """Types, dtypes, shapes and bytes of a batch."""
-    found = hashlib.blake2b(digest_size=16)
+    """Hashes a batch: types, dtypes, shapes and bytes."""
+    digest = hashlib.blake2b(digest_size=16)
 
     def add(value):
-        found.update(type(value).__name__.encode())
+        digest.update(type(value).__name__.encode())
         if isinstance(value, torch.Tensor):
             value = value.numpy()
         if isinstance(value, np.ndarray):
-            found.update(f"{value.dtype}{value.shape}".encode())
-            found.update(np.ascontiguousarray(value).data)
+            digest.update(f"{value.dtype}{value.shape}".encode())
+            digest.update(np.ascontiguousarray(value).data)
         elif isinstance(value, dict):
             for item in itertools.chain.from_iterable(value.items()):
                 add(item)
         elif isinstance(value, list | tuple):
-            found.update(f"{len(value)}".encode())
+            digest.update(f"{len(value)}".encode())
             for item in value:
                 add(item)
         else:
-            found.update(repr(value).encode())
+            digest.update(repr(value).encode())
 
     add(batch)
-    return found.digest()
+    return digest.digest()

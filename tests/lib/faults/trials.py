@@ -1,4 +1,4 @@
-"""What drivers of trials share: what is drawn from a seed, and data that say what they are."""
+"""Shared by the drivers: trials drawn from a seed, and samples that identify themselves."""
 
 import random
 import time
@@ -9,21 +9,21 @@ from torch.utils.data import Dataset
 
 
 def quiet():
-    """No threads of torch's beside those of a trial, and no warnings that a trial is sure to have."""
+    """Disables torch's thread pool, and warnings that every trial would raise."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "This DataLoader will create")
     warnings.filterwarnings("ignore", ".*multi-threaded.*", DeprecationWarning)
 
 
 def seed_of(args):
-    """The given seed, or a random one. It is printed."""
+    """Returns the given seed, or a random one, and prints it."""
     seed = random.randrange(1 << 32) if args.seed is None else args.seed
     print(f"seed {seed}", flush=True)
     return seed
 
 
 def drawn(kind, count, args):
-    """Yields (the arguments that reproduce a trial, the trial) `count` times, or for `args.only` alone."""
+    """Yields (the trial's name with the arguments that reproduce it, the trial) `count` times, or for `args.only`."""
     seed = seed_of(args)
     for at in range(count) if args.only is None else [args.only]:
         trial = kind.random(random.Random(f"{seed}-{at}"))
@@ -31,7 +31,7 @@ def drawn(kind, count, args):
 
 
 class Numbered(Dataset):
-    """Items of `size` elements, each of them the item's number; with `pickled` in what takes a pickle."""
+    """Sample i consists of `size` elements i; with `pickled`, in an object that must be pickled."""
 
     def __init__(self, n, size, pickled, delay=0):
         self.n, self.size, self.pickled, self.delay = n, size, pickled, delay
@@ -47,7 +47,7 @@ class Numbered(Dataset):
 
 
 def number(batch):
-    """Which item a batch is; an error if it is not that item in each of its elements."""
+    """Returns the number of a batch's sample. Raises AssertionError if any element differs."""
     tensor = batch["tensor"] if isinstance(batch, dict) else batch
     i = int(tensor[0])
     assert bool((tensor == i).all()), f"batch {i} is wrong"

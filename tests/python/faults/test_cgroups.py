@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import refusals
-from cgroups import in_cgroup, of_400_mb
+from cgroups import cgroup_of_400_mb, in_cgroup
 from programs import wide
 
 pytestmark = pytest.mark.ours
@@ -19,7 +19,7 @@ NO_MEMORY = re.compile(
 
 @pytest.fixture
 def small_cgroup():
-    with of_400_mb() as cgroup:
+    with cgroup_of_400_mb() as cgroup:
         yield cgroup
 
 

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.ours
 START = """
     import rustloader
     from sample_data import Held, Images, Numbers, Slow
-    from support import waits_in_next, while_main_is_in, while_next_waits, workers_say
+    from support import waits_in_next, while_main_is_in, while_next_waits, workers_report
     def told(iterator):
         print(*[w.pid for w in iterator._workers], flush=True)
         return iterator
@@ -33,7 +33,7 @@ def test_s3_workers_leave_when_main_is_killed_even_inside_an_item(context):
         iterator = told(iter(loader))
         for _ in range(4):
             next(iterator)
-        assert workers_say(iterator, state="fetch")
+        assert workers_report(iterator, state="fetch")
         print("inside", flush=True)
         next(iterator)
     """)
@@ -92,7 +92,7 @@ def test_a_second_ctrl_c_while_the_workers_end_adds_no_traceback():
     while_main_is_in(group._gone, lambda _: print("ending", flush=True))
     iterator = told(iter(DataLoader(Slow(9, {1: 120}), num_workers=1, batch_size=None)))
     next(iterator)
-    assert workers_say(iterator, state="fetch")
+    assert workers_report(iterator, state="fetch")
     print("ready", flush=True)
     time.sleep(120)
     """)
@@ -150,10 +150,10 @@ EXITS = {
     running.wait()""",
     "module": "sys.modules['math'].kept = told(iter(loader)); next(sys.modules['math'].kept)",
     "busy": """loader = DataLoader(Slow(9, dict.fromkeys(range(9), 120)), num_workers=2)
-    kept = told(iter(loader)); assert workers_say(kept, state="fetch")""",
+    kept = told(iter(loader)); assert workers_report(kept, state="fetch")""",
     "stubborn": """def ignore(_): signal.signal(signal.SIGTERM, signal.SIG_IGN)
     loader = DataLoader(Slow(9, dict.fromkeys(range(9), 120)), num_workers=2, worker_init_fn=ignore)
-    kept = told(iter(loader)); assert workers_say(kept, state="fetch")""",
+    kept = told(iter(loader)); assert workers_report(kept, state="fetch")""",
 }
 
 
@@ -279,7 +279,7 @@ def test_workers_that_a_daemon_thread_is_ending_do_not_hold_up_the_exit():
     loader = DataLoader(Slow(9, {1: 600}), num_workers=1, batch_size=None, worker_init_fn=init_fn)
     iterator = told(iter(loader))
     next(iterator)
-    assert workers_say(iterator, state="fetch")
+    assert workers_report(iterator, state="fetch")
     threading.Thread(target=iterator._shutdown_workers, daemon=True).start()
     while not iterator._core.closing:
         time.sleep(0.01)

@@ -8,7 +8,7 @@ import resource
 import numpy as np
 import pytest
 import torch
-from cgroups import in_cgroup, of_400_mb
+from cgroups import cgroup_of_400_mb, in_cgroup
 from numpy_arena_support import Made, identity
 from support import DataLoader, in_arena
 from test_cgroups import NO_MEMORY
@@ -139,7 +139,7 @@ def in_small_cgroup(make):
                 kept.clear()
         return errors, came
 
-    with of_400_mb() as (join, limit, kills):
+    with cgroup_of_400_mb() as (join, limit, kills):
         errors, came = in_cgroup(join, body)
         assert kills() == 0
     return limit, errors, came
@@ -172,6 +172,6 @@ def test_a_refused_array_is_explained_for_its_own_batch_alone():
     def body():
         return list(answers(Made(make, 4), workers=1))
 
-    with of_400_mb() as (join, _, kills):
+    with cgroup_of_400_mb() as (join, _, kills):
         assert in_cgroup(join, body) == [0, "MemoryError: MemoryError: of the program", 2, 3]
         assert kills() == 0

@@ -9,16 +9,16 @@ from failing_samples import (
     BAD,
     SIZE,
     Broken,
+    CalledByFetcher,
     Drawing,
     InBatches,
-    Shown,
     Stream,
     failed,
     index_batches,
     left,
     minus,
+    negated,
     numbers,
-    turned,
 )
 from pinning_support import pinning
 from sample_data import as_list
@@ -59,7 +59,7 @@ DATASETS = {
     "subset": lambda: Subset(Broken(2 * SIZE), range(SIZE)),
     "subset of batches": lambda: Subset(InBatches(2 * SIZE), range(SIZE)),
 }
-POLICIES = {"skip": ("skip", left, "skipped"), "function": (minus, turned, "replaced")}
+POLICIES = {"skip": ("skip", left, "skipped"), "function": (minus, negated, "replaced")}
 
 
 # All settings with samples made one by one; the datasets that make batches with some of them.
@@ -249,7 +249,7 @@ def test_batches_are_pinned(workers, kind, pinned):
         loader = kind(Broken(), batch_size=4, num_workers=workers, pin_memory=True, **pinned)
         batches = list(loader)
         assert all(host.owns(batch) for batch in batches)
-        assert numbers(batches) == (left if pinned["on_error"] == "skip" else turned)(index_batches())
+        assert numbers(batches) == (left if pinned["on_error"] == "skip" else negated)(index_batches())
         del batches
     assert [i for i, _ in failed(rustloader.stats(loader))] == list(BAD)
 
@@ -260,7 +260,7 @@ def test_install_sets_it_for_torchs_class(workers):
         loader = TorchDataLoader(Broken(), batch_size=4, num_workers=workers)
         assert numbers(loader) == left(index_batches())
         # A loader's own function comes first.
-        assert numbers(DataLoader(Broken(), batch_size=4, num_workers=workers, on_error=minus)) == turned(
+        assert numbers(DataLoader(Broken(), batch_size=4, num_workers=workers, on_error=minus)) == negated(
             index_batches()
         )
         assert numbers(DataLoader(Broken(), batch_size=4)) == left(index_batches())
@@ -271,15 +271,17 @@ def test_install_sets_it_for_torchs_class(workers):
 def test_nothing_stands_between_torch_and_the_dataset_without_the_option(kw):
     for workers in (0, 1):
         assert (
-            list(DataLoader(Shown(6), batch_size=3, num_workers=workers, collate_fn=as_list, **kw)) == [[True] * 3] * 2
+            list(DataLoader(CalledByFetcher(6), batch_size=3, num_workers=workers, collate_fn=as_list, **kw))
+            == [[True] * 3] * 2
         )
-    guarded = DataLoader(Shown(6), batch_size=3, num_workers=1, collate_fn=as_list, on_error="skip")
+    guarded = DataLoader(CalledByFetcher(6), batch_size=3, num_workers=1, collate_fn=as_list, on_error="skip")
     assert list(guarded) == [[False] * 3] * 2
-    iterator = iter(DataLoader(Shown(6), **kw))
+    iterator = iter(DataLoader(CalledByFetcher(6), **kw))
     assert (
-        type(iterator._dataset_fetcher) is fetch._MapDatasetFetcher and type(iterator._dataset_fetcher.dataset) is Shown
+        type(iterator._dataset_fetcher) is fetch._MapDatasetFetcher
+        and type(iterator._dataset_fetcher.dataset) is CalledByFetcher
     )
-    iterator = iter(DataLoader(Shown(6), num_workers=1, **kw))
+    iterator = iter(DataLoader(CalledByFetcher(6), num_workers=1, **kw))
     assert iterator._epochs.failures is None and iterator._mode.config.on_error == "raise"
     with pytest.raises(ValueError, match="bad 1"):
         list(DataLoader(Broken(), batch_size=4, num_workers=1, **kw))

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from sample_data import Numbers, Slow
-from support import DataLoader, finish, gone, start_script, wait_until, within, worker_pids, workers_say
+from support import DataLoader, finish, gone, start_script, wait_until, within, worker_pids, workers_report
 
 from rustloader.workers import group
 
@@ -92,7 +92,7 @@ def test_a_training_loop_can_save_its_checkpoint(method, patient):
 def test_a_signal_to_all_workers_is_survived_and_a_second_one_is_not(handled, patient):
     iterator, pids = served(2)
     terminate(*pids)
-    assert workers_say(iterator, terminated="group")
+    assert workers_report(iterator, terminated="group")
     assert batches(iterator, 40) == list(range(2, 42))
     assert not any(map(gone, pids))
     terminate(pids[1])
@@ -145,10 +145,10 @@ def test_shutdown_ends_workers_as_ever(monkeypatch, patient):
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
     monkeypatch.setattr(group, "KILL_AFTER", 25)
     iterator = iter(DataLoader(Slow(4, {0: 60, 1: 60}), batch_size=None, num_workers=2))
-    assert workers_say(iterator, state="fetch")
+    assert workers_report(iterator, state="fetch")
     terminate(*worker_pids(iterator))
     # A SIGTERM that is pending still would be one with main's.
-    assert workers_say(iterator, terminated="group")
+    assert workers_report(iterator, terminated="group")
     iterator._shutdown_workers()
     # Not by SIGKILL, nor by what comes 30 s after the first signal.
     assert [worker.exitcode for worker in iterator._workers] == [0, 0]

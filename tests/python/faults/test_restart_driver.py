@@ -5,7 +5,7 @@ import tempfile
 import time
 
 import pytest
-from cgroups import of_400_mb, report_in_cgroup
+from cgroups import cgroup_of_400_mb, report_in_cgroup
 from sample_data import Numbers, first_time
 from support import DataLoader
 from test_fault_drivers import drive
@@ -69,7 +69,7 @@ def starved(once, max_restarts):
 
 
 def in_small_cgroup(once, max_restarts):
-    with of_400_mb() as (join, _, kills):
+    with cgroup_of_400_mb() as (join, _, kills):
         report = report_in_cgroup(join, starved, once, max_restarts)
         return report["value"], kills(), report["log"]
 

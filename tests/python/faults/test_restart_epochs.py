@@ -11,10 +11,10 @@ from restart_support import (
     MortalStream,
     ShuffledStream,
     StatefulStream,
-    as_sets,
     epochs,
     kill,
     loader_of,
+    without_order,
 )
 from sample_data import as_list
 from support import TORCH_MODE, DataLoader, same, state_of, wait_until, worker_pids
@@ -33,7 +33,7 @@ def compared(folder, dataset, deaths, count=3, ordered=True, **kw):
     found = epochs(loader_of(dataset(deaths), **kw), count)
     expected = epochs(loader_of(dataset(Deaths()), **kw), count)
     if not ordered:
-        found, expected = as_sets(found), as_sets(expected)
+        found, expected = without_order(found), without_order(expected)
     assert found == expected
     assert deaths.count() == sum(deaths.fatal.values()), "not all deaths have taken place"
 

@@ -150,7 +150,7 @@ def test_a_death_while_a_new_epoch_begins_is_named(tmp_path):
 
 START = """
     from sample_data import Numbers, Slow
-    from support import while_next_waits, workers_say
+    from support import while_next_waits, workers_report
     def told(iterator):
         print(*[w.pid for w in iterator._workers], flush=True)
         return iterator
@@ -185,7 +185,7 @@ def test_the_interpreter_exits_in_mid_epoch(where):
     process, pids = started(f"""
     iterator = told(iter(shared(Slow(90, dict.fromkeys(range(1, 90), 120 if "{where}" == "fetch" else 0)))))
     next(iterator)
-    assert workers_say(iterator, state="{where}")
+    assert workers_report(iterator, state="{where}")
     """)
     with within(60):
         status, _, err = finish(process)

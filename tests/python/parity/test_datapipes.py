@@ -111,7 +111,7 @@ def test_p27_a_second_iterator_of_a_pipe_ends_the_first(DataLoader):
     first, second = iter(loader), iter(loader)
     yield from take(second, 1)
     (error,) = take(first, 1)
-    yield error.told[1].split(".")[0]
+    yield error.description[1].split(".")[0]
 
 
 @rows(engine=False)

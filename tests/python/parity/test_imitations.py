@@ -283,7 +283,7 @@ def test_batches_of_indices(DataLoader, name):
 def test_datasets(DataLoader, name, batch_size):
     for seen in drain(DataLoader(name(), sampler=[2, 0, 1], batch_size=batch_size, num_workers=2)):
         # In torch's traceback the fetcher's own line stands above the property's.
-        yield seen.told[0] if name is Raises and isinstance(seen, Raised) else seen
+        yield seen.description[0] if name is Raises and isinstance(seen, Raised) else seen
 
 
 @rows(kind=[Iterates, Sequence, Steps, Falsy, Unequal])

@@ -25,7 +25,7 @@ from support import (
     while_next_waits,
     within,
     worker_pids,
-    workers_say,
+    workers_report,
 )
 from torch.utils.data import (
     BatchSampler,
@@ -335,7 +335,7 @@ def test_workers_begin_the_next_epoch_before_the_last_batch(tmp_path, method, in
         assert sorted(orders[-1]) == list(range(8))
         assert was_predicted(loader) is (True if number else None)
         # With a shared queue, a worker may not even have started by then.
-        assert workers_say(loader._iterator, state="idle")
+        assert workers_report(loader._iterator, state="idle")
     assert orders[0] != orders[1] or orders[1] != orders[2]
 
 
@@ -352,7 +352,7 @@ def test_no_more_than_the_window_is_under_way(tmp_path, workers, prefetch_factor
         # The workers complete all tasks that they were sent.
         expected = delivered + min(size, most)
         assert wait_until(lambda expected=expected: dataset.begun() >= expected)
-        assert workers_say(loader._iterator, state="idle")
+        assert workers_report(loader._iterator, state="idle")
         assert dataset.begun() == expected
 
 

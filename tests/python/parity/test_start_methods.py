@@ -8,7 +8,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from orders import FLOATS, Does, Meeting, MeetsWhenUnpickled, Shares, collate
+from orders import FLOATS, Meeting, MeetsWhenUnpickled, MethodCalls, Shares, collate
 from sample_data import Dying, Epochs, Index, Pair, Record, Shards
 from support import TORCH_MODE, DataLoader, LoaderIter, children, epoch, in_time, outcome, outcomes, values, worker_pids
 
@@ -21,7 +21,7 @@ def served(request):
     """A persistent loader with two workers, and the list of the index batches of its next epoch."""
     orders = [[("number", 0)]]
     loader = DataLoader(
-        Does(),
+        MethodCalls(),
         batch_sampler=orders,
         collate_fn=collate,
         num_workers=2,
@@ -182,7 +182,7 @@ def test_p19_p20_a_timeout_loses_nothing_and_a_death_is_named(context, tmp_path)
     if not TORCH_MODE:  # under forkserver torch cannot name the signal
         orders.append(("die", signal.SIGKILL))
     loader = DataLoader(
-        Does(), sampler=orders, batch_size=None, num_workers=1, timeout=1, multiprocessing_context=context
+        MethodCalls(), sampler=orders, batch_size=None, num_workers=1, timeout=1, multiprocessing_context=context
     )
     iterator = iter(loader)
     late = ("error", RuntimeError, "DataLoader timed out after 1 seconds")

@@ -656,7 +656,7 @@ def test_a_memory_cgroup_that_is_too_small_is_an_error_with_sizes():
         found.append(error_of(share, (str(number) * 100 for number in range(2_000_000))))
         return [*found, share(["a"]) == ["a"]]
 
-    with cgroups.of_400_mb() as (join, limit, kills):
+    with cgroups.cgroup_of_400_mb() as (join, limit, kills):
         *errors, works = cgroups.in_cgroup(join, body)
         assert works and kills() == 0
     for kind, text in errors:
@@ -677,7 +677,7 @@ def test_a_memory_cgroup_that_is_nearly_full_has_room_for_a_small_object():
         os.close(fd)
         return works, error
 
-    with cgroups.of_400_mb() as (join, limit, kills):
+    with cgroups.cgroup_of_400_mb() as (join, limit, kills):
         works, (kind, text) = cgroups.in_cgroup(join, body)
         assert works and kills() == 0
     needed = f"{8 << 20} bytes are needed in addition to 0 bytes written so far"

@@ -27,7 +27,7 @@ from support import (
     waits_in_next,
     while_next_waits,
     worker_pids,
-    workers_say,
+    workers_report,
 )
 from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
@@ -158,7 +158,7 @@ def test_times_lie_where_they_were_spent(tmp_path):
     assert stats.first_seconds >= 2 * LONG
     assert stats.blocked_seconds == 0
     # Between two epochs, only the time of the workers is counted.
-    assert workers_say(loader._iterator, state="idle")
+    assert workers_report(loader._iterator, state="idle")
     start = time.monotonic()
     time.sleep(LONG)
     paused, start = time.monotonic() - start, time.monotonic()

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from cgroups import memory_cgroup, removed
+from cgroups import memory_cgroup, remove
 from support import wait_until
 
 from rustloader.workers.memory_events import OomKills
@@ -196,7 +196,7 @@ def small_cgroup():
             os.rmdir(folder)
         pytest.skip(f"no memory cgroup can be made: {error}")
     yield folder
-    assert wait_until(lambda: removed(folder)), "the cgroup could not be removed"
+    assert wait_until(lambda: remove(folder)), "the cgroup could not be removed"
 
 
 # Runs in the cgroup. At the limit, the kernel kills the child, which is larger and has a higher OOM score.

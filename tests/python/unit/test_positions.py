@@ -18,7 +18,7 @@ from support import (
     gone,
     waits_in_next,
     worker_pids,
-    workers_say,
+    workers_report,
 )
 from torch.utils.data import Dataset, IterableDataset
 
@@ -333,7 +333,7 @@ def test_a_position_outlives_the_workers():
 def test_a_shutdown_with_tasks_under_way_delivers_none_of_them():
     iterator = iter(loader_of(WithWorker(20), prefetch_factor=4))
     next(iterator)
-    assert workers_say(iterator, state="idle")
+    assert workers_report(iterator, state="idle")
     iterator._shutdown_workers()
     assert position(iterator, 1) == (1, [], [1, 0], 0)
 

@@ -24,7 +24,7 @@ from support import (
     wait_until,
     within,
     worker_pids,
-    workers_say,
+    workers_report,
 )
 
 pytestmark = pytest.mark.ours
@@ -56,7 +56,7 @@ def test_workers_of_every_start_method_share_the_queue(method):
     with from_engine(30):
         iterator = iter(loader)
         # All workers have started, and have completed the submitted tasks.
-        assert workers_say(iterator, state="idle")
+        assert workers_report(iterator, state="idle")
         assert values(iterator) == list(range(30))
         assert sorted(done(iterator))[1] > 0, "one worker has produced all batches"
 
