@@ -137,8 +137,8 @@ def test_the_example_trains_and_prints_a_verdict_and_its_own_cluster_leaves_no_f
         for name in ("home", "tmp"):
             (tmp_path / name).mkdir()
         variables = {"HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "tmp"), "RAY_TMPDIR": folder}
-        (*again, _), err = train(**variables)
-        assert again == losses and "Started a local Ray instance" in err
+        (*own_cluster_losses, _), err = train(**variables)
+        assert own_cluster_losses == losses and "Started a local Ray instance" in err
         assert os.listdir(folder)
     # torch creates a folder for a compiler's cache.
     assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []

@@ -63,10 +63,10 @@ def as_worker(connection, token=TOKEN, seconds=SECONDS):
         return error
 
 
-def facing(pair, end, said):
-    """Sends `said` and no more to an end; returns the result of the end, and what it sends itself."""
+def facing(pair, end, data):
+    """Sends only `data` to an end; returns the result of the end, and what it sends itself."""
     mine, other = pair()
-    other.sendall(said)
+    other.sendall(data)
     other.shutdown(socket.SHUT_WR)
     result = end(mine)
     mine.shutdown(socket.SHUT_WR)
@@ -74,27 +74,27 @@ def facing(pair, end, said):
 
 
 def handshake_of(pair, in_background, monkeypatch):
-    """Returns what the main process and the worker send in a handshake that succeeds."""
+    """Returns the bytes that the main process and the worker send in a handshake that succeeds."""
     main, worker = pair()
-    said = []
+    sent = []
     send = handshake._send
     with monkeypatch.context() as patch:
-        patch.setattr(handshake, "_send", lambda *args: (said.append(args[1]), send(*args)))
+        patch.setattr(handshake, "_send", lambda *args: (sent.append(args[1]), send(*args)))
         other = in_background(as_worker, worker)
         assert as_main(main) == PID
         assert other.result(SECONDS) == JOB
-    challenge, hello, proof, answer = said
+    challenge, hello, proof, answer = sent
     return challenge + proof + answer, hello
 
 
 @pytest.fixture
 def transcript(pair, in_background, monkeypatch):
-    """What both ends send, with nonces that are the same in all handshakes of the test."""
+    """The bytes that both ends send, with nonces that are the same in all handshakes of the test."""
     monkeypatch.setattr(handshake, "secrets", SimpleNamespace(token_bytes=lambda count: b"\7" * count))
-    said = handshake_of(pair, in_background, monkeypatch)
-    assert facing(pair, as_worker, said[0]) == (JOB, said[1])
-    assert facing(pair, as_main, said[1]) == (PID, said[0])
-    return said
+    sent = handshake_of(pair, in_background, monkeypatch)
+    assert facing(pair, as_worker, sent[0]) == (JOB, sent[1])
+    assert facing(pair, as_main, sent[1]) == (PID, sent[0])
+    return sent
 
 
 def test_both_ends_prove_themselves_and_the_secret_does_not_travel(pair, in_background, monkeypatch):
@@ -153,8 +153,8 @@ def test_a_main_process_without_the_secret_is_refused_and_its_job_is_not_read(in
 
 def test_a_recorded_handshake_cannot_be_replayed(pair, in_background, monkeypatch):
     main, worker = handshake_of(pair, in_background, monkeypatch)
-    refused, said = facing(pair, as_main, worker)
-    assert refused is None and len(said) == handshake._CHALLENGE_BYTES
+    refused, sent = facing(pair, as_main, worker)
+    assert refused is None and len(sent) == handshake._CHALLENGE_BYTES
     assert "does not know the secret" in str(facing(pair, as_worker, main)[0])
 
 
@@ -163,8 +163,8 @@ def test_each_byte_of_a_hello_is_covered_by_its_proof(pair, transcript):
     for at in range(len(worker)):
         changed = bytearray(worker)
         changed[at] ^= 1
-        refused, said = facing(pair, as_main, bytes(changed))
-        assert refused is None and len(said) == handshake._CHALLENGE_BYTES, at
+        refused, sent = facing(pair, as_main, bytes(changed))
+        assert refused is None and len(sent) == handshake._CHALLENGE_BYTES, at
 
 
 def test_a_worker_takes_no_other_challenge_and_no_other_proof(pair, transcript):
@@ -187,8 +187,8 @@ def test_a_connection_that_is_cut_at_any_byte_is_refused(pair, transcript):
     "garbage", [b"\0", b"GET / HTTP/1.1\r\n\r\n", b"rustload" + bytes(200), bytes(range(256)) * 20]
 )
 def test_garbage_is_refused_by_both_ends(pair, garbage):
-    refused, said = facing(pair, as_main, garbage)
-    assert refused is None and len(said) in (0, handshake._CHALLENGE_BYTES)
+    refused, sent = facing(pair, as_main, garbage)
+    assert refused is None and len(sent) in (0, handshake._CHALLENGE_BYTES)
     assert isinstance(facing(pair, as_worker, garbage)[0], (handshake.HandshakeError, OSError))
 
 
@@ -214,20 +214,20 @@ def test_a_job_that_is_too_long_is_refused_before_it_is_sent(pair, monkeypatch):
     assert handshake.receive_reply(worker, deadline()) == bytes(10)
 
 
-def trickle(connection, said, seconds):
-    for at in range(len(said)):
+def trickle(connection, data, seconds):
+    for at in range(len(data)):
         time.sleep(seconds)
         try:
-            connection.send(said[at : at + 1])
+            connection.send(data[at : at + 1])
         except OSError:
             break  # the other end has given up
 
 
 def test_a_slow_peer_is_waited_for(pair, in_background, transcript):
     main, worker = transcript
-    for end, said, expected in ((as_main, worker, PID), (as_worker, main, JOB)):
+    for end, sent, expected in ((as_main, worker, PID), (as_worker, main, JOB)):
         mine, other = pair()
-        sender = in_background(trickle, other, said, 0.001)
+        sender = in_background(trickle, other, sent, 0.001)
         assert end(mine) == expected
         sender.result(SECONDS)
 
@@ -239,10 +239,10 @@ def test_a_peer_that_is_too_slow_or_silent_is_refused_in_time(pair, in_backgroun
     def hurried(connection):
         return as_worker(connection, seconds=0.2)
 
-    for end, said in ((as_main, worker), (hurried, main)):
-        for sent in (said, b""):
+    for end, sent in ((as_main, worker), (hurried, main)):
+        for data in (sent, b""):
             mine, other = pair()
-            sender = in_background(trickle, other, sent, 0.02)
+            sender = in_background(trickle, other, data, 0.02)
             refused = end(mine)
             assert refused is None if end is as_main else isinstance(refused, TimeoutError)
             mine.close()
@@ -264,8 +264,8 @@ def test_versions_are_compared_after_both_proofs(pair, in_background, monkeypatc
 def test_a_stranger_is_not_told_which_versions_there_are(pair):
     text = json.dumps({"rustloader": "9.9.9"}).encode()
     hello = handshake._HELLO.pack(b"rustload", bytes(32), WORKER, PID, len(text)) + text + bytes(32)
-    refused, said = facing(pair, as_main, hello)
-    assert refused is None and len(said) == handshake._CHALLENGE_BYTES
+    refused, sent = facing(pair, as_main, hello)
+    assert refused is None and len(sent) == handshake._CHALLENGE_BYTES
 
 
 def test_a_call_does_not_show_its_secret():

@@ -813,7 +813,7 @@ def test_what_the_main_script_defines_travels_back_by_its_name():
         exec(source, vars(here))
         values = here.Error(3), here.Outer.Inner(), here.double, here.Outer
         dumped = [by_value.dumps(values), serialize.dumps_alone(values), serialize.dumps(values)[0]]
-        # What pickle finds or reduces itself is left to pickle.
+        # Left to pickle: everything that it finds or reduces itself.
         import copyreg, functools, typing
         class Meta(type): pass
         class Registered(metaclass=Meta): pass

@@ -83,7 +83,7 @@ def test_a_key_that_is_missing(kind, workers):
     for path in parts(state):
         bad = changed(state, path, lambda inner, key: inner.pop(key))
         # Without rustloader's own key it is a state of torchdata, and those can be loaded.
-        outcomes[path] = refused_or_right(make(kind, workers), bad, lambda found: found == everything[3:])
+        outcomes[path] = refused_or_right(make(kind, workers), bad, lambda epoch: epoch == everything[3:])
     assert "refused" in outcomes.values()
     assert outcomes["_rustloader",] == "loaded"
     required = [("_iterator_finished",), ("_rustloader", "version"), ("_rustloader", "sampler")]
@@ -117,7 +117,7 @@ def test_a_value_that_is_junk(kind, workers, junk):
             continue
         outcomes.append(
             refused_or_right(
-                make(kind, workers), bad, lambda found: found == everything[len(everything) - len(found) :]
+                make(kind, workers), bad, lambda epoch: epoch == everything[len(everything) - len(epoch) :]
             )
         )
     assert outcomes.count("refused") > 5 or junk in (None, True)

@@ -259,7 +259,7 @@ def program(sampler, workers, persistent, asks, between):
 
 
 def with_draw(batch):
-    # As a training step does.
+    # A training step draws too.
     torch.rand(1)
     return batch
 

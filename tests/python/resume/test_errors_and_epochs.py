@@ -185,14 +185,14 @@ def test_the_workers_of_an_abandoned_epoch_end_before_others_start(monkeypatch):
     abandoned = loader(Draws(), num_workers=2)
     next(iter(abandoned))
     workers = {worker.pid for worker in abandoned._iterator._workers}
-    make, seen = abandoned._make_iterator, []
+    make, observed = abandoned._make_iterator, []
 
     def watched(plan):
-        seen.append((workers & {it.pid for it in multiprocessing.active_children()}, abandoned.state_dict()))
+        observed.append((workers & {it.pid for it in multiprocessing.active_children()}, abandoned.state_dict()))
         return make(plan)
 
     monkeypatch.setattr(abandoned, "_make_iterator", watched)
     iter(abandoned)
-    ((alive, state),) = seen
+    ((alive, state),) = observed
     assert len(workers) == 2 and not alive
     assert len(list(resumed(state, Draws(), num_workers=2))) == 7

@@ -152,7 +152,7 @@ def test_a_resumed_epoch_counts_its_own_failures(name, workers):
 
 
 def to_the_limit(batches):
-    """Returns the batches before the error, and the start of its text, which ends with the number of failures."""
+    """Returns the batches before the error, and the text of the error up to the number of failures."""
     delivered = []
     with pytest.raises(ErrorLimitExceeded) as caught:
         for batch in batches:

@@ -229,12 +229,12 @@ def first_of(loader, count):
 def test_loaders_take_states_for_more_ranks_at_any_position(before, after):
     """They also take states saved afterwards. The position counts more batches than a new rank has in the epoch."""
     old = loaders(2)
-    seen = [sample for loader in old for batch in first_of(loader, before) for sample in batch]
+    delivered = [sample for loader in old for batch in first_of(loader, before) for sample in batch]
     new = loaders(4, reshard([loader.state_dict() for loader in old], 4))
-    seen += [sample for loader in new for batch in first_of(loader, after) for sample in batch]
+    delivered += [sample for loader in new for batch in first_of(loader, after) for sample in batch]
     resumed = loaders(4, [loader.state_dict() for loader in new])
-    seen += [sample for loader in resumed for batch in loader for sample in batch.tolist()]
-    assert sorted(seen) == [*range(64)]
+    delivered += [sample for loader in resumed for batch in loader for sample in batch.tolist()]
+    assert sorted(delivered) == [*range(64)]
     finished = loaders(4, [loader.state_dict() for loader in resumed])
     for loader, fresh in zip(finished, loaders(4), strict=True):
         loader.sampler.set_epoch(1)
@@ -299,7 +299,7 @@ def test_finished_states_are_those_of_the_next_epoch():
         check(SamplerState.of(state["_rustloader"]["sampler"]), Holder(job.batches(job.sampler(rank, 3))))
 
 
-# What is refused
+# States that are refused
 
 
 def refuses(states, words, replicas=3):

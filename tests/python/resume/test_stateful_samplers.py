@@ -38,7 +38,7 @@ def plain(value):
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-# The classes alone, compared with torchdata's
+# The classes on their own, compared with torchdata's
 
 
 def random_settings(rng):
@@ -190,13 +190,13 @@ class Interrupting:
 def test_a_batch_goes_on_after_an_interrupt():
     for at in range(6):
         iterator = iter(BatchSampler(Interrupting(5, at), 2, False))
-        seen = []
-        while len(seen) < 3:
+        batches = []
+        while len(batches) < 3:
             try:
-                seen.append(next(iterator))
+                batches.append(next(iterator))
             except KeyboardInterrupt:
                 continue
-        assert seen == [[0, 1], [2, 3], [4]]
+        assert batches == [[0, 1], [2, 3], [4]]
         assert next(iterator, None) is None
 
 
@@ -819,13 +819,13 @@ def test_an_interrupted_state_loses_no_index_batch():
             index_sampler = TorchBatchSampler(sampler, 2, False) if batches else sampler
             whole = [*index_sampler]
             first = begin(index_sampler)
-            seen = [*itertools.islice(first.iterator, at)]
+            delivered = [*itertools.islice(first.iterator, at)]
             sampler.raises = 1
             with pytest.raises(KeyboardInterrupt):
                 next(first.iterator)
             assert first.state(at).own["state_position"] == at
-            seen += first.iterator
-            assert seen == whole
+            delivered += first.iterator
+            assert delivered == whole
             assert first.state(at + 1).own["state_position"] == at + 1
             other = Interrupted(8)
             other = TorchBatchSampler(other, 2, False) if batches else other

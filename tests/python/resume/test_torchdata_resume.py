@@ -15,7 +15,7 @@ SIZES = (23, 0, 11, 17)
 
 
 def resumed(make, interrupt, epochs_before=0):
-    """Returns the batches after the interruption, and those that another loader delivers from the state there."""
+    """Returns the batches after the interruption, and those that another loader delivers from the state."""
     loader = make()
     for _ in range(epochs_before):
         list(loader)

@@ -280,13 +280,13 @@ def test_the_distributed_sampler_in_a_loader(lib, shuffle, start, interrupt):
             **start,
         )
 
-    seen = []
+    delivered = []
     for rank in range(2):
         first, rest, from_state, following = resumed(lambda rank=rank: make(rank), interrupt)
         assert from_state == rest
         assert following == first + rest
-        seen += ids(first + from_state)
-    assert sorted(seen) == list(range(100))
+        delivered += ids(first + from_state)
+    assert sorted(delivered) == list(range(100))
 
 
 @pytest.mark.parametrize("interrupt", [1, 4])
