@@ -10,7 +10,7 @@ import pytest
 pytestmark = [pytest.mark.ecosystem, pytest.mark.timeout(300)]
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "frameworks"
-# Each program leaves a `loader` with two workers and 16 batches per epoch. The engine serves one epoch.
+# Each program defines a `loader` with two workers and 16 batches per epoch. The engine serves one epoch.
 PROGRAMS = {
     "accelerate": """
         from accelerate import Accelerator

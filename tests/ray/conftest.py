@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-# An actor takes seconds to start, and many of them on a busy machine.
+# An actor takes seconds to start, and many seconds on a busy machine.
 os.environ.update(RUSTLOADER_STALL_START_SECONDS="600", RUSTLOADER_STALL_ITEM_SECONDS="600")
 # For ray_cluster.py and standin.py.
 sys.path.append(os.path.join(os.path.dirname(__file__), "../lib"))

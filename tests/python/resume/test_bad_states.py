@@ -1,4 +1,4 @@
-"""A state that does not fit, such as one of another num_workers, is one clear error and leaves the loader as it was."""
+"""A state that does not fit, as with another num_workers, causes one clear error and leaves the loader as it was."""
 
 import copy
 

@@ -64,7 +64,7 @@ def test_after_a_workers_death_the_state_is_that_of_what_was_delivered(kind, opt
     iterator = iter(loader)
     delivered = take(iterator, steps)
     if steps == 0:
-        loader.state_dict()  # the workers have started
+        loader.state_dict()  # returns after the workers have started
     os.kill(iterator._workers[1].pid, signal.SIGKILL)
     died = False
     try:

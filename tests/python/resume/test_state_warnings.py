@@ -49,7 +49,7 @@ def test_an_epoch_without_batches_out_of_a_state(style, workers):
     (text,) = warnings_of(lambda: list(iterator))
     assert EMPTY in text
     assert warnings_of(lambda: [next(iterator, None) for _ in range(2)]) == []
-    # The next one has batches.
+    # The next epoch has batches.
     assert warnings_of(lambda: list(loader)) == []
 
 
@@ -139,7 +139,7 @@ def test_a_state_that_does_not_change_over_64_batches(workers):
     assert warnings_of(lambda: save_after(60)) == []
     (text,) = warnings_of(lambda: save_after(70 * number))
     assert "has not changed over 64 batches" in text and "FrozenIterator" in text
-    # Once for each loader.
+    # One warning per loader.
     assert warnings_of(lambda: save_after(30)) == []
 
 
@@ -213,7 +213,7 @@ def test_a_shuffle_buffer_that_the_state_does_not_hold(kind, workers, caplog):
     assert text.startswith(
         f"{kind.__name__} has a shuffle buffer of 100 samples, which its state_dict() does not include"
     )
-    # Once for each loader.
+    # One warning per loader.
     loader.state_dict()
     list(iterator)
     next(iter(loader))

@@ -1,4 +1,4 @@
-"""States at the beginning and the end of an epoch, and over several epochs, behave as in torchdata's class."""
+"""States at the beginning and the end of an epoch, and over several epochs, behave as they do with torchdata."""
 
 import copy
 

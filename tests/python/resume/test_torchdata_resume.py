@@ -11,8 +11,6 @@ from stateful.datasets import unchanged
 
 pytestmark = pytest.mark.ours
 
-SIZES = (23, 0, 11, 17)
-
 
 def resumed(make, interrupt, epochs_before=0):
     """Returns the batches after the interruption, and those that another loader delivers from the state."""

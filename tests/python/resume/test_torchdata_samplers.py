@@ -1,4 +1,4 @@
-"""Samplers and batch samplers, with and without a state, behave as those of torchdata and in its loader."""
+"""Samplers and batch samplers, with and without a state, behave as they do with torchdata."""
 
 import itertools
 
