@@ -584,7 +584,7 @@ def test_a_subclass_of_torchs_batch_sampler_with_a_state():
 
 
 def test_a_state_that_is_asked_for_while_the_sampler_begins():
-    """A signal handler may ask for one then. Nothing has been drawn yet, so the state says nothing about the sampler."""
+    """A signal handler may ask for one then. Nothing is drawn yet, so the state says nothing about the sampler."""
     calls = []
 
     class Asking(Counted):
