@@ -10,7 +10,7 @@ import pytest
 
 REQUIREMENTS = Path(__file__).parent / "requirements.txt"
 
-# For stop_and_resume.py, which a test there uses too.
+# For stop_and_resume.py, which tests/python uses too.
 sys.path.append(str(Path(__file__).parents[1] / "lib"))
 
 
@@ -23,7 +23,7 @@ def pytest_report_header(config):
 
 @pytest.fixture(scope="session", autouse=True)
 def without_network_or_traces(tmp_path_factory):
-    """Libraries keep settings and caches at home, and some ask for news."""
+    """Libraries keep settings and caches in the home folder, and some check for updates."""
     home = str(tmp_path_factory.mktemp("home"))
     set_here = {"HOME": home, "XDG_CONFIG_HOME": home, "XDG_CACHE_HOME": home, "YOLO_CONFIG_DIR": home}
     offline = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "YOLO_OFFLINE"), "1")

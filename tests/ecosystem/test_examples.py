@@ -1,5 +1,5 @@
-"""The programs in examples/frameworks/: on the engine they print the losses that they print on torch's loader, to the
-last bit, and the engine delivered every batch. The workers' random numbers are part of the losses."""
+"""The programs in examples/frameworks/: on the engine they print the same losses as on torch's loader, to the last bit,
+and the engine delivers every batch. The workers' random numbers are part of the losses."""
 
 import functools
 import re
@@ -21,11 +21,11 @@ LOSS = re.compile(r"\d\.\d{6}")
 
 def outcome(*command):
     """A program's output, split into (losses, [batches of each process])."""
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr
-    # Of several processes the last line of one may come before the end of another's.
-    lines = FROM_ENGINE.sub("", done.stdout).splitlines()
-    counts = sorted((int(rank), int(count)) for rank, count in FROM_ENGINE.findall(done.stdout))
+    result = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=900)
+    assert result.returncode == 0, result.stdout + result.stderr
+    # With several processes, the last line of one may come in the middle of another's line.
+    lines = FROM_ENGINE.sub("", result.stdout).splitlines()
+    counts = sorted((int(rank), int(count)) for rank, count in FROM_ENGINE.findall(result.stdout))
     return [line for line in lines if LOSS.search(line)], [count for _, count in counts]
 
 
@@ -37,7 +37,7 @@ def on_torch(name, launcher, arguments):
 
 
 def compare(name, way, arguments=(), launcher=(), batches=(), folder=None):
-    """The example by one of the ways to switch, against itself on torch's loader."""
+    """Compares the example, switched in one of the ways, with itself on torch's loader."""
     script = EXAMPLES / f"{name}.py"
     if way == "install":
         command = [*launcher, str(script), *arguments]
@@ -64,7 +64,7 @@ ways = pytest.mark.parametrize("way", ["install", "run"])
 ways_and_import = pytest.mark.parametrize("way", ["install", "run", "import"])
 
 
-# 2 epochs of 16, with 4 to validate each, 2 before each of the two fits, 4 at the end.
+# 2 epochs of 16 batches, each with 4 to validate; 2 before each of the two fits; 4 at the end.
 @ways_and_import
 def test_lightning_fits_validates_and_resumes_with_persistent_workers(way, tmp_path):
     compare("lightning_fit", way, batches=[48], folder=tmp_path)
@@ -96,7 +96,7 @@ def test_accelerates_own_launcher(way):
     compare("accelerate_train", way, launcher=launcher, batches=[24])
 
 
-# 32 steps and 2 x 4 to evaluate; resumed, 8 of the steps and 4.
+# 32 steps, and 2 x 4 batches to evaluate; after the resume, 8 of the steps and 4 to evaluate.
 @ways
 def test_transformers_trainer_trains_and_resumes_in_the_middle_of_an_epoch(way):
     compare("transformers_trainer", way, batches=[52])
@@ -148,7 +148,7 @@ def test_ignite_trainer_with_loaders_built_anew(way):
     compare("ignite_engine", way, batches=[40])
 
 
-# 2 x 4 of torch's loader; its own loader's batches are none of the engine's, and its lines name its own class.
+# 2 x 4 batches of torch's loader. The engine serves none of torchdata's loader, whose lines name its own class.
 @ways_and_import
 def test_torchdata_stateful_loader_stays_its_own(way, tmp_path):
     compare("own_loop", way, ("torchdata",), batches=[8], folder=tmp_path)

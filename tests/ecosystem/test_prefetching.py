@@ -31,8 +31,8 @@ def prepared(loader):
 
 
 def run(body):
-    done = subprocess.run([sys.executable, "-c", PROGRAM + body], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run([sys.executable, "-c", PROGRAM + body], capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_accelerate_knows_the_last_batch():

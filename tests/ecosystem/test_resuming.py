@@ -1,5 +1,5 @@
-"""Programs of other libraries that are killed in mid-epoch, all their processes, and started again: each step of both
-runs has the loss of an undisturbed run, to the last bit. The workers' random numbers are part of the losses."""
+"""Programs of other libraries are killed in mid-epoch, with all their processes, and restarted: each step of both runs
+has the loss of an uninterrupted run, to the last bit. The workers' random numbers are part of the losses."""
 
 import ast
 import re
@@ -30,8 +30,8 @@ def test_lightning_with_a_stream_whose_batches_it_fetches_ahead(tmp_path, kill_a
     stop_and_resume(program("lightning_resume", "--stream"), tmp_path, kill_at=kill_at, epoch=32)
 
 
-# A stream. Lightning never asks a loader with a length behind its last batch, and trains an epoch less after a resume,
-# with torchdata's class as well.
+# With a stream: Lightning never asks a loader with a length for more after its last batch, and so trains one epoch less
+# after a resume. It does the same with torchdata's class.
 def test_lightning_with_a_checkpoint_at_the_end_of_an_epoch(tmp_path):
     command = program("lightning_resume", "--every", 32, "--stream")
     stop_and_resume(command, tmp_path, kill_at=40, epoch=32, mid_epoch=False)
@@ -70,7 +70,7 @@ def test_torchrun_with_the_same_number_of_processes(tmp_path):
 
 @pytest.mark.parametrize("before, after", [(2, 4), (4, 2)])
 def test_torchrun_with_another_number_of_processes(tmp_path, before, after):
-    """Each sample of the resumed epoch is in one step of one run; then the epochs are those of the new number."""
+    """Each sample of the resumed epoch is in one step of one run; later epochs are those of the new number."""
     first, second = (program("torchrun_reshard", processes=processes) for processes in (before, after))
     stopped = Training([*first, "--folder", tmp_path, "--step-seconds", "0.05"]).run(53 if before == 2 else 28, before)
     copies = [tmp_path.with_name(f"{tmp_path.name}-copy-{number}") for number in range(2)]
@@ -78,8 +78,8 @@ def test_torchrun_with_another_number_of_processes(tmp_path, before, after):
         copy.mkdir()
         for file in tmp_path.iterdir():
             (copy / file.name).write_bytes(file.read_bytes())
-    resumed, again = (Training([*second, "--folder", copy]).run() for copy in copies)
-    assert resumed.steps == again.steps
+    resumed, repeated = (Training([*second, "--folder", copy]).run() for copy in copies)
+    assert resumed.steps == repeated.steps
 
     def samples(steps, epoch):
         texts = [text for text in steps.values() if text.startswith(f"epoch {epoch} ")]

@@ -10,7 +10,7 @@ import pytest
 pytestmark = [pytest.mark.ecosystem, pytest.mark.timeout(300)]
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "frameworks"
-# What each program has in `loader`: two workers, 16 batches an epoch, of which the engine serves one.
+# Each program defines a `loader` with two workers and 16 batches per epoch. The engine serves one epoch.
 PROGRAMS = {
     "accelerate": """
         from accelerate import Accelerator
@@ -67,5 +67,5 @@ for stats in (rustloader.stats(loader), *told):
     assert stats.num_workers == len(stats.workers) == 2 and stats.iterators == 1 and not stats.note, stats
     assert stats.step_seconds + stats.next_seconds > 0 and sum(worker.tasks for worker in stats.workers) == 16
 """
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stdout + result.stderr

@@ -22,7 +22,7 @@ from torch import nn
 import rustloader
 
 torch.manual_seed(7)
-# Without random numbers of workers: Lightning makes more iterators of a DataLoader than of another iterable.
+# No random numbers from workers: Lightning creates more iterators of a DataLoader than of another iterable.
 dataset, losses = list(Points(256)), []
 model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1), nn.Flatten(0))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -32,7 +32,7 @@ def loss_of(points, above):
     losses.append(loss.item())
     return loss
 """
-# What stands around the program of the page.
+# The code around the program of the page.
 AROUND = {
     "Lightning": """
         import lightning
@@ -74,17 +74,17 @@ print(rustloader.engine_batches())
 
 def program(library):
     """The program of the page."""
-    (found,) = re.findall(rf"```python\n# Not run by the tests: it needs {library}\.[^\n]*\n(.*?)```", PAGE, re.DOTALL)
-    return found
+    (code,) = re.findall(rf"```python\n# Not run by the tests: it needs {library}\.[^\n]*\n(.*?)```", PAGE, re.DOTALL)
+    return code
 
 
 def run(library, source):
     around = textwrap.dedent(AROUND[library])
     (indent,) = re.findall(r"(?m)^( *)\{\}$", around)
     text = HEAD + around.replace(indent + "{}", textwrap.indent(source, indent)).replace("{{", "{").replace("}}", "}")
-    done = subprocess.run([sys.executable, "-c", text + TAIL], capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
-    *_, losses, batches = done.stdout.splitlines()
+    result = subprocess.run([sys.executable, "-c", text + TAIL], capture_output=True, text=True, timeout=500)
+    assert result.returncode == 0, result.stdout + result.stderr
+    *_, losses, batches = result.stdout.splitlines()
     return losses.split(), int(batches)
 
 

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-# An actor's start takes seconds, and on a busy machine many of them.
+# An actor takes seconds to start, and many seconds on a busy machine.
 os.environ.update(RUSTLOADER_STALL_START_SECONDS="600", RUSTLOADER_STALL_ITEM_SECONDS="600")
-# Stand-ins for devices, the cluster.
+# For ray_cluster.py and standin.py.
 sys.path.append(os.path.join(os.path.dirname(__file__), "../lib"))
 
 import ray_cluster
@@ -19,12 +19,12 @@ from ray_support import GONE, links
 
 @pytest.fixture(scope="session", autouse=True)
 def ray_folder(tmp_path_factory):
-    """Ray's folder. Nothing is written anywhere else: not into the home folder, nor where Ray would by default."""
-    home, others = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("default")
-    os.environ.update(HOME=str(home), TMPDIR=str(others))
+    """Ray's folder. Nothing may be written to the home folder, or to Ray's default folder."""
+    home, default = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("default")
+    os.environ.update(HOME=str(home), TMPDIR=str(default))
     with ray_cluster.folder() as path:
         yield path
-    assert [*home.iterdir(), *(others / "ray").glob("*")] == []
+    assert [*home.iterdir(), *(default / "ray").glob("*")] == []
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +49,7 @@ def cluster(nodes):
 
 
 def reserved():
-    """CPUs of the cluster that are not free."""
+    """The number of CPUs of the cluster that are not free."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return 0
@@ -58,7 +58,7 @@ def reserved():
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request):
-    """Actors, connections and what Ray has reserved for them are gone after each test."""
+    """After each test, actors, connections and the CPUs that were reserved for them must be gone."""
     yield
     if request.session.testsfailed:
         return  # the report keeps frames, and with them iterators

@@ -1,4 +1,4 @@
-"""What the tests of Ray share: datasets, comparisons, and what is left of a loader."""
+"""Shared code of the Ray tests: datasets, comparisons, and checks of what a loader leaves behind."""
 
 import contextlib
 import os
@@ -12,13 +12,14 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import rustloader
 
-# Seconds in which workers have to be gone after a loader, its process or a node has ended: 2 on a quiet machine.
+# Workers must be gone this many seconds after their loader, its process or a node has ended. On a quiet machine, they
+# need 2.
 GONE = 40
 
 
 def noisy(size=60, numel=40):
     class Noisy(Dataset):
-        """Defined here, so that only cloudpickle can send it."""
+        """Defined in a function, so that only cloudpickle can send it."""
 
         def __init__(self):
             self.data = np.arange(size)
@@ -43,7 +44,7 @@ class Stream(IterableDataset):
 
 
 class StatefulStream(Stream):
-    """Resumes by its own state, not by reading again what was delivered."""
+    """Resumes from its own state, without reading the delivered samples again."""
 
     at, reads = 0, 0
 
@@ -61,7 +62,7 @@ class StatefulStream(Stream):
 
 
 class Threads(Dataset):
-    """Samples that name their thread."""
+    """Samples that contain the ID of their thread."""
 
     def __len__(self):
         return 24
@@ -96,17 +97,17 @@ def is_gone(pid):
         return True
 
 
-def wait_until(done, seconds=GONE):
+def wait_until(condition, seconds=GONE):
     deadline = time.monotonic() + seconds
-    while not done():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
 def links():
-    """Threads of this process that serve a connection."""
-    found = 0
+    """The number of threads of this process that serve a connection."""
+    count = 0
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:
-            found += file.read() == "rl_link\n"
-    return found
+            count += file.read() == "rl_link\n"
+    return count

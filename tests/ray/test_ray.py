@@ -46,7 +46,7 @@ def test_any_order_in_a_placement_group_has_all_batches(cluster):
     assert same(batches, expected)
 
 
-class Odd(Dataset):
+class FaultyAndSlow(Dataset):
     def __len__(self):
         return 24
 
@@ -60,7 +60,7 @@ class Odd(Dataset):
 
 def test_errors_and_timeouts_are_those_of_local_workers(cluster):
     loader = rustloader.DataLoader(
-        Odd(),
+        FaultyAndSlow(),
         batch_size=4,
         num_workers=1,
         multiprocessing_context=rustloader.ray.RayContext(),
@@ -73,7 +73,7 @@ def test_errors_and_timeouts_are_those_of_local_workers(cluster):
         for batch in loader:
             batches.append(batch)
     assert [index for batch in batches for index, _ in batch] == [at for at in range(20) if at != 13]
-    # Its worker would sleep on.
+    # The worker must not sleep on.
     pid = batches[0][0][1]
     del loader
     wait_until(lambda: is_gone(pid))
@@ -98,11 +98,11 @@ def test_an_epoch_is_resumed_by_other_actors(cluster, dataset, options):
     rest = list(iterator)
     resumed = make()
     resumed.load_state_dict(state)
-    again = list(resumed)
+    from_state = list(resumed)
     if isinstance(dataset, StatefulStream):
-        # The other actor's dataset has read nothing before.
+        # The dataset of the other actor had read nothing before.
         rest = [[index, reads - 20] for index, reads in rest]
-    assert len(rest) == 10 and same(again, rest)
+    assert len(rest) == 10 and same(from_state, rest)
 
 
 def test_a_driver_that_is_a_task_or_an_actor_itself_has_workers(cluster):
@@ -138,7 +138,7 @@ def test_a_killed_actor_is_replaced_and_the_batches_are_the_same(cluster):
 
 
 class Stopping(Dataset):
-    """The first actor stops at a sample."""
+    """The first actor is stopped at sample 5."""
 
     def __init__(self, mark):
         self.mark = mark
@@ -169,7 +169,7 @@ def test_a_stopped_actor_is_replaced_where_nothing_is_free(cluster, tmp_path, mo
 def test_an_actor_at_a_long_sample_ends_soon_after_the_loader(cluster):
     iterator = iter(
         rustloader.DataLoader(
-            Odd(), num_workers=1, multiprocessing_context=rustloader.ray.RayContext(), on_error="skip"
+            FaultyAndSlow(), num_workers=1, multiprocessing_context=rustloader.ray.RayContext(), on_error="skip"
         )
     )
     for _ in range(20):
@@ -183,10 +183,10 @@ def test_an_actor_at_a_long_sample_ends_soon_after_the_loader(cluster):
 
 
 def test_all_actors_have_one_class(cluster):
-    made = rustloader.ray._actor_class.cache_info().misses
+    misses = rustloader.ray._actor_class.cache_info().misses
     for cpus in (1, 0.5):
         epochs(Stream(), rustloader.ray.RayContext(num_cpus=cpus), 1)
-    assert rustloader.ray._actor_class.cache_info().misses <= max(made, 1)
+    assert rustloader.ray._actor_class.cache_info().misses <= max(misses, 1)
 
 
 def test_the_error_of_a_death_says_how_its_connection_ended_or_what_ray_knows(cluster):
@@ -198,9 +198,9 @@ def test_the_error_of_a_death_says_how_its_connection_ended_or_what_ray_knows(cl
     os.kill(worker.pid, signal.SIGKILL)
     with pytest.raises(rustloader.WorkerDiedError) as caught:
         list(iterator)
-    (told,) = [note for note in caught.value.__notes__ if note.startswith("It ran on another machine: ")]
-    # The kernel may end the connection before Ray has heard of it.
-    assert re.search(r"ActorDiedError|was closed|Connection reset by peer|Broken pipe", told), told
+    (reason,) = [note for note in caught.value.__notes__ if note.startswith("It ran on another machine: ")]
+    # The kernel may close the connection before Ray notices the death.
+    assert re.search(r"ActorDiedError|was closed|Connection reset by peer|Broken pipe", reason), reason
     wait_until(lambda: "ActorDiedError" in worker.end)
 
 
@@ -252,8 +252,10 @@ def test_local_workers_are_as_without_ray(cluster):
 def test_doctor_asks_the_nodes(cluster):
     command = [sys.executable, "-m", "rustloader", "doctor", "--json"]
     environment = {**os.environ, "RAY_ADDRESS": cluster.address}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found, *nodes = [it for it in json.loads(done.stdout)["findings"] if it["subject"] in ("Ray", "Ray node")]
-    assert "of 4 CPUs free" in found["found"] and len(nodes) == 2
+    result = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+    cluster_finding, *nodes = [
+        it for it in json.loads(result.stdout)["findings"] if it["subject"] in ("Ray", "Ray node")
+    ]
+    assert "of 4 CPUs free" in cluster_finding["found"] and len(nodes) == 2
     assert all(f"rustloader {rustloader.__version__}" in it["found"] and it["state"] == "ok" for it in nodes)

@@ -31,9 +31,9 @@ def bench(folder, address, *arguments):
 
 
 def test_bench_measures_workers_on_the_cluster_beside_local_ones(cluster, tmp_path):
-    done = bench(tmp_path, cluster.address, "--epochs", "2", "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = {result["workers"]: result for result in json.loads(done.stdout)["results"]}
+    process = bench(tmp_path, cluster.address, "--epochs", "2", "--json")
+    assert process.returncode == 0, process.stdout + process.stderr
+    results = {result["workers"]: result for result in json.loads(process.stdout)["results"]}
     assert results.keys() == {0, 2} and "ray" not in results[0]
     result = results[2]
     for engine in ("torch", "rustloader", "ray"):
@@ -46,6 +46,6 @@ def test_bench_measures_workers_on_the_cluster_beside_local_ones(cluster, tmp_pa
 
 
 def test_a_cluster_that_is_gone_is_an_error_with_a_remedy(tmp_path):
-    done = bench(tmp_path, "127.0.0.1:1", "--epochs", "1")
-    assert done.returncode == 2
-    assert "--ray: no Ray cluster answers at 127.0.0.1:1" in done.stderr and "`ray start --head`" in done.stderr
+    process = bench(tmp_path, "127.0.0.1:1", "--epochs", "1")
+    assert process.returncode == 2
+    assert "--ray: no Ray cluster answers at 127.0.0.1:1" in process.stderr and "`ray start --head`" in process.stderr

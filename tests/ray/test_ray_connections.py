@@ -1,4 +1,4 @@
-"""Connections of actors that fail at random, and actors that are killed or lost; `make stress KIND=ray` tries more."""
+"""Connections of actors fail at random, and actors are killed or lost; `make stress KIND=ray` runs more trials."""
 
 import collections
 import random

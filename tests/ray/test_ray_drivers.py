@@ -1,4 +1,4 @@
-"""Programs with workers on a cluster: the example, one that makes its cluster itself, and Ray Train."""
+"""Programs with workers on a cluster: one that shuts Ray down, one that defines classes, the example, and Ray Train."""
 
 import os
 import subprocess
@@ -58,8 +58,8 @@ print(len(list(iterator)))
 def test_no_worker_is_started_again_and_no_cluster_once_ray_was_shut_down(cluster):
     environment = {name: value for name, value in os.environ.items() if name != ADDRESS}
     command = [sys.executable, "-c", SHUT_DOWN, cluster.address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
-    assert done.stdout.split() == ["True", "True", "False", "False", "True", "9999"], done.stdout + done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
+    assert result.stdout.split() == ["True", "True", "False", "False", "True", "9999"], result.stdout + result.stderr
 
 
 OF_THE_MAIN_SCRIPT = """
@@ -115,44 +115,44 @@ def test_classes_of_the_main_script_come_back_as_its_own(cluster, tmp_path):
     (tmp_path / "train.py").write_text(OF_THE_MAIN_SCRIPT)
     environment = {name: value for name, value in os.environ.items() if name != ADDRESS}
     command = [sys.executable, str(tmp_path / "train.py"), cluster.address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
-    assert done.stdout.split() == ["True", "2", "raised", "True"], done.stdout + done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
+    assert result.stdout.split() == ["True", "2", "raised", "True"], result.stdout + result.stderr
 
 
 def train(*arguments, **variables):
-    """The lines that the example prints."""
+    """Runs the example; returns the lines that it prints, and its stderr."""
     environment = {name: value for name, value in os.environ.items() if name != ADDRESS} | variables
     command = [sys.executable, str(EXAMPLE), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.splitlines(), done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout.splitlines(), result.stderr
 
 
 def test_the_example_trains_and_prints_a_verdict_and_its_own_cluster_leaves_no_file(cluster, tmp_path):
     (*losses, verdict), err = train("--on", "far", RAY_ADDRESS=cluster.address)
     assert len(losses) == 2 and all("over 32 batches" in line for line in losses)
     assert verdict and "Started a local Ray instance" not in err
-    # Without a cluster: the names of Ray's sockets have to be short.
+    # Without a cluster. The folder is not below `tmp_path`, because the paths of Ray's sockets must be short.
     with tempfile.TemporaryDirectory(prefix="rl-ray-") as folder:
         for name in ("home", "tmp"):
             (tmp_path / name).mkdir()
         variables = {"HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "tmp"), "RAY_TMPDIR": folder}
-        (*again, _), err = train(**variables)
-        assert again == losses and "Started a local Ray instance" in err
+        (*own_cluster_losses, _), err = train(**variables)
+        assert own_cluster_losses == losses and "Started a local Ray instance" in err
         assert os.listdir(folder)
-    # torch makes a folder for a compiler's cache.
+    # torch creates a folder for a compiler's cache.
     assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
 
 
 def test_a_worker_of_ray_train_has_workers_itself(cluster, tmp_path):
-    needed = "Ray Train is not here: pip install 'ray[train]'"
+    needed = "Ray Train is not installed: pip install 'ray[train]'"
     train = pytest.importorskip("ray.train", reason=needed, exc_type=ImportError)
     torch_trainer = pytest.importorskip("ray.train.torch", reason=needed, exc_type=ImportError).TorchTrainer
 
     def loop():
         (batches,) = epochs(Stream(), rustloader.ray.RayContext(), 1, num_workers=1)
-        found.write_text(str([index for indices, _ in batches for index in indices.tolist()]))
+        output.write_text(str([index for indices, _ in batches for index in indices.tolist()]))
 
-    found, run = tmp_path / "found", train.RunConfig(storage_path=str(tmp_path / "train"))
+    output, run = tmp_path / "found", train.RunConfig(storage_path=str(tmp_path / "train"))
     torch_trainer(loop, scaling_config=train.ScalingConfig(num_workers=1), run_config=run).fit()
-    assert found.read_text() == str(list(range(31)))
+    assert output.read_text() == str(list(range(31)))

@@ -1,4 +1,4 @@
-"""Loaders on a Ray cluster where programs have them: installed, several, pinned, on a device, in ranks."""
+"""Loaders on a Ray cluster as programs use them: installed, several at a time, pinned, on a device, in ranks."""
 
 import os
 import re
@@ -20,7 +20,7 @@ import rustloader.ray
 
 def test_pinned_batches_reach_a_device(cluster):
     (expected,) = epochs(Stream(), "fork", 1, num_workers=1)
-    device, got = StandIn(), []
+    device, values = StandIn(), []
     with pinning() as host, mock.patch("rustloader.device.prefetch.loader.streams_of", lambda asked: device):
         torch.manual_seed(5)
         loader = rustloader.DataLoader(
@@ -34,9 +34,9 @@ def test_pinned_batches_reach_a_device(cluster):
         batches = list(loader)
         assert same(batches, expected) and all(host.owns(tensor) for batch in batches for tensor in batch)
         for batch in rustloader.prefetch_to_device(loader):
-            device.read(batch[0], got.extend)
+            device.read(batch[0], values.extend)
         device.run_all()
-    assert got == list(range(31)) and device.faults == []
+    assert values == list(range(31)) and device.faults == []
 
 
 def test_workers_of_a_machine_share_a_cache(cluster, tmp_path):
@@ -56,15 +56,15 @@ def test_workers_of_a_machine_share_a_cache(cluster, tmp_path):
     loader = rustloader.DataLoader(
         cached, batch_size=8, num_workers=2, persistent_workers=True, shuffle=True, multiprocessing_context=context
     )
-    made = []
+    counts = []
     for _ in range(3):
         batches = torch.cat(list(loader))
         assert torch.equal(batches[:, 0].sort().values, torch.arange(1, 401))
         assert torch.equal(batches, batches[:, :1].expand(-1, 1000))
-        made.append(len(log.read_text().splitlines()))
-    # Both workers may make a sample at the same time, and a few are made twice to see if the dataset is random.
-    assert 400 <= made[0] < 440 and made[1:] == made[:1] * 2
-    # This process has a cache of its own, without a sample.
+        counts.append(len(log.read_text().splitlines()))
+    # Both workers may make a sample at the same time, and a few are made twice to check whether the dataset is random.
+    assert 400 <= counts[0] < 440 and counts[1:] == counts[:1] * 2
+    # This process has a cache of its own, which is empty.
     assert cached.usage().samples_bytes == 0 and int(cached[7][0]) == 8
 
 
@@ -75,7 +75,7 @@ def test_installed_loaders_work_at_the_same_time_and_one_after_the_other(cluster
         iterators = list(map(iter, loaders))
         assert {it._workers[0].pid for it in iterators} == set(actors()) and len(actors()) == 2
         pairs = list(zip(*iterators, strict=True))
-        # A loader without workers is no matter of the context.
+        # The context does not apply to a loader without workers.
         assert [len(one) for one in torch.utils.data.DataLoader(list(range(9)), batch_size=3)] == [3, 3, 3]
     finally:
         rustloader.uninstall()
@@ -83,11 +83,11 @@ def test_installed_loaders_work_at_the_same_time_and_one_after_the_other(cluster
         batches = [pair[number] for pair in pairs]
         assert torch.equal(torch.cat([indices for indices, _ in batches]), torch.arange(24))
         assert len({int(thread) for _, threads in batches for thread in threads}) > 1
-    # Another loader has its place.
+    # There is room for another loader.
     assert same(epochs(Threads(), rustloader.ray.RayContext(), 1, num_workers=1)[0][0][0], torch.arange(4))
 
 
-# A rank: a process with a loader of its own on the same cluster. It says who its workers are, and waits for a word.
+# A rank: a process with a loader of its own on the same cluster. It prints its workers' pids, and waits for a line.
 RANK = """
 import sys
 import ray, torch, rustloader, rustloader.ray
@@ -112,10 +112,10 @@ def test_each_rank_has_its_workers_and_outlives_the_other(cluster):
     try:
         pids = []
         for rank in ranks:
-            found = re.fullmatch(r"workers (\d+) (\d+)\n", rank.stdout.readline())
-            pids.append([int(pid) for pid in found.groups()])
+            match = re.fullmatch(r"workers (\d+) (\d+)\n", rank.stdout.readline())
+            pids.append([int(pid) for pid in match.groups()])
         assert len({*pids[0], *pids[1]}) == 4 and not any(map(is_gone, [*pids[0], *pids[1]]))
-        # Nothing tells the workers of a process that was killed but their connections and Ray.
+        # Workers of a killed process learn of its death only from their connections and Ray.
         ranks[0].kill()
         wait_until(lambda: all(map(is_gone, pids[0])))
         assert not any(map(is_gone, pids[1]))
@@ -135,7 +135,7 @@ def test_workers_are_gone_when_their_loader_is(cluster):
     iterator = iter(rustloader.DataLoader(noisy(1000), num_workers=2, multiprocessing_context=context))
     pids = [worker.pid for worker in iterator._workers]
     next(iterator)
-    # One of them cannot hear of it.
+    # A stopped worker cannot notice it.
     os.kill(pids[0], signal.SIGSTOP)
     del iterator
     wait_until(lambda: all(map(is_gone, pids)))

@@ -1,4 +1,5 @@
-"""The handshake of a connection to another machine: each end proves itself, and nothing is unpickled before that."""
+"""The handshake of a connection to another machine: each end proves that it knows the secret, and nothing is unpickled
+before that."""
 
 import json
 import os
@@ -22,21 +23,21 @@ JOB = b"job"
 
 @pytest.fixture
 def pair():
-    """Makes connected sockets, which are closed at the end."""
-    made = []
+    """A function that returns two connected sockets, which are closed at the end of the test."""
+    sockets = []
 
     def make():
-        made.extend(socket.socketpair())
-        return made[-2:]
+        sockets.extend(socket.socketpair())
+        return sockets[-2:]
 
     yield make
-    for end in made:
+    for end in sockets:
         end.close()
 
 
 @pytest.fixture
-def beside():
-    """Runs a function in another thread."""
+def in_background():
+    """A function that runs another function in a thread."""
     with ThreadPoolExecutor(1) as pool:
         yield lambda *args: pool.submit(*args)
 
@@ -46,7 +47,7 @@ def deadline(seconds=SECONDS):
 
 
 def as_main(connection, token=TOKEN, worker_id=WORKER):
-    """The main process's end: the pid of the worker, or None for a stranger."""
+    """Runs the main process's end; returns the pid of the worker, or None for a stranger."""
     pid = handshake.authenticate_worker(connection, token, worker_id, deadline())
     if pid is not None:
         handshake.send_reply(connection, True, JOB, deadline())
@@ -54,7 +55,7 @@ def as_main(connection, token=TOKEN, worker_id=WORKER):
 
 
 def as_worker(connection, token=TOKEN, seconds=SECONDS):
-    """The worker's end: what the main process answers after both proofs, or an error."""
+    """Runs the worker's end; returns the reply of the main process after both proofs, or an error."""
     try:
         handshake.introduce(connection, token, WORKER, PID, deadline(seconds))
         return handshake.receive_reply(connection, deadline(seconds))
@@ -62,60 +63,60 @@ def as_worker(connection, token=TOKEN, seconds=SECONDS):
         return error
 
 
-def facing(pair, end, said):
-    """What an end does if the other one says this, and no more; and what it says itself."""
+def facing(pair, end, data):
+    """Sends only `data` to an end; returns the result of the end, and what it sends itself."""
     mine, other = pair()
-    other.sendall(said)
+    other.sendall(data)
     other.shutdown(socket.SHUT_WR)
-    done = end(mine)
+    result = end(mine)
     mine.shutdown(socket.SHUT_WR)
-    return done, other.recv(10_000)
+    return result, other.recv(10_000)
 
 
-def handshake_of(pair, beside, monkeypatch):
-    """What both ends say in a handshake that succeeds: the main process, and the worker."""
+def handshake_of(pair, in_background, monkeypatch):
+    """Returns the bytes that the main process and the worker send in a handshake that succeeds."""
     main, worker = pair()
-    said = []
+    sent = []
     send = handshake._send
     with monkeypatch.context() as patch:
-        patch.setattr(handshake, "_send", lambda *args: (said.append(args[1]), send(*args)))
-        other = beside(as_worker, worker)
+        patch.setattr(handshake, "_send", lambda *args: (sent.append(args[1]), send(*args)))
+        other = in_background(as_worker, worker)
         assert as_main(main) == PID
         assert other.result(SECONDS) == JOB
-    challenge, hello, proof, answer = said
+    challenge, hello, proof, answer = sent
     return challenge + proof + answer, hello
 
 
 @pytest.fixture
-def known(pair, beside, monkeypatch):
-    """What both ends say, with nonces that are the same in all handshakes of the test."""
+def transcript(pair, in_background, monkeypatch):
+    """The bytes that both ends send, with nonces that are the same in all handshakes of the test."""
     monkeypatch.setattr(handshake, "secrets", SimpleNamespace(token_bytes=lambda count: b"\7" * count))
-    said = handshake_of(pair, beside, monkeypatch)
-    assert facing(pair, as_worker, said[0]) == (JOB, said[1])
-    assert facing(pair, as_main, said[1]) == (PID, said[0])
-    return said
+    sent = handshake_of(pair, in_background, monkeypatch)
+    assert facing(pair, as_worker, sent[0]) == (JOB, sent[1])
+    assert facing(pair, as_main, sent[1]) == (PID, sent[0])
+    return sent
 
 
-def test_both_ends_prove_themselves_and_the_secret_does_not_travel(pair, beside, monkeypatch):
+def test_both_ends_prove_themselves_and_the_secret_does_not_travel(pair, in_background, monkeypatch):
     pieces = []
     for _ in range(2):
-        main, worker = handshake_of(pair, beside, monkeypatch)
+        main, worker = handshake_of(pair, in_background, monkeypatch)
         assert TOKEN not in main + worker
-        # Nonces and proofs are new, for each connection and for each role.
+        # Nonces and proofs differ for each connection and for each role.
         pieces += [main[8:40], main[40:72], worker[8:40], worker[-32:]]
     assert len(set(pieces)) == 8
 
 
 @pytest.mark.parametrize(("token", "worker_id"), [(OTHER, WORKER), (TOKEN, WORKER + 1)])
-def test_a_worker_with_another_secret_or_number_is_a_stranger(pair, beside, token, worker_id):
+def test_a_worker_with_another_secret_or_number_is_a_stranger(pair, in_background, token, worker_id):
     main, worker = pair()
-    other = beside(as_worker, worker, token)
+    other = in_background(as_worker, worker, token)
     assert as_main(main, TOKEN, worker_id) is None
     main.close()
     assert isinstance(other.result(SECONDS), ConnectionResetError)
 
 
-def test_a_main_process_without_the_secret_is_refused_and_its_job_is_not_read(beside, tmp_path):
+def test_a_main_process_without_the_secret_is_refused_and_its_job_is_not_read(in_background, tmp_path):
     trace = tmp_path / "unpickled"
 
     class Bomb:
@@ -139,7 +140,7 @@ def test_a_main_process_without_the_secret_is_refused_and_its_job_is_not_read(be
         lambda challenge, hello, shown: os.urandom(32),
     ):
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            other = beside(pretend, listener, proof)
+            other = in_background(pretend, listener, proof)
             call = Call("127.0.0.1", listener.getsockname()[1], TOKEN, WORKER, 0)
             with pytest.raises(handshake.HandshakeError, match="does not know the secret"):
                 remote.serve(lambda: job, call, SECONDS)
@@ -150,32 +151,32 @@ def test_a_main_process_without_the_secret_is_refused_and_its_job_is_not_read(be
     assert trace.exists()
 
 
-def test_what_was_recorded_is_of_no_use_again(pair, beside, monkeypatch):
-    main, worker = handshake_of(pair, beside, monkeypatch)
-    refused, said = facing(pair, as_main, worker)
-    assert refused is None and len(said) == handshake._CHALLENGE_BYTES
+def test_a_recorded_handshake_cannot_be_replayed(pair, in_background, monkeypatch):
+    main, worker = handshake_of(pair, in_background, monkeypatch)
+    refused, sent = facing(pair, as_main, worker)
+    assert refused is None and len(sent) == handshake._CHALLENGE_BYTES
     assert "does not know the secret" in str(facing(pair, as_worker, main)[0])
 
 
-def test_each_byte_of_a_hello_is_covered_by_its_proof(pair, known):
-    _, worker = known
+def test_each_byte_of_a_hello_is_covered_by_its_proof(pair, transcript):
+    _, worker = transcript
     for at in range(len(worker)):
         changed = bytearray(worker)
         changed[at] ^= 1
-        refused, said = facing(pair, as_main, bytes(changed))
-        assert refused is None and len(said) == handshake._CHALLENGE_BYTES, at
+        refused, sent = facing(pair, as_main, bytes(changed))
+        assert refused is None and len(sent) == handshake._CHALLENGE_BYTES, at
 
 
-def test_a_worker_takes_no_other_challenge_and_no_other_proof(pair, known):
-    main, _ = known
+def test_a_worker_takes_no_other_challenge_and_no_other_proof(pair, transcript):
+    main, _ = transcript
     for at in range(handshake._CHALLENGE_BYTES + 32):
         changed = bytearray(main)
         changed[at] ^= 1
         assert isinstance(facing(pair, as_worker, bytes(changed))[0], handshake.HandshakeError), at
 
 
-def test_a_connection_that_is_cut_at_any_byte_is_refused(pair, known):
-    main, worker = known
+def test_a_connection_that_is_cut_at_any_byte_is_refused(pair, transcript):
+    main, worker = transcript
     for cut in range(len(worker)):
         assert facing(pair, as_main, worker[:cut])[0] is None, cut
     for cut in range(len(main)):
@@ -186,15 +187,15 @@ def test_a_connection_that_is_cut_at_any_byte_is_refused(pair, known):
     "garbage", [b"\0", b"GET / HTTP/1.1\r\n\r\n", b"rustload" + bytes(200), bytes(range(256)) * 20]
 )
 def test_garbage_is_refused_by_both_ends(pair, garbage):
-    refused, said = facing(pair, as_main, garbage)
-    assert refused is None and len(said) in (0, handshake._CHALLENGE_BYTES)
+    refused, sent = facing(pair, as_main, garbage)
+    assert refused is None and len(sent) in (0, handshake._CHALLENGE_BYTES)
     assert isinstance(facing(pair, as_worker, garbage)[0], (handshake.HandshakeError, OSError))
 
 
 def test_lengths_are_checked_before_anything_is_received_for_them(pair):
     main, stranger = pair()
     length = handshake._VERSIONS_MAX + 1
-    # The stranger keeps the connection open, and sends what an end would receive that does not look at the length.
+    # The stranger keeps the connection open, and sends all that an end would receive if it did not check the length.
     stranger.sendall(handshake._HELLO.pack(b"rustload", bytes(32), WORKER, PID, length) + bytes(length))
     assert as_main(main) is None
     assert len(main.recv(1 << 16)) == length
@@ -213,58 +214,58 @@ def test_a_job_that_is_too_long_is_refused_before_it_is_sent(pair, monkeypatch):
     assert handshake.receive_reply(worker, deadline()) == bytes(10)
 
 
-def trickle(connection, said, seconds):
-    for at in range(len(said)):
+def trickle(connection, data, seconds):
+    for at in range(len(data)):
         time.sleep(seconds)
         try:
-            connection.send(said[at : at + 1])
+            connection.send(data[at : at + 1])
         except OSError:
             break  # the other end has given up
 
 
-def test_a_slow_peer_is_waited_for(pair, beside, known):
-    main, worker = known
-    for end, said, expected in ((as_main, worker, PID), (as_worker, main, JOB)):
+def test_a_slow_peer_is_waited_for(pair, in_background, transcript):
+    main, worker = transcript
+    for end, sent, expected in ((as_main, worker, PID), (as_worker, main, JOB)):
         mine, other = pair()
-        slow = beside(trickle, other, said, 0.001)
+        sender = in_background(trickle, other, sent, 0.001)
         assert end(mine) == expected
-        slow.result(SECONDS)
+        sender.result(SECONDS)
 
 
-def test_a_peer_that_is_too_slow_or_silent_is_refused_in_time(pair, beside, known, monkeypatch):
+def test_a_peer_that_is_too_slow_or_silent_is_refused_in_time(pair, in_background, transcript, monkeypatch):
     monkeypatch.setattr(handshake, "_HELLO_SECONDS", 0.2)
-    main, worker = known
+    main, worker = transcript
 
     def hurried(connection):
         return as_worker(connection, seconds=0.2)
 
-    for end, said in ((as_main, worker), (hurried, main)):
-        for slow in (said, b""):
+    for end, sent in ((as_main, worker), (hurried, main)):
+        for data in (sent, b""):
             mine, other = pair()
-            slowly = beside(trickle, other, slow, 0.02)
+            sender = in_background(trickle, other, data, 0.02)
             refused = end(mine)
             assert refused is None if end is as_main else isinstance(refused, TimeoutError)
             mine.close()
-            slowly.result(SECONDS)
+            sender.result(SECONDS)
 
 
-def test_versions_are_compared_after_both_proofs(pair, beside, monkeypatch):
-    ours = handshake.versions()
-    told = iter([{"rustloader": "9.9.9", "Python": "3.11"}, ours])  # the worker's first
-    monkeypatch.setattr(handshake, "versions", lambda: next(told))
+def test_versions_are_compared_after_both_proofs(pair, in_background, monkeypatch):
+    own = handshake.versions()
+    reported = iter([{"rustloader": "9.9.9", "Python": "3.11"}, own])  # the worker's first
+    monkeypatch.setattr(handshake, "versions", lambda: next(reported))
     main, worker = pair()
-    other = beside(as_worker, worker)
+    other = in_background(as_worker, worker)
     with pytest.raises(handshake.HandshakeError, match=r"rustloader 9\.9\.9 there and") as caught:
         as_main(main)
-    # The worker has taken the text from a main process that has proved itself.
+    # The worker accepts the text, because the main process has proved itself.
     assert str(other.result(SECONDS)) == str(caught.value)
 
 
 def test_a_stranger_is_not_told_which_versions_there_are(pair):
     text = json.dumps({"rustloader": "9.9.9"}).encode()
     hello = handshake._HELLO.pack(b"rustload", bytes(32), WORKER, PID, len(text)) + text + bytes(32)
-    refused, said = facing(pair, as_main, hello)
-    assert refused is None and len(said) == handshake._CHALLENGE_BYTES
+    refused, sent = facing(pair, as_main, hello)
+    assert refused is None and len(sent) == handshake._CHALLENGE_BYTES
 
 
 def test_a_call_does_not_show_its_secret():

@@ -1,4 +1,4 @@
-"""Workers over connections: batches, errors, deaths and ends are those of local workers."""
+"""Workers over connections: their batches, errors, deaths and exits are those of local workers."""
 
 import contextlib
 import dataclasses
@@ -63,8 +63,8 @@ class Stream(IterableDataset):
             yield torch.tensor(at), torch.rand(2)
 
 
-class Odd(Noisy):
-    """A sample that is not there, one that ends the process, one that no other machine can open."""
+class FaultyAt13(Noisy):
+    """Sample 13 fails, ends the process, cannot be sent to another machine, or never comes."""
 
     def __init__(self, what):
         super().__init__()
@@ -99,7 +99,7 @@ def epochs(dataset, context, count=2, **options):
 
 
 def forget_workers(batches):
-    """Which worker makes a batch depends on who is free."""
+    """Removes the worker from batches, because it depends on which worker is free."""
     for batch in batches:
         del batch["who"]
 
@@ -144,7 +144,7 @@ def test_large_batches_are_those_of_local_workers(tmp_path):
 
 
 def short_of_room(path, call):
-    """The main process seems to have less room than it has."""
+    """Serves with a small region, as if the main process had less room than it has."""
     opened = Port.remote
 
     def remote_port(fd, ring_slots, region_len, load_index):
@@ -178,13 +178,13 @@ def test_an_error_of_the_dataset_has_the_same_text(tmp_path):
     texts = []
     for context in (LoopbackContext(tmp_path), "fork"):
         with pytest.raises(KeyError, match="no sample 13") as caught:
-            epochs(Odd("error"), context)
+            epochs(FaultyAt13("error"), context)
         texts.append(str(caught.value))
     assert texts[0] == texts[1]
 
 
 def test_a_failed_sample_is_skipped(tmp_path):
-    (batches,) = epochs(Odd("error"), LoopbackContext(tmp_path), 1, on_error="skip")
+    (batches,) = epochs(FaultyAt13("error"), LoopbackContext(tmp_path), 1, on_error="skip")
     assert torch.equal(torch.cat(batches), torch.tensor([at for at in range(60) if at != 13]))
 
 
@@ -194,15 +194,15 @@ def minus(index, error):
 
 @pytest.mark.parametrize("policy", ["replace", minus], ids=["replace", "function"])
 def test_a_failed_sample_is_replaced_as_by_local_workers(tmp_path, policy):
-    (batches,) = epochs(Odd("error"), LoopbackContext(tmp_path), 1, on_error=policy)
-    (expected,) = epochs(Odd("error"), "fork", 1, on_error=policy)
+    (batches,) = epochs(FaultyAt13("error"), LoopbackContext(tmp_path), 1, on_error=policy)
+    (expected,) = epochs(FaultyAt13("error"), "fork", 1, on_error=policy)
     assert same(batches, expected)
     differing = torch.cat(batches) != torch.arange(60)
     assert differing.nonzero().tolist() == [[13]]
 
 
 class Counting(IterableDataset):
-    """Goes on where its state says, and counts what it has read itself."""
+    """Continues from its state, and counts the samples that this copy has read."""
 
     at, reads = 0, 0
 
@@ -247,7 +247,7 @@ def test_an_epoch_is_resumed_by_workers_here_and_there(tmp_path, dataset, worker
     if isinstance(dataset, Noisy):
         forget_workers([*batches, *whole])
     else:
-        # The other process has read nothing before.
+        # The new process had read nothing before.
         assert batches[6][1].tolist() == [1, 2, 3, 4]
         batches, whole = ([indices for indices, _ in each] for each in (batches, whole))
     assert same(batches, whole)
@@ -255,24 +255,24 @@ def test_an_epoch_is_resumed_by_workers_here_and_there(tmp_path, dataset, worker
 
 def test_an_object_of_one_machine_is_an_error_in_its_place(tmp_path):
     with pytest.raises(RuntimeError, match="only processes on the same machine can share"):
-        epochs(Odd("pipe"), LoopbackContext(tmp_path), collate_fn=list)
+        epochs(FaultyAt13("pipe"), LoopbackContext(tmp_path), collate_fn=list)
 
 
 def test_a_death_names_the_worker_and_the_connection(tmp_path):
     with pytest.raises(WorkerDiedError, match="exited unexpectedly") as caught:
-        epochs(Odd("exit"), LoopbackContext(tmp_path))
+        epochs(FaultyAt13("exit"), LoopbackContext(tmp_path))
     notes = "\n".join(caught.value.__notes__)
     assert caught.value.worker_id == 1
-    # What it had made may be lost with it, where a local worker's would count.
+    # Its finished batches may be lost with it; those of a local worker would count.
     assert "Worker 1 was assigned the batch with index" in notes
-    # The kernel resets a connection whose end had not read everything.
+    # The kernel resets a connection if the end that is closed has not read everything.
     reasons = ("its process ended with exit code 7", "was closed", "Connection reset by peer")
     assert "It ran on another machine: " in notes and any(reason in notes for reason in reasons), notes
 
 
 def test_a_worker_that_an_error_ends_is_named_with_what_the_cluster_says(tmp_path):
     with pytest.raises(WorkerDiedError, match="exited unexpectedly") as caught:
-        epochs(Odd("leave"), LoopbackContext(tmp_path))
+        epochs(FaultyAt13("leave"), LoopbackContext(tmp_path))
     assert "It ran on another machine: its process ended with exit code 7" in caught.value.__notes__
 
 
@@ -318,7 +318,7 @@ def test_deaths_in_a_replay_do_not_count_against_the_batch_after_it(tmp_path):
 
 
 class Fatal(Noisy):
-    """The worker dies at a sample, always."""
+    """The worker always dies at sample 13."""
 
     def __init__(self, how):
         super().__init__()
@@ -357,7 +357,7 @@ def test_a_sample_that_kills_three_workers_is_passed_over(tmp_path, on_error, di
 
 
 class StuckOnce(IterableDataset):
-    """The fifth sample is slow in the first process."""
+    """All samples are slow, and sample 8 never comes from the first process."""
 
     def __init__(self, folder):
         self.mark = folder / "stuck"
@@ -385,7 +385,7 @@ def test_a_replay_may_take_longer_than_a_batch(tmp_path):
     assert rustloader.stats(loader).faults.stalls == 1
 
 
-def dies_once(path, call):
+def dies_twice(path, call):
     """The first replacement ends before it connects, the second one in the handshake."""
     if call.generation == 0:
         return serve_file(path, call)
@@ -406,7 +406,7 @@ def dies_once(path, call):
 def test_a_replacement_that_ends_in_its_start_is_replaced(tmp_path, limit):
     (expected,) = epochs(Noisy(), "fork", 1, seed_by="sample")
     torch.manual_seed(5)
-    context, batches = LoopbackContext(tmp_path, dies_once), []
+    context, batches = LoopbackContext(tmp_path, dies_twice), []
     options = {"seed_by": "sample", "max_restarts": limit}
     with contextlib.nullcontext() if limit == 3 else pytest.raises(WorkerDiedError) as caught:
         for batch in rustloader.DataLoader(
@@ -425,8 +425,8 @@ def test_a_replacement_that_ends_in_its_start_is_replaced(tmp_path, limit):
 @pytest.mark.parametrize("dispatch", ["round_robin", "shared_queue"])
 def test_a_stuck_worker_is_killed(tmp_path, caplog, dispatch):
     with pytest.raises(rustloader.WorkerStalledError):
-        epochs(Odd("sleep"), LoopbackContext(tmp_path), stall_timeout=1.0, dispatch=dispatch, in_order=False)
-    # It has the next task, too.
+        epochs(FaultyAt13("sleep"), LoopbackContext(tmp_path), stall_timeout=1.0, dispatch=dispatch, in_order=False)
+    # It holds the next task as well.
     assert "; the batch has index [12, 13, 14, 15]. " in caplog.text
     assert "Stack unavailable: it runs on another machine." in caplog.text
 
@@ -455,7 +455,7 @@ def test_a_worker_that_is_stopped_ends_before_its_replacement_starts(tmp_path):
 
 
 class WithHelper(Noisy):
-    """Has a child process, which outlives the worker."""
+    """Starts a child process that outlives the worker."""
 
     def __init__(self, folder):
         super().__init__()
@@ -487,7 +487,7 @@ def test_the_memory_of_a_worker_elsewhere_is_unknown(tmp_path):
     )
     list(loader)
     [worker] = rustloader.stats(loader).workers
-    # Here its process happens to be one of this machine.
+    # In this test, its process runs on this machine.
     assert worker.alive and os.path.exists(f"/proc/{worker.pid}")
     assert (worker.rss_bytes, worker.private_bytes) == (0, None)
 
@@ -524,7 +524,7 @@ def connections():
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_worker_at_a_long_sample_ends_soon_after_the_loader(tmp_path, stopped):
     context = LoopbackContext(tmp_path)
-    iterator = iter(rustloader.DataLoader(Odd("sleep"), num_workers=2, multiprocessing_context=context))
+    iterator = iter(rustloader.DataLoader(FaultyAt13("sleep"), num_workers=2, multiprocessing_context=context))
     for _ in range(11):
         next(iterator)
     if stopped:
@@ -539,17 +539,17 @@ def test_a_worker_at_a_long_sample_ends_soon_after_the_loader(tmp_path, stopped)
 
 
 def test_nothing_is_left(tmp_path):
-    # Of all else that a loader may leave, conftest.py takes care after each test.
+    # conftest.py checks for everything else that a loader may leave, after each test.
     before = connections()
     context = LoopbackContext(tmp_path)
     iterator = iter(rustloader.DataLoader(Noisy(), num_workers=2, multiprocessing_context=context))
     next(iterator)
     deadline = time.monotonic() + 20
-    # A thread has its name once it runs.
-    while (now := connections() - before)["rl_link"] < 2:
-        assert time.monotonic() < deadline, now
+    # A thread gets its name when it runs.
+    while (opened := connections() - before)["rl_link"] < 2:
+        assert time.monotonic() < deadline, opened
         time.sleep(0.01)
-    assert now.total() == 4
+    assert opened.total() == 4
     del iterator
     for worker in context.workers:
         worker.process.join(20)
@@ -569,7 +569,7 @@ def fails(path, call):
 
 
 def strange(path, call):
-    """Strangers come first: none holds the worker up, and none learns anything."""
+    """Strangers connect first: they do not delay the worker, and they learn nothing."""
     for first in (b"", b"GET / HTTP/1.1\r\n\r\n", b"rustload" + bytes(64), os.urandom(200)):
         with socket.create_connection((call.address, call.port)) as stranger:
             try:
@@ -683,7 +683,7 @@ class Sharing:
 # The context
 
 
-# torch's own iterator ends with an AttributeError after a failed construction.
+# torch's own iterator raises an AttributeError when it is deleted after a failed construction.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_only_the_engine_can_use_the_context(tmp_path):
     context = LoopbackContext(tmp_path)
@@ -704,11 +704,11 @@ def test_a_loader_that_falls_back_raises(tmp_path):
 
 
 def test_versions_that_matter_are_compared_and_builds_are_not():
-    ours = handshake.versions()
-    assert handshake.version_mismatch(ours | {"other": "1"}) is None
-    assert "torch 1.0 there and" in handshake.version_mismatch(ours | {"torch": "1.0"})
-    assert "NumPy unknown there" in handshake.version_mismatch({**ours, "NumPy": None} | {"NumPy": "unknown"})
-    assert "+" not in ours["torch"]
+    versions = handshake.versions()
+    assert handshake.version_mismatch(versions | {"other": "1"}) is None
+    assert "torch 1.0 there and" in handshake.version_mismatch(versions | {"torch": "1.0"})
+    assert "NumPy unknown there" in handshake.version_mismatch({**versions, "NumPy": None} | {"NumPy": "unknown"})
+    assert "+" not in versions["torch"]
 
 
 def test_the_handler_of_ray_is_not_the_programs():
@@ -769,11 +769,11 @@ def test_an_error_that_only_tells_why_a_worker_ended_keeps_no_variable_of_its_ca
         gc.enable()
 
 
-def test_cores_of_this_machine_are_none_of_workers_elsewhere(tmp_path):
+def test_worker_affinity_does_not_apply_to_workers_elsewhere(tmp_path):
     core = min(os.sched_getaffinity(0))
     with rustloader.installed(worker_affinity=[core]):
-        (found,) = epochs(Noisy(), LoopbackContext(tmp_path), 1)
-    assert len(found) == 15
+        (batches,) = epochs(Noisy(), LoopbackContext(tmp_path), 1)
+    assert len(batches) == 15
 
 
 def slow_start_of_worker_0(worker_id):
@@ -790,8 +790,8 @@ def test_a_worker_that_starts_takes_no_task_of_a_shared_queue(tmp_path):
         multiprocessing_context=LoopbackContext(tmp_path),
         timeout=60,
     )
-    found = list(loader)
-    assert len(found) == 15 and {int(number) for batch in found for number in batch["who"][1]} == {1}
+    batches = list(loader)
+    assert len(batches) == 15 and {int(number) for batch in batches for number in batch["who"][1]} == {1}
 
 
 @pytest.mark.skipif(
@@ -803,7 +803,7 @@ def test_an_address_that_others_translate_to_this_machine():
 
 
 def test_what_the_main_script_defines_travels_back_by_its_name():
-    """cloudpickle has brought it to the worker by value: pickle does not find it there."""
+    """cloudpickle sent it to the worker by value, so pickle does not find it there."""
     script = """
         import pickle, sys, types
         from rustloader.workers import by_name, by_value, serialize
@@ -813,7 +813,7 @@ def test_what_the_main_script_defines_travels_back_by_its_name():
         exec(source, vars(here))
         values = here.Error(3), here.Outer.Inner(), here.double, here.Outer
         dumped = [by_value.dumps(values), serialize.dumps_alone(values), serialize.dumps(values)[0]]
-        # What pickle finds or reduces itself is left to it.
+        # Left to pickle: everything that it finds or reduces itself.
         import copyreg, functools, typing
         class Meta(type): pass
         class Registered(metaclass=Meta): pass
@@ -834,7 +834,7 @@ def test_what_the_main_script_defines_travels_back_by_its_name():
             error, inner, double, outer = pickle.loads(each)
             same = type(error) is here.Error, type(inner) is here.Outer.Inner, outer is here.Outer
             print(all(same), error.args, double(4))
-        # With the module, by the usual way.
+        # In the usual way, now that the module exists.
         print(b"by_name" in by_value.dumps(values), b"by_name" in dumped[0])
     """
     status, out, err = run_script(script)

@@ -1,4 +1,4 @@
-"""A worker in another network namespace, as on another machine, which falls silent in mid-epoch."""
+"""A worker in another network namespace, as if on another machine, falls silent in mid-epoch."""
 
 import os
 import subprocess
@@ -12,16 +12,16 @@ pytestmark = [pytest.mark.ours, pytest.mark.warns]
 
 
 def test_a_host_that_falls_silent_is_a_death():
-    # Nothing tells the main process but the want of an answer, and the same holds for the worker.
+    # The main process notices only that nothing arrives any more, and so does the worker.
     path = os.pathsep.join([refusals.HERE, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     command = ["unshare", "--net", "--map-root-user", sys.executable, "-m", "two_hosts"]
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=280
         )
     except FileNotFoundError as error:
         pytest.skip(f"no {error.filename} here")
-    if done.returncode == NOT_PERMITTED or "unshare" in done.stderr:
-        pytest.skip(f"network namespaces are not permitted: {done.stdout}{done.stderr}")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout == "batches are equal\nworkers are gone\n"
+    if result.returncode == NOT_PERMITTED or "unshare" in result.stderr:
+        pytest.skip(f"network namespaces are not permitted: {result.stdout}{result.stderr}")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout == "batches are equal\nworkers are gone\n"

@@ -1,4 +1,4 @@
-"""States that do not fit, also those of another num_workers: one clear error, and the loader is as before."""
+"""A state that does not fit, as with another num_workers, causes one clear error and leaves the loader as it was."""
 
 import copy
 
@@ -31,7 +31,7 @@ def make(kind="map", workers=0, **kw):
 
 
 def stopped(loader, steps=3):
-    """The iterator after some batches, and the state there."""
+    """Returns the iterator after some batches, and the state at that position."""
     iterator = iter(loader)
     for _ in range(steps):
         next(iterator)
@@ -39,7 +39,7 @@ def stopped(loader, steps=3):
 
 
 def parts(state, path=()):
-    """The paths of all values in a state, those inside a dataset's or a sampler's own state left out."""
+    """Yields the paths of all values in a state, except those inside the state of a dataset or a sampler."""
     for key, value in state.items():
         yield (*path, key)
         if isinstance(value, dict) and key not in ("dataset_state", "dataset_iter_state", "start"):
@@ -56,19 +56,19 @@ def changed(state, path, change):
 
 
 def refused_or_right(loader, state, allowed):
-    """A ValueError at load_state_dict, or an epoch that `allowed` accepts."""
+    """Requires that the state is refused, or that the epoch is one that `allowed` accepts."""
     before = loader.state_dict()
     try:
         loader.load_state_dict(state)
     except ValueError as error:
         assert len(str(error)) > 20 and "\n" not in str(error), "the error says too little, or too much"
-        assert loader.state_dict() == before, "something of the state was loaded"
+        assert loader.state_dict() == before, "a part of the state was loaded"
         return "refused"
     try:
-        found = list(loader)
+        epoch = list(loader)
     except (ValueError, AssertionError):
         return "refused"
-    assert allowed(found), found
+    assert allowed(epoch), epoch
     return "loaded"
 
 
@@ -82,8 +82,8 @@ def test_a_key_that_is_missing(kind, workers):
     outcomes = {}
     for path in parts(state):
         bad = changed(state, path, lambda inner, key: inner.pop(key))
-        # Without rustloader's own key it is a state of torchdata's, and those are loaded.
-        outcomes[path] = refused_or_right(make(kind, workers), bad, lambda found: found == everything[3:])
+        # Without rustloader's own key it is a state of torchdata, and those can be loaded.
+        outcomes[path] = refused_or_right(make(kind, workers), bad, lambda epoch: epoch == everything[3:])
     assert "refused" in outcomes.values()
     assert outcomes["_rustloader",] == "loaded"
     required = [("_iterator_finished",), ("_rustloader", "version"), ("_rustloader", "sampler")]
@@ -108,22 +108,23 @@ def test_a_value_that_is_junk(kind, workers, junk):
     outcomes = []
     for path in parts(state):
         bad = changed(state, path, lambda inner, key: inner.update({key: junk}))
-        # A number may be another position, and a state of the dataset its own; nothing comes twice or from elsewhere.
+        # A number may be a valid position; the epoch must then be the rest of the whole one. A dataset may accept any
+        # state of its own.
         if path[-1] in ("dataset_state", "dataset_iter_state", "worker_id"):
             continue
-        # Programs set this one: the next epoch follows.
+        # Programs set this key; the next epoch follows.
         if path == ("_iterator_finished",) and junk is True:
             continue
         outcomes.append(
             refused_or_right(
-                make(kind, workers), bad, lambda found: found == everything[len(everything) - len(found) :]
+                make(kind, workers), bad, lambda epoch: epoch == everything[len(everything) - len(epoch) :]
             )
         )
     assert outcomes.count("refused") > 5 or junk in (None, True)
 
 
 @pytest.mark.parametrize("junk", [*JUNK, object(), int], ids=lambda junk: repr(junk).replace(" ", "").split("at0x")[0])
-def test_a_state_that_is_none(junk):
+def test_a_value_that_is_not_a_state(junk):
     if isinstance(junk, dict) and not junk:
         return  # an empty dict means a fresh start
     loader = make()
@@ -198,7 +199,7 @@ def test_a_state_of_another_loader(what, workers):
 
 
 def rebuilt(loader, workers):
-    """The same loader with workers."""
+    """The same loader, but with workers."""
     kw = {"collate_fn": loader.collate_fn, "num_workers": workers}
     if loader.batch_size is None and loader.batch_sampler is not None:
         return StatefulDataLoader(loader.dataset, batch_sampler=loader.batch_sampler, **kw)

@@ -1,4 +1,4 @@
-"""A position has one state, whatever way it was reached, and a state before the first `iter()` says what comes."""
+"""A position has one state, however it was reached, and a state before the first `iter()` determines what follows."""
 
 import copy
 import os
@@ -25,7 +25,7 @@ class Plain(Dataset):
 
 
 class Drawing(Plain):
-    """Its state is that of the generator."""
+    """Its state is that of torch's generator."""
 
     def state_dict(self):
         return {"generator": torch.get_rng_state()}
@@ -40,7 +40,7 @@ class Stream(IterableDataset):
 
 
 class Noting(IterableDataset):
-    """Takes note of a loaded state at the first step."""
+    """Applies a loaded state at the first step."""
 
     place, loaded = 0, None
 
@@ -89,7 +89,7 @@ def loader_of(make, workers, **kw):
 
 
 def plain(value):
-    """A state that `==` compares."""
+    """A copy of a state that `==` can compare."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -128,7 +128,7 @@ def test_a_state_does_not_tell_how_its_position_was_reached(make, workers, every
 
 
 class Ending(IterableDataset):
-    """Has a number of samples for each worker, and takes its time to say that there are no more."""
+    """Has a number of samples for each worker, and takes some time to end."""
 
     def __init__(self, sizes, seconds=0.0):
         self.sizes, self.seconds, self.place = sizes, seconds, 0
@@ -148,21 +148,21 @@ class Ending(IterableDataset):
 
 
 def walked(sizes, seconds, step=0.0, state=None):
-    """The batches of an epoch, each with the state after it; at last the state of the end. A step takes that long."""
+    """The batches of an epoch, each with the state after it, then the state at the end. A step takes `step` seconds."""
     torch.manual_seed(5)
     loader = loader_of(lambda: Ending(sizes, seconds), len(sizes), batch_size=1)
     if state is not None:
         loader.load_state_dict(state)
-    found = []
+    walk = []
     for batch in loader:
         time.sleep(step)
-        found.append((batch, loader.state_dict()))
-    # That state has the next epoch's draws, too, which are others after a resume.
-    return [*found, ("the end", loader.state_dict()["_snapshot"])]
+        walk.append((batch, loader.state_dict()))
+    # The rest of that state has the next epoch's draws, which differ after a resume.
+    return [*walk, ("the end", loader.state_dict()["_snapshot"])]
 
 
 @pytest.mark.parametrize("sizes", [(1, 3), (3, 1), (2, 2), (0, 2), (2, 0), (1, 4, 2)], ids=str)
-def test_nor_whether_a_worker_has_found_its_end_yet(sizes):
+def test_a_state_does_not_tell_whether_a_worker_has_reached_its_end(sizes):
     late, early = walked(sizes, 0.2), walked(sizes, 0, step=0.05)
     assert [plain(it) for it in late] == [plain(it) for it in early]
     for at, (_, state) in enumerate(early[:-2]):
@@ -175,16 +175,16 @@ def plain_and_real(loader):
 
 
 @KINDS
-def test_nor_that_a_worker_was_started_again(make):
+def test_a_state_does_not_tell_that_a_worker_was_replaced(make):
     def states_of(loader, kills):
         iterator = iter(loader)
-        found = [plain(loader.state_dict())]
+        states = [plain(loader.state_dict())]
         for step in range(8):
             next(iterator)
             if kills and step in (1, 4):
                 os.kill(loader._iterator._workers[step % 2].pid, signal.SIGKILL)
-            found.append(plain(loader.state_dict()))
-        return found
+            states.append(plain(loader.state_dict()))
+        return states
 
     torch.manual_seed(5)
     expected = states_of(loader_of(make, 2, max_restarts=5), False)
@@ -213,7 +213,7 @@ def loader_state_after(loader, steps):
 
 
 def test_an_early_form_of_a_state_is_read():
-    """The state that a worker started from stood beside its first snapshot."""
+    """It stores the state that a worker started from next to the first snapshot."""
     loader = loader_of(Noting, 2)
     state = loader_state_after(loader, 4)
     for number, record in enumerate(state["_rustloader"]["workers"]):
@@ -242,7 +242,7 @@ def draw():
 
 
 def program(sampler, workers, persistent, asks, between):
-    """Two epochs, and all else that is drawn."""
+    """Runs two epochs; returns the state, if it `asks` for one, the epochs, and everything else that is drawn."""
     torch.manual_seed(3)
     dataset = Plain()
     loader = loader_of(lambda: dataset, workers, persistent_workers=persistent, **SAMPLERS[sampler](dataset))
@@ -259,7 +259,7 @@ def program(sampler, workers, persistent, asks, between):
 
 
 def with_draw(batch):
-    # As a training step does.
+    # A training step draws too.
     torch.rand(1)
     return batch
 
@@ -279,23 +279,23 @@ def test_a_state_before_the_first_iter_says_what_comes(sampler, workers, persist
     loader = loader_of(lambda: dataset, workers, persistent_workers=persistent, **SAMPLERS[sampler](dataset))
     loader.load_state_dict(state)
     assert plain(loader.state_dict()) == plain(state)
-    got = list(loader)
+    batches = list(loader)
     # Without workers, samples draw from the program's generator.
-    assert (got if workers else indices(got)) == (epochs[0] if workers else indices(epochs[0]))
+    assert (batches if workers else indices(batches)) == (epochs[0] if workers else indices(epochs[0]))
 
 
 def indices(batches):
     return [[index for index, _ in batch] for batch in batches]
 
 
-def test_such_a_state_starts_nothing_and_draws_nothing():
+def test_a_state_before_the_first_iter_starts_nothing_and_draws_nothing():
     loader = loader_of(Drawing, 2, shuffle=True)
     before = plain(torch.get_rng_state())
     loader.state_dict()
     assert loader._iterator is None and plain(torch.get_rng_state()) == before
 
 
-def test_the_program_may_seed_its_generator_after_such_a_state():
+def test_the_program_may_seed_its_generator_after_a_state_before_the_first_iter():
     def order(asks, loads=None):
         torch.manual_seed(3)
         loader = loader_of(Plain, 2, shuffle=True)
@@ -306,8 +306,8 @@ def test_the_program_may_seed_its_generator_after_such_a_state():
         return list(loader), state
 
     expected, _ = order(False)
-    found, state = order(True)
-    assert found == expected and order(False, loads=state)[0] == expected
+    batches, state = order(True)
+    assert batches == expected and order(False, loads=state)[0] == expected
 
 
 def test_a_copy_of_a_loader_has_draws_of_its_own():

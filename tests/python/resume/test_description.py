@@ -1,4 +1,4 @@
-"""`describe`: a state of rustloader or torchdata in words, and anything else without an error."""
+"""`describe` describes states of rustloader and torchdata, and never fails on a malformed one."""
 
 import collections
 import copy
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.ours
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from torchdata.stateful_dataloader import StatefulDataLoader as Torchdatas
+    from torchdata.stateful_dataloader import StatefulDataLoader as TorchdataLoader
 
 if rustloader is not None:
     from rustloader.stateful_dataloader.description import describe
@@ -39,7 +39,7 @@ class Counter(torch.utils.data.IterableDataset):
         self.count = state["count"]
 
 
-def own(**changes):
+def own_part(**changes):
     return {
         "version": 1,
         "epoch": 3,
@@ -59,7 +59,7 @@ def own(**changes):
     } | changes
 
 
-def without_workers(at=120, finished=False, fetcher=None, dataset=None, **changes):
+def state_without_workers(at=120, finished=False, fetcher=None, dataset=None, **changes):
     return {
         "_index_sampler_state": None,
         "_sampler_iter_state": None,
@@ -70,7 +70,7 @@ def without_workers(at=120, finished=False, fetcher=None, dataset=None, **change
         "fetcher_state": fetcher,
         "dataset_state": dataset,
         "_iterator_finished": finished,
-        "_rustloader": own(**changes),
+        "_rustloader": own_part(**changes),
     }
 
 
@@ -82,7 +82,7 @@ def snapshot(worker, dataset=None, iterator=None, ended=False):
     }
 
 
-def with_workers(snapshots, at=120, steps=0, finished=False, **changes):
+def state_with_workers(snapshots, at=120, steps=0, finished=False, **changes):
     return {
         "_snapshot": {
             "_snapshot_step": at,
@@ -100,11 +100,11 @@ def with_workers(snapshots, at=120, steps=0, finished=False, **changes):
         },
         "_steps_since_snapshot": steps,
         "_iterator_finished": finished,
-        "_rustloader": own(**{"delivered": at + steps} | changes),
+        "_rustloader": own_part(**{"delivered": at + steps} | changes),
     }
 
 
-# A rank whose epoch was divided anew at batch 10: 515 samples are left for 4 ranks, and each has 129 of them.
+# A rank whose epoch was resharded at batch 10: each of the 4 ranks has 129 of the 515 remaining samples.
 RESHARDED = {
     "rank": 1,
     "num_replicas": 4,
@@ -118,14 +118,14 @@ RESHARDED = {
 
 
 def line(state, name):
-    """What the line of that name says; None without one."""
-    found = [text.removeprefix(f"{name}: ") for text in describe(state).splitlines() if text.startswith(f"{name}: ")]
-    assert len(found) <= 1
-    return found[0] if found else None
+    """The text of the line with this name, or None if there is no such line."""
+    texts = [text.removeprefix(f"{name}: ") for text in describe(state).splitlines() if text.startswith(f"{name}: ")]
+    assert len(texts) <= 1
+    return texts[0] if texts else None
 
 
 def test_a_state_without_workers():
-    assert describe(without_workers()) == "\n".join(
+    assert describe(state_without_workers()) == "\n".join(
         [
             "written by: StatefulDataLoader of rustloader, without workers",
             "position: epoch 3, 120 batches delivered of 500; the next one is batch 120",
@@ -142,7 +142,7 @@ def test_a_state_with_workers_and_states_of_the_dataset():
         {"delivered": 1, "replay": 2, "batches": 60, "samples": 0},
     ]
     snapshots = [snapshot(0, dataset=b"x" * 5000), snapshot(1, iterator=b"x" * 2_000_000, ended=True)]
-    state = with_workers(
+    state = state_with_workers(
         snapshots,
         workers=workers,
         sampler={"kind": "none", "length": None, "batch_size": 32, "drop_last": True, "start": None},
@@ -177,7 +177,7 @@ def test_a_state_with_workers_and_states_of_the_dataset():
         ({"batch_size": "many"}, 1, "1 batch delivered; the next one is batch 1"),
         ({"batch_size": 0}, 1, "1 batch delivered; the next one is batch 1"),
         ({"length": None}, 1, "1 batch delivered; the next one is batch 1"),
-        # Of a batch sampler, the length is that of batches.
+        # The length of a batch sampler counts batches.
         ({"kind": "other"}, 1, "1 batch delivered; the next one is batch 1"),
         ({"kind": "stateful"}, 1, "1 batch delivered; the next one is batch 1"),
         ({"kind": "stateful", "batch_size": None}, 1, "1 batch delivered of 16,000; the next one is batch 1"),
@@ -202,24 +202,24 @@ def test_a_state_with_workers_and_states_of_the_dataset():
 )
 @pytest.mark.parametrize("workers", [False, True])
 def test_the_position_among_all_batches(changes, at, words, workers):
-    sampler = own()["sampler"] | changes
+    sampler = own_part()["sampler"] | changes
     if workers:
-        state = with_workers([snapshot(0)], at=at - 1, steps=1, sampler=sampler)
+        state = state_with_workers([snapshot(0)], at=at - 1, steps=1, sampler=sampler)
     else:
-        state = without_workers(at, sampler=sampler, delivered=at)
+        state = state_without_workers(at, sampler=sampler, delivered=at)
     assert line(state, "position").startswith(f"epoch 3, {words}")
 
 
 def test_an_epoch_that_has_ended_says_what_comes_next():
-    state = without_workers(500, finished=True, next={"base_seed": 5, "sampler": {"seed": 6}})
+    state = state_without_workers(500, finished=True, next={"base_seed": 5, "sampler": {"seed": 6}})
     ended = "epoch 3, 500 batches delivered of 500; the epoch has ended, and the next iter() begins another one"
     assert line(state, "position") == ended
     assert line(state, "next epoch") == "base seed 5, order from seed 6"
 
 
 def test_a_position_that_a_program_has_moved():
-    """As accelerate does, which subtracts what it has looked ahead."""
-    state = without_workers()
+    """accelerate subtracts the batches that it has read ahead."""
+    state = state_without_workers()
     state["_sampler_iter_yielded"] -= 1
     assert line(state, "position").endswith("the next one is batch 119 (a program has moved it from 120)")
 
@@ -237,8 +237,8 @@ def test_a_position_that_a_program_has_moved():
     ],
 )
 def test_batches_ahead_of_the_position(ahead, words):
-    said = line(without_workers(ahead=ahead), "ahead")
-    assert said is None if words is None else said.startswith(words)
+    text = line(state_without_workers(ahead=ahead), "ahead")
+    assert text is None if words is None else text.startswith(words)
 
 
 @pytest.mark.parametrize(
@@ -265,43 +265,43 @@ def test_batches_ahead_of_the_position(ahead, words):
     ],
 )
 def test_samplers(sampler, words):
-    assert line(without_workers(sampler=sampler), "sampler") == words
+    assert line(state_without_workers(sampler=sampler), "sampler") == words
 
 
 def test_the_states_of_a_sampler():
-    state = without_workers()
+    state = state_without_workers()
     state["_sampler_iter_state"] = {"samples_yielded": 3840, "sampler_iter_state": {"yielded": 3840}}
     assert line(state, "sampler's state").startswith("_sampler_iter_state, ")
     assert line(state, "sampler's state").endswith(" B, 3,840 samples drawn")
     state["_sampler_iter_state"] = {"samples_yielded": 3840}
     assert line(state, "sampler's state") is None
-    state = with_workers([snapshot(0)])
+    state = state_with_workers([snapshot(0)])
     state["_snapshot"]["_main_snapshot"]["_index_sampler_state"] = b"x" * 3000
     assert line(state, "sampler's state") == "_index_sampler_state, 3.0 kB"
 
 
 def test_a_state_of_a_later_version():
     words = "StatefulDataLoader of rustloader in format 7, which is newer than this rustloader's, 1, without workers"
-    assert line(without_workers(version=7), "written by") == words
+    assert line(state_without_workers(version=7), "written by") == words
 
 
 def test_keys_of_a_program():
-    state = without_workers() | {"dp_rank": 3, 4: 5}
+    state = state_without_workers() | {"dp_rank": 3, 4: 5}
     assert line(state, "other keys") == "'dp_rank', 4"
     many = {f"key {k}": k for k in range(10)}
-    assert line(without_workers() | many, "other keys").endswith("'key 7' and 2 more")
+    assert line(state_without_workers() | many, "other keys").endswith("'key 7' and 2 more")
 
 
 def test_a_state_that_cannot_be_pickled_has_no_size():
-    state = without_workers(dataset=lambda: None)
+    state = state_without_workers(dataset=lambda: None)
     assert line(state, "main process") == "state of the dataset: cannot be pickled"
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_states_of_torchdata(workers):
-    """With workers its own sampler is drawn ahead; the state is that of the last snapshot."""
-    loader = Torchdatas(range(20), batch_size=3, shuffle=True, num_workers=workers, snapshot_every_n_steps=2)
+    """With workers, torchdata draws its sampler ahead; the state holds the sampler's state at the last snapshot."""
+    loader = TorchdataLoader(range(20), batch_size=3, shuffle=True, num_workers=workers, snapshot_every_n_steps=2)
     batches = iter(loader)
     for _ in range(3):
         next(batches)
@@ -309,7 +309,7 @@ def test_states_of_torchdata(workers):
     kind = "with 2 workers" if workers else "without workers"
     assert line(state, "written by") == f"StatefulDataLoader of torchdata, {kind}"
     assert line(state, "position") == "3 batches delivered; the next one is batch 3"
-    # A state of its sampler holds that of a generator: 5,056 bytes.
+    # The state of its sampler contains that of a generator: 5,056 bytes.
     drawn = 6 if workers else 9
     assert line(state, "sampler's state") == f"_sampler_iter_state, 5.5 kB, {drawn} samples drawn"
     assert line(state, "since these snapshots") == ("1 batch" if workers else None)
@@ -322,7 +322,7 @@ def test_states_of_torchdata(workers):
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_states_of_torchdata_of_a_dataset_with_a_state(workers):
-    loader = Torchdatas(Counter(), batch_size=4, num_workers=workers)
+    loader = TorchdataLoader(Counter(), batch_size=4, num_workers=workers)
     batches = list(loader)
     for name in ["worker 0", "worker 1"] if workers else ["main process"]:
         assert line(loader.state_dict(), name) == "state of the dataset: 5.0 kB, at its end"
@@ -341,10 +341,10 @@ def test_other_dicts():
         "not a state of a StatefulDataLoader: it has 'a', 2, but neither '_snapshot' nor '_num_yielded'"
     )
     for kind in (collections.OrderedDict, collections.UserDict, types.MappingProxyType):
-        assert describe(kind(without_workers())) == describe(without_workers())
+        assert describe(kind(state_without_workers())) == describe(state_without_workers())
 
 
-@pytest.mark.parametrize("state", [without_workers(), with_workers([snapshot(0)])])
+@pytest.mark.parametrize("state", [state_without_workers(), state_with_workers([snapshot(0)])])
 def test_it_changes_nothing(state):
     before = copy.deepcopy(state)
     describe(state)
@@ -365,7 +365,7 @@ def test_it_changes_nothing(state):
     ],
 )
 def test_what_is_missing_or_of_another_type_is_named(path, problem):
-    state = with_workers([snapshot(0), snapshot(1)])
+    state = state_with_workers([snapshot(0), snapshot(1)])
     *parents, last = path.split("/")
     part = state
     for name in parents:
@@ -373,20 +373,20 @@ def test_what_is_missing_or_of_another_type_is_named(path, problem):
     value = part.pop(last)
     assert line(state, "problems") == problem
     part[last] = object()
-    wanted = {int: "int", bool: "bool", dict: "dict", str: "str"}[type(value)]
-    assert line(state, "problems") == problem.replace("is missing", f"must be of type {wanted}, is object")
+    type_name = {int: "int", bool: "bool", dict: "dict", str: "str"}[type(value)]
+    assert line(state, "problems") == problem.replace("is missing", f"must be of type {type_name}, is object")
 
 
 @pytest.mark.parametrize("number", [-1, 10**19, -(10**5000)], ids=["negative", "large", "without a text"])
 def test_numbers_out_of_range_are_named(number):
-    state = without_workers()
+    state = state_without_workers()
     state["_num_yielded"] = number
     assert line(state, "problems").startswith(f"_num_yielded must be a number from 0 to {2**63 - 1}, is ")
     assert line(state, "position").startswith("epoch 3, an unknown number of batches delivered of 500")
 
 
 class Hostile:
-    """Has neither a text nor a pickle."""
+    """Can be neither printed nor pickled."""
 
     def __repr__(self):
         raise RuntimeError("no text")
@@ -401,21 +401,21 @@ JUNK = [None, -1, 0, 1, 2.5, True, 10**19, 10**5000, "", "x" * 1000, b"\0", [], 
 JUNK += [object(), Hostile(), [Hostile()], {Hostile(): Hostile()}, float("nan"), torch.zeros(3), int, print]
 
 
-def places(value, found=()):
-    """All (dict or list, key) in a state."""
+def entries_of(value):
+    """Yields (container, key) of every value in a state."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in list(items):
         yield value, key
-        yield from places(inner)
+        yield from entries_of(inner)
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_it_never_fails(seed):
     draw = random.Random(seed)
     states = [
-        without_workers(ahead=[122, 130], next={"base_seed": 1, "sampler": {"seed": 2}}),
-        without_workers(sampler=own()["sampler"] | {"kind": "distributed", "start": RESHARDED}),
-        with_workers(
+        state_without_workers(ahead=[122, 130], next={"base_seed": 1, "sampler": {"seed": 2}}),
+        state_without_workers(sampler=own_part()["sampler"] | {"kind": "distributed", "start": RESHARDED}),
+        state_with_workers(
             [snapshot(0, dataset={"a": 1}), snapshot(1, iterator=[2])],
             seeds={"base_seed": 1, "epoch": 2},
             workers=[{"delivered": 3, "replay": 4}] * 2,
@@ -424,7 +424,7 @@ def test_it_never_fails(seed):
     for _ in range(100):
         state = copy.deepcopy(draw.choice(states))
         for _ in range(draw.randint(1, 4)):
-            part, key = draw.choice(list(places(state)))
+            part, key = draw.choice(list(entries_of(state)))
             match draw.randrange(3):
                 case 0:
                     del part[key]
@@ -461,8 +461,8 @@ def test_states_of_a_loader(workers, shuffle):
 
 
 def test_the_example_of_the_docstring():
-    (found,) = doctest.DocTestFinder(recurse=False).find(describe, "describe", globs={"rustloader": rustloader})
-    assert found.examples
-    said = []
-    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(found, out=said.append)
-    assert not said, "".join(said)
+    (test,) = doctest.DocTestFinder(recurse=False).find(describe, "describe", globs={"rustloader": rustloader})
+    assert test.examples
+    output = []
+    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=output.append)
+    assert not output, "".join(output)

@@ -1,4 +1,4 @@
-"""What a state keeps besides its position: errors, steps back, seeds, and draws of the next epoch."""
+"""The contents of a state besides its position: errors, earlier positions, seeds, and draws of the next epoch."""
 
 import copy
 import multiprocessing
@@ -31,7 +31,7 @@ class Draws(Dataset):
         return index, random.random()
 
 
-class Told(Dataset):
+class WithSetEpoch(Dataset):
     epoch = 0
 
     def __len__(self):
@@ -53,20 +53,20 @@ def loader(dataset, **kw):
 
 
 def resumed(state, dataset, **kw):
-    found = loader(dataset, **kw)
-    found.load_state_dict(state)
-    return found
+    other = loader(dataset, **kw)
+    other.load_state_dict(state)
+    return other
 
 
 def taken(iterator, count):
-    """The next answers; None for an error."""
-    found = []
+    """The next `count` answers, with None for an error."""
+    answers = []
     for _ in range(count):
         try:
-            found.append(next(iterator))
+            answers.append(next(iterator))
         except KeyError:
-            found.append(None)
-    return found
+            answers.append(None)
+    return answers
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -77,18 +77,18 @@ def test_an_error_is_delivered_but_is_no_batch(workers, back, rest):
     state = stopped.state_dict(back=back)
     counted = state["_snapshot"]["_snapshot_step"] if workers else state["_num_yielded"]
     assert counted == 5 - back
-    again = iter(resumed(state, Failing(), num_workers=workers))
-    assert taken(again, 8 - rest) == [[index] if index != 3 else None for index in range(rest, 8)]
-    assert next(again, None) is None
+    resumed_iterator = iter(resumed(state, Failing(), num_workers=workers))
+    assert taken(resumed_iterator, 8 - rest) == [[index] if index != 3 else None for index in range(rest, 8)]
+    assert next(resumed_iterator, None) is None
 
 
 def test_the_workers_of_a_resumed_epoch_keep_their_base_seed():
     stopped = loader(Draws(), num_workers=1)
     next(iter(stopped))
     state = stopped.state_dict()
-    again = resumed(state, Draws(), num_workers=1)
-    next(iter(again))
-    saved = again.state_dict()["_snapshot"]["_main_snapshot"]["_base_seed"]
+    other = resumed(state, Draws(), num_workers=1)
+    next(iter(other))
+    saved = other.state_dict()["_snapshot"]["_main_snapshot"]["_base_seed"]
     assert saved == state["_snapshot"]["_main_snapshot"]["_base_seed"]
 
 
@@ -155,11 +155,11 @@ def test_each_rank_goes_on_with_its_own_samples_from_the_state_of_another():
 
 
 def test_persistent_workers_are_told_the_epoch_of_the_dataset():
-    dataset = Told()
-    told = loader(dataset, num_workers=1, persistent_workers=True)
-    assert list(told) == [[0], [1], [2], [3]]
+    dataset = WithSetEpoch()
+    persistent = loader(dataset, num_workers=1, persistent_workers=True)
+    assert list(persistent) == [[0], [1], [2], [3]]
     dataset.set_epoch(2)
-    assert list(told) == [[20], [21], [22], [23]]
+    assert list(persistent) == [[20], [21], [22], [23]]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -185,14 +185,14 @@ def test_the_workers_of_an_abandoned_epoch_end_before_others_start(monkeypatch):
     abandoned = loader(Draws(), num_workers=2)
     next(iter(abandoned))
     workers = {worker.pid for worker in abandoned._iterator._workers}
-    make, seen = abandoned._make_iterator, []
+    make, observed = abandoned._make_iterator, []
 
     def watched(plan):
-        seen.append((workers & {it.pid for it in multiprocessing.active_children()}, abandoned.state_dict()))
+        observed.append((workers & {it.pid for it in multiprocessing.active_children()}, abandoned.state_dict()))
         return make(plan)
 
     monkeypatch.setattr(abandoned, "_make_iterator", watched)
     iter(abandoned)
-    ((alive, state),) = seen
+    ((alive, state),) = observed
     assert len(workers) == 2 and not alive
     assert len(list(resumed(state, Draws(), num_workers=2))) == 7

@@ -1,4 +1,4 @@
-"""Random programs of a StatefulDataLoader against a list of batches: see ``model/``."""
+"""Random programs of a StatefulDataLoader, checked against a list of batches: see ``stateful/model``."""
 
 import dataclasses
 import os
@@ -14,9 +14,9 @@ pytestmark = pytest.mark.ours
 
 
 def run(*arguments):
-    """The tester's exit status and output. It forks, so it has a process of its own."""
+    """Returns the tester's exit status and output. It forks, so it runs in a process of its own."""
     path = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "stateful.model", *map(str, arguments)],
         env=dict(os.environ, PYTHONPATH=path),
         stdin=subprocess.DEVNULL,
@@ -24,10 +24,10 @@ def run(*arguments):
         text=True,
         timeout=280,
     )
-    return done.returncode, done.stdout + done.stderr
+    return result.returncode, result.stdout + result.stderr
 
 
-# `make stress KIND=resume` runs others.
+# `make stress KIND=resume` runs more programs.
 @pytest.mark.random
 def test_resumed_loaders_deliver_each_batch_once():
     status, output = run("--programs", 60, "--seed", 1, "--seconds", 150)
@@ -35,7 +35,7 @@ def test_resumed_loaders_deliver_each_batch_once():
     assert " 0 failed" in output and not output.startswith("0 programs")
 
 
-# The tester itself: it must be able to fail.
+# The tester itself must be able to fail.
 
 EXAMPLE = Program(
     Settings(sizes=(9, 0, 0, 0), sampler="shuffle", batch_size=2),
@@ -44,14 +44,14 @@ EXAMPLE = Program(
 
 
 class Faulty(play.Player):
-    """A player whose loader delivers other batches than it should."""
+    """A player whose loader delivers wrong batches."""
 
     def take(self, call=None):
-        return super().take(lambda iterator: self.changed(iterator))
+        return super().take(lambda iterator: self.faulty_next(iterator))
 
 
 class Skips(Faulty):
-    def changed(self, iterator):
+    def faulty_next(self, iterator):
         next(iterator)
         return next(iterator)
 
@@ -59,7 +59,7 @@ class Skips(Faulty):
 class Repeats(Faulty):
     last = None
 
-    def changed(self, iterator):
+    def faulty_next(self, iterator):
         self.last, last = None, self.last
         if last is None:
             last = self.last = next(iterator)
@@ -67,7 +67,7 @@ class Repeats(Faulty):
 
 
 class Ends(Faulty):
-    def changed(self, iterator):
+    def faulty_next(self, iterator):
         raise StopIteration
 
 
@@ -123,7 +123,7 @@ def test_programs_are_valid_and_differ():
 
 
 def test_a_program_that_fails_is_shrunk_and_printed(monkeypatch):
-    """Here one fails that saves a state of a shuffled loader."""
+    """Here a program fails if it saves a state of a shuffled loader."""
 
     def failure_of(program, limit):
         saves = [step for step in program.steps if step[0] == "save"]

@@ -1,4 +1,4 @@
-"""`on_error` with StatefulDataLoader: a resumed run delivers what the undisturbed run delivers."""
+"""`on_error` with StatefulDataLoader: a resumed run delivers what an uninterrupted run delivers."""
 
 import itertools
 import pickle
@@ -17,12 +17,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*epoch of 0 batches"),
 ]
 
-# Batches of 4: the second, the third and the last one are empty.
+# In batches of 4, every sample of the second, the third and the last batch fails.
 BAD = (1, *range(4, 12), 14, 20, 21, 22)
 
 
 class Counting(Broken):
-    """Sample i is (i, how many samples this dataset has made); its state is that number."""
+    """Sample i is (i, the number of samples that this dataset has been asked for); its state is that number."""
 
     made = 0
 
@@ -38,7 +38,7 @@ class Counting(Broken):
         self.made = state["made"]
 
 
-def in_batches(batches):
+def as_lists(batches):
     return [torch.as_tensor(batch).tolist() for batch in batches]
 
 
@@ -71,16 +71,16 @@ SETTINGS = {
 def test_a_resumed_epoch_goes_on_as_it_would_have(name, workers):
     dataset, kw = SETTINGS[name]
     kw = kw | dict(num_workers=workers)
-    whole = in_batches(make(dataset, **kw))
+    whole = as_lists(make(dataset, **kw))
     assert len(whole) > 1
     for cut in range(len(whole) + 1):
         loader = make(dataset, **kw)
         iterator = iter(loader)
-        assert in_batches(itertools.islice(iterator, cut)) == whole[:cut]
+        assert as_lists(itertools.islice(iterator, cut)) == whole[:cut]
         state = pickle.loads(pickle.dumps(loader.state_dict()))
         resumed = make(dataset, **kw)
         resumed.load_state_dict(state)
-        assert in_batches(resumed) == whole[cut:], cut
+        assert as_lists(resumed) == whole[cut:], cut
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -88,14 +88,14 @@ def test_a_resumed_epoch_goes_on_as_it_would_have(name, workers):
 def test_a_state_of_some_batches_ago(name, workers):
     dataset, kw = SETTINGS[name]
     kw = kw | dict(num_workers=workers, snapshot_every_n_steps=1)
-    whole = in_batches(make(dataset, **kw))
+    whole = as_lists(make(dataset, **kw))
     loader = make(dataset, **kw)
     iterator = iter(loader)
     assert len(list(itertools.islice(iterator, 2))) == 2
     for back in (0, 1, 2):
         resumed = make(dataset, **kw)
         resumed.load_state_dict(loader.state_dict(back=back))
-        assert in_batches(resumed) == whole[2 - back :], back
+        assert as_lists(resumed) == whole[2 - back :], back
 
 
 @pytest.mark.parametrize("kw", [dict(), dict(num_workers=2), dict(num_workers=2, persistent_workers=True)], ids=str)
@@ -104,7 +104,7 @@ def test_replacements_of_later_epochs(seed_by, kw):
     dataset = Broken if seed_by is None else Drawing
     kw = kw | dict(on_error="replace", seed_by=seed_by, bad=(1, 5, 20))
     loader = make(dataset, **kw)
-    epochs = [in_batches(loader) for _ in range(3)]
+    epochs = [as_lists(loader) for _ in range(3)]
     assert epochs[0] != epochs[1] != epochs[2]
     for number, cut in itertools.product(range(3), (0, 2, 6)):
         loader = make(dataset, **kw)
@@ -115,24 +115,24 @@ def test_replacements_of_later_epochs(seed_by, kw):
             next(iterator)
         resumed = make(dataset, **kw)
         resumed.load_state_dict(loader.state_dict())
-        assert in_batches(resumed) == epochs[number][cut:]
+        assert as_lists(resumed) == epochs[number][cut:]
         if seed_by is not None or "persistent_workers" in kw:
             # Otherwise a new iterator draws a new base seed.
-            assert [in_batches(resumed) for _ in range(number + 1, 3)] == epochs[number + 1 :]
+            assert [as_lists(resumed) for _ in range(number + 1, 3)] == epochs[number + 1 :]
 
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_shared_queue_and_any_order(persistent):
     kw = dict(num_workers=3, dispatch="shared_queue", in_order=False, persistent_workers=persistent)
-    whole = sorted(in_batches(make(Broken)))
+    whole = sorted(as_lists(make(Broken)))
     loader = make(Broken, **kw)
     for _ in range(2):
         iterator = iter(loader)
-        before = in_batches(itertools.islice(iterator, 2))
+        before = as_lists(itertools.islice(iterator, 2))
         resumed = make(Broken, **kw)
         resumed.load_state_dict(loader.state_dict())
-        assert sorted(before + in_batches(resumed)) == whole
-        assert sorted(before + in_batches(iterator)) == whole
+        assert sorted(before + as_lists(resumed)) == whole
+        assert sorted(before + as_lists(iterator)) == whole
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -146,25 +146,25 @@ def test_a_resumed_epoch_counts_its_own_failures(name, workers):
     resumed.load_state_dict(loader.state_dict())
     list(iterator)
     list(resumed)
-    before, whole = failed(rustloader.stats(resumed)), failed(rustloader.stats(loader))
-    assert whole[-len(before) :] == before and len(before) == len(whole) - (1 if dataset is not SavedStream else 9)
+    rest, whole = failed(rustloader.stats(resumed)), failed(rustloader.stats(loader))
+    assert whole[-len(rest) :] == rest and len(rest) == len(whole) - (1 if dataset is not SavedStream else 9)
     assert numbers([first]) == [[0, 2, 3]] if dataset is not SavedStream else [[0, 2, 3, 12]]
 
 
 def to_the_limit(batches):
-    """What comes before the error, and how many failures it names."""
-    found = []
+    """Returns the batches before the error, and the text of the error up to the number of failures."""
+    delivered = []
     with pytest.raises(ErrorLimitExceeded) as caught:
         for batch in batches:
-            found.append(torch.as_tensor(batch).tolist())
-    return found, str(caught.value).split(" failed in this epoch")[0]
+            delivered.append(torch.as_tensor(batch).tolist())
+    return delivered, str(caught.value).split(" failed in this epoch")[0]
 
 
 @pytest.mark.parametrize("kw", [dict(), dict(num_workers=2), dict(num_workers=2, persistent_workers=True)], ids=str)
 @pytest.mark.parametrize("name", ["in order", "stream with a state", "dataset with a state"])
 def test_max_errors_counts_on_after_a_resume(name, kw):
-    dataset, more = SETTINGS[name]
-    settings = dict(bad=(1, 6, 8, 9, 10, 11, 14, 17), max_errors=7) | more | kw
+    dataset, dataset_options = SETTINGS[name]
+    settings = dict(bad=(1, 6, 8, 9, 10, 11, 14, 17), max_errors=7) | dataset_options | kw
     whole = to_the_limit(make(dataset, **settings))
     assert re.match(r"\d+ samples have$", whole[1])
     for cut, back in itertools.product(range(1, len(whole[0]) + 1), range(2)):
@@ -175,10 +175,10 @@ def test_max_errors_counts_on_after_a_resume(name, kw):
         state = loader.state_dict(back=back)
         resumed = make(dataset, **settings)
         resumed.load_state_dict(state)
-        again = iter(resumed)
+        resumed_iterator = iter(resumed)
         assert resumed.state_dict() == state
-        found, count = to_the_limit(again)
-        assert (whole[0][: cut - back] + found, count) == whole
+        rest, count = to_the_limit(resumed_iterator)
+        assert (whole[0][: cut - back] + rest, count) == whole
         # A state of an earlier version has no count.
         state["_rustloader"].pop("failures", None)
         older = make(dataset, **settings)

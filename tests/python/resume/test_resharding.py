@@ -1,4 +1,5 @@
-"""States of all ranks of a DistributedSampler, for another number of ranks: each sample exactly once."""
+"""Resharding turns the states of all ranks of a DistributedSampler into states for another number of ranks, which
+deliver each sample exactly once."""
 
 import copy
 import itertools
@@ -21,18 +22,18 @@ pytestmark = pytest.mark.ours
 
 
 class Job:
-    """The settings of a loader on each rank."""
+    """The settings of the loaders on all ranks."""
 
-    def __init__(self, size, batch_size=2, drop_last=False, epoch=0, cut=False, **kw):
+    def __init__(self, size, batch_size=2, drop_last=False, epoch=0, sampler_drop_last=False, **kw):
         self.size, self.batch_size, self.drop_last, self.epoch = size, batch_size, drop_last, epoch
-        # The sampler's own drop_last, and its other settings.
-        self.cut, self.kw = cut, kw
+        # `kw`: the other settings of the sampler.
+        self.sampler_drop_last, self.kw = sampler_drop_last, kw
 
     def __repr__(self):
         return str(vars(self))
 
     def sampler(self, rank, replicas):
-        sampler = DistributedSampler(range(self.size), replicas, rank, drop_last=self.cut, **self.kw)
+        sampler = DistributedSampler(range(self.size), replicas, rank, drop_last=self.sampler_drop_last, **self.kw)
         sampler.set_epoch(self.epoch)
         return sampler
 
@@ -46,8 +47,8 @@ class Job:
         return [*sampler]
 
     def run(self, replicas, states=None, batches=None):
-        """Each rank's batches, `batches` of them, and its state then."""
-        found = []
+        """Returns the first `batches` batches of each rank, and the rank's state after them."""
+        results = []
         for rank in range(replicas):
             index_sampler = self.batches(self.sampler(rank, replicas))
             own, position = None, 0
@@ -59,8 +60,8 @@ class Job:
                 check(own, Holder(index_sampler))
             epoch = sampling(index_sampler, iter(index_sampler), own, position, (), 1, map_style=True)
             delivered = [*itertools.islice(epoch.iterator, batches)]
-            found.append((delivered, state_of(epoch.state(position + len(delivered)), position + len(delivered))))
-        return [delivered for delivered, _ in found], [state for _, state in found]
+            results.append((delivered, state_of(epoch.state(position + len(delivered)), position + len(delivered))))
+        return [delivered for delivered, _ in results], [state for _, state in results]
 
 
 class Holder:
@@ -69,7 +70,7 @@ class Holder:
 
 
 def state_of(sampled, position, **more):
-    """A loader's state, as far as resharding reads it."""
+    """The parts of a loader's state that resharding reads."""
     own = {
         "version": 1,
         "delivered": position,
@@ -90,21 +91,23 @@ def state_of(sampled, position, **more):
 
 def samples(ranks):
     """All samples of all ranks."""
-    found = Counter()
+    counts = Counter()
     for batches in ranks:
         for batch in batches:
-            found.update(batch if isinstance(batch, list) else [batch])
-    return found
+            counts.update(batch if isinstance(batch, list) else [batch])
+    return counts
 
 
 def dealt(left, replicas, job):
-    """What torch's samplers make of the rest of an order."""
-    found = []
+    """The batches of each rank if torch's samplers divide the rest of an order."""
+    ranks = []
     for rank in range(replicas):
-        sampler = DistributedSampler(left, replicas, rank, shuffle=False, drop_last=job.cut) if left else []
-        places = [*sampler]
-        found.append([*job.batches([left[place] for place in places])])
-    return found
+        sampler = (
+            DistributedSampler(left, replicas, rank, shuffle=False, drop_last=job.sampler_drop_last) if left else []
+        )
+        positions = [*sampler]
+        ranks.append([*job.batches([left[position] for position in positions])])
+    return ranks
 
 
 def random_job(rng):
@@ -115,7 +118,7 @@ def random_job(rng):
         epoch=rng.randrange(3),
         seed=rng.randrange(3),
         shuffle=rng.random() < 0.5,
-        cut=rng.random() < 0.3,
+        sampler_drop_last=rng.random() < 0.3,
     )
 
 
@@ -133,16 +136,16 @@ def test_what_is_left_is_dealt_anew(old, new):
         consumed = min(total, job.size)
         assert samples(before) == Counter(order[:total]) if total <= job.size else set(samples(before)) == set(order)
         rng.shuffle(states)
-        made = reshard(states, new)
-        assert len(made) == new
+        resharded = reshard(states, new)
+        assert len(resharded) == new
         if new == old:
-            after, _ = job.run(new, json.loads(json.dumps(made)))
+            after, _ = job.run(new, json.loads(json.dumps(resharded)))
             assert after == [batches[at:] for batches in whole]
             continue
-        after, states = job.run(new, json.loads(json.dumps(made)))
+        after, states = job.run(new, json.loads(json.dumps(resharded)))
         assert after == dealt(order[consumed:], new, job), (job, at)
-        if not job.drop_last and not job.cut:
-            # Nothing is left out, and only what fills up the last round of an order is repeated.
+        if not job.drop_last and not job.sampler_drop_last:
+            # Nothing is left out, and only the samples that pad the last round of an order are repeated.
             everything = samples(before) + samples(after)
             assert set(everything) == set(range(job.size)), (job, at)
             repeated = total - consumed + -(job.size - consumed) % new
@@ -152,13 +155,13 @@ def test_what_is_left_is_dealt_anew(old, new):
 
 
 def test_each_sample_exactly_once_where_nothing_is_repeated():
-    """120 samples divide by all numbers of ranks and batches here."""
+    """Only the last run, on one rank, reaches the end of the order, so that no run repeats samples to pad it."""
     job = Job(120, 2, seed=3, epoch=2)
     for path in itertools.product((1, 2, 3, 4), (1, 2, 3, 5, 6), (1, 2, 4)):
         states, everything = None, Counter()
         for replicas in path:
-            made = None if states is None else reshard(states, replicas)
-            delivered, states = job.run(replicas, made, batches=5 if replicas < 4 else 2)
+            resharded = None if states is None else reshard(states, replicas)
+            delivered, states = job.run(replicas, resharded, batches=5 if replicas < 4 else 2)
             everything += samples(delivered)
         order, consumed = job.order(), sum(everything.values())
         assert everything == Counter(order[:consumed])
@@ -181,7 +184,7 @@ def test_resharded_many_times():
             everything += samples(delivered)
             padded |= sum(samples(delivered).values()) > len(left)
             consumed = min(consumed + sum(samples(delivered).values()), job.size)
-            # Another number each time; the same number changes nothing.
+            # To another number of ranks each time; resharding to the same number changes nothing.
             states = reshard(states, replicas)
             replicas = rng.choice([other for other in range(1, 6) if other != replicas])
             states = reshard(states, replicas)
@@ -194,27 +197,27 @@ def test_resharded_many_times():
 def test_batches_keep_their_numbers():
     job = Job(40, 2)
     _, states = job.run(4, batches=3)
-    made = reshard(states, 2)
-    assert [state["_sampler_iter_yielded"] for state in made] == [3, 3]
-    after, states = job.run(2, made, batches=2)
+    resharded = reshard(states, 2)
+    assert [state["_sampler_iter_yielded"] for state in resharded] == [3, 3]
+    after, states = job.run(2, resharded, batches=2)
     assert [state["_sampler_iter_yielded"] for state in states] == [5, 5]
     start = states[1]["_rustloader"]["sampler"]["start"]
     assert (start["first"], start["consumed"], start["num_replicas"], start["rank"]) == (3, 24, 2, 1)
     assert states[1]["_rustloader"]["sampler"]["length"] == 20
-    # Interrupted in the new stripe, by number alone.
+    # Resumed within the new stripe, by the number of batches alone.
     rest, _ = job.run(2, states)
     assert samples(after) + samples(rest) == Counter(job.order()[24:])
 
 
 def loaders(replicas, states=None):
     """Loaders of all ranks over 64 samples, in batches of 4."""
-    made = []
+    built = []
     for rank in range(replicas):
         sampler = DistributedSampler(range(64), replicas, rank, seed=3)
-        made.append(StatefulDataLoader(range(64), batch_size=4, sampler=sampler))
+        built.append(StatefulDataLoader(range(64), batch_size=4, sampler=sampler))
         if states is not None:
-            made[-1].load_state_dict(copy.deepcopy(states[rank]))
-    return made
+            built[-1].load_state_dict(copy.deepcopy(states[rank]))
+    return built
 
 
 def first_of(loader, count):
@@ -224,19 +227,19 @@ def first_of(loader, count):
 @pytest.mark.filterwarnings("ignore:an epoch of 0 batches")
 @pytest.mark.parametrize(("before", "after"), [(3, 0), (3, 1), (5, 0), (5, 1), (8, 0)])
 def test_loaders_take_states_for_more_ranks_at_any_position(before, after):
-    """Also those that were saved after it. The position counts more batches than the epoch of each new rank has."""
+    """They also take states saved afterwards. The position counts more batches than a new rank has in the epoch."""
     old = loaders(2)
-    seen = [sample for loader in old for batch in first_of(loader, before) for sample in batch]
+    delivered = [sample for loader in old for batch in first_of(loader, before) for sample in batch]
     new = loaders(4, reshard([loader.state_dict() for loader in old], 4))
-    seen += [sample for loader in new for batch in first_of(loader, after) for sample in batch]
-    again = loaders(4, [loader.state_dict() for loader in new])
-    seen += [sample for loader in again for batch in loader for sample in batch.tolist()]
-    assert sorted(seen) == [*range(64)]
-    finished = loaders(4, [loader.state_dict() for loader in again])
-    for loader, same in zip(finished, loaders(4), strict=True):
+    delivered += [sample for loader in new for batch in first_of(loader, after) for sample in batch]
+    resumed = loaders(4, [loader.state_dict() for loader in new])
+    delivered += [sample for loader in resumed for batch in loader for sample in batch.tolist()]
+    assert sorted(delivered) == [*range(64)]
+    finished = loaders(4, [loader.state_dict() for loader in resumed])
+    for loader, fresh in zip(finished, loaders(4), strict=True):
         loader.sampler.set_epoch(1)
-        same.sampler.set_epoch(1)
-        assert first_of(loader, 9) == first_of(same, 9) and len(first_of(same, 9)) == 4
+        fresh.sampler.set_epoch(1)
+        assert first_of(loader, 9) == first_of(fresh, 9) and len(first_of(fresh, 9)) == 4
 
 
 def test_states_are_not_changed():
@@ -244,9 +247,9 @@ def test_states_are_not_changed():
     _, states = job.run(4, batches=3)
     before = copy.deepcopy(states)
     for replicas in (3, 4, 6):
-        made = reshard(states, replicas)
-        assert len({id(state["_rustloader"]["sampler"]["start"]) for state in made}) == replicas
-        for state in made:
+        resharded = reshard(states, replicas)
+        assert len({id(state["_rustloader"]["sampler"]["start"]) for state in resharded}) == replicas
+        for state in resharded:
             state["_rustloader"]["sampler"]["start"].clear()
             state["_rustloader"]["dataset"].clear()
         assert states == before
@@ -274,32 +277,32 @@ def test_states_with_workers():
     for state in states:
         main = {"_sampler_iter_yielded": state.pop("_sampler_iter_yielded") - 1}
         state |= {"_snapshot": {"_main_snapshot": main}, "_steps_since_snapshot": 1}
-    made = reshard(states, 3)
-    assert {state["_rustloader"]["sampler"]["start"]["first"] for state in made} == {3}
-    assert {state["_rustloader"]["sampler"]["start"]["consumed"] for state in made} == {12}
+    resharded = reshard(states, 3)
+    assert {state["_rustloader"]["sampler"]["start"]["first"] for state in resharded} == {3}
+    assert {state["_rustloader"]["sampler"]["start"]["consumed"] for state in resharded} == {12}
 
 
 def test_states_before_the_first_epoch():
     job = Job(10)
     states = [state_of(kind_of(job.batches(job.sampler(rank, 2))).unstarted(), 0) for rank in range(2)]
-    made = reshard(states, 3)
-    after, _ = job.run(3, made)
+    resharded = reshard(states, 3)
+    after, _ = job.run(3, resharded)
     assert after == job.run(3)[0]
 
 
 def test_finished_states_are_those_of_the_next_epoch():
     job = Job(10)
     _, states = job.run(2)
-    made = reshard([state | {"_iterator_finished": True} for state in states], 3)
-    for rank, state in enumerate(made):
+    resharded = reshard([state | {"_iterator_finished": True} for state in states], 3)
+    for rank, state in enumerate(resharded):
         assert state["_iterator_finished"] is True
         check(SamplerState.of(state["_rustloader"]["sampler"]), Holder(job.batches(job.sampler(rank, 3))))
 
 
-# What is refused
+# States that are refused
 
 
-def refused(states, words, replicas=3):
+def refuses(states, words, replicas=3):
     with pytest.raises(ValueError) as caught:
         reshard(states, replicas)
     for word in words:
@@ -318,22 +321,22 @@ def changed(state, *path, to):
 def test_numbers_of_ranks():
     _, states = Job(10).run(2, batches=1)
     for replicas in (0, -1, 2.0, "2", True, None):
-        refused(states, ["num_replicas must be a positive integer", repr(replicas)], replicas)
+        refuses(states, ["num_replicas must be a positive integer", repr(replicas)], replicas)
 
 
 def test_ranks_that_are_missing_or_doubled():
     _, states = Job(10).run(3, batches=1)
-    refused([], ["got none"])
-    refused(states[:2], ["all 3 ranks", "0, 1"])
-    refused([states[0], states[1], states[1]], ["all 3 ranks", "0, 1, 1"])
-    refused([*states, states[0]], ["all 3 ranks", "0, 1, 2, 0"])
+    refuses([], ["got none"])
+    refuses(states[:2], ["all 3 ranks", "0, 1"])
+    refuses([states[0], states[1], states[1]], ["all 3 ranks", "0, 1, 1"])
+    refuses([*states, states[0]], ["all 3 ranks", "0, 1, 2, 0"])
 
 
 def test_ranks_at_different_positions():
     job = Job(20)
     _, first = job.run(2, batches=1)
     _, second = job.run(2, batches=2)
-    refused([first[0], second[1]], ["number of batches", "1 and 2", "after the same batch"])
+    refuses([first[0], second[1]], ["number of batches", "1 and 2", "after the same batch"])
 
 
 def test_ranks_of_different_runs():
@@ -344,26 +347,26 @@ def test_ranks_of_different_runs():
         Job(20, shuffle=False),
         Job(21),
         Job(20, drop_last=True),
-        Job(20, cut=True),
+        Job(20, sampler_drop_last=True),
     ):
         _, others = other.run(2, batches=1)
-        refused([states[0], others[1]], ["differ in the"])
+        refuses([states[0], others[1]], ["differ in the"])
     _, others = Job(20, 4).run(2, batches=1)
-    refused([states[0], others[1]], ["batch_size", "2 and 4"])
-    refused([states[0], states[1] | {"_iterator_finished": True}], ["_iterator_finished"])
-    refused([states[0], changed(states[1], "_rustloader", "sampler", "start", to=None)], ["begun' and 'not begun"])
-    refused([changed(states[0], "_rustloader", "sampler", "start", to=None), states[1]], ["not begun' and 'begun"])
-    refused([states[0], changed(states[1], "_rustloader", "sampler", "start", "consumed", to=2)], ["consumed"])
+    refuses([states[0], others[1]], ["batch_size", "2 and 4"])
+    refuses([states[0], states[1] | {"_iterator_finished": True}], ["_iterator_finished"])
+    refuses([states[0], changed(states[1], "_rustloader", "sampler", "start", to=None)], ["begun' and 'not begun"])
+    refuses([changed(states[0], "_rustloader", "sampler", "start", to=None), states[1]], ["not begun' and 'begun"])
+    refuses([states[0], changed(states[1], "_rustloader", "sampler", "start", "consumed", to=2)], ["consumed"])
 
 
 def test_batches_out_of_order():
     _, states = Job(20).run(2, batches=1)
-    refused([states[0], changed(states[1], "_rustloader", "ahead", to=[3, 4])], ["[3, 4]", "in_order=True"])
+    refuses([states[0], changed(states[1], "_rustloader", "ahead", to=[3, 4])], ["[3, 4]", "in_order=True"])
 
 
 def test_datasets_with_a_state():
     _, states = Job(20).run(2, batches=1)
-    refused(
+    refuses(
         [changed(state, "_rustloader", "dataset", "stateful", to=True) for state in states], ["dataset has a state"]
     )
 
@@ -377,18 +380,18 @@ def test_other_samplers():
     }
     for kind, sampler in samplers.items():
         epoch = sampling(BatchSampler(sampler, 2, False), iter(BatchSampler(sampler, 2, False)), None, 0, (), 1, True)
-        refused([state_of(epoch.state(0), 0)], [repr(kind), "torch's DistributedSampler"])
+        refuses([state_of(epoch.state(0), 0)], [repr(kind), "torch's DistributedSampler"])
 
 
 def test_junk():
     _, states = Job(20).run(1, batches=1)
     for junk in (None, 3, {}, {"_rustloader": 3}, {"_rustloader": {}}, {"_rustloader": {"sampler": []}}):
-        refused([junk], ["StatefulDataLoader"])
-    refused(
+        refuses([junk], ["StatefulDataLoader"])
+    refuses(
         [{name: states[0][name] for name in states[0] if name != "_sampler_iter_yielded"}], ["_sampler_iter_yielded"]
     )
-    refused([states[0] | {"_sampler_iter_yielded": "x"}], ["non-negative integer", "'x'"])
-    refused([states[0] | {"_sampler_iter_yielded": -1}], ["non-negative integer", "-1"])
-    refused([states[0] | {"_snapshot": {}}], ["_main_snapshot"])
+    refuses([states[0] | {"_sampler_iter_yielded": "x"}], ["non-negative integer", "'x'"])
+    refuses([states[0] | {"_sampler_iter_yielded": -1}], ["non-negative integer", "-1"])
+    refuses([states[0] | {"_snapshot": {}}], ["_main_snapshot"])
     for name in ("epoch", "rank", "num_replicas", "dataset_length", "consumed", "first", "shuffle"):
-        refused([changed(states[0], "_rustloader", "sampler", "start", name, to="x")], [repr(name)])
+        refuses([changed(states[0], "_rustloader", "sampler", "start", name, to="x")], [repr(name)])

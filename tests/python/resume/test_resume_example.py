@@ -1,4 +1,4 @@
-"""examples/resuming/resume_train.py: killed and started again, it prints the losses of a run without a stop."""
+"""examples/resuming/resume_train.py: killed and restarted, it prints the losses of an uninterrupted run."""
 
 import sys
 
@@ -9,7 +9,7 @@ from support import ROOT
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(1800)]
 
 EXAMPLE = [sys.executable, ROOT / "examples/resuming/resume_train.py"]
-STEPS = 16  # of an epoch; there are three
+STEPS = 16  # per epoch; there are three epochs
 
 
 @pytest.mark.parametrize("kill_at", [7, 23, 30])

@@ -1,4 +1,4 @@
-"""The format of a state stands in one module, and what it writes it reads."""
+"""One module defines the format of a state, and it reads what it writes."""
 
 import ast
 import dataclasses
@@ -16,15 +16,15 @@ pytestmark = pytest.mark.ours
 
 PACKAGE = pathlib.Path(rustloader.__file__).parent
 SCHEMA = PACKAGE / "stateful_dataloader" / "schema.py"
-# torch's attributes of the same names.
+# Modules that use attributes of torch with the same names.
 ATTRIBUTES = {
     "metrics/loader_stats.py": {schema.NUM_YIELDED, schema.NUM_WORKERS},
     "iterator/unsupported.py": {schema.NUM_WORKERS},
 }
-# Keys that are arguments and attributes elsewhere, too.
+# Keys that are also names of arguments and attributes elsewhere.
 COMMON = {schema.WORKER_ID}
-# This package's part has plain names: those of a start, say, are the same.
-OF_OTHERS = {"epoch", "length", "start", "stateful"}
+# Keys of this package's part that other dicts have too, such as a start.
+SHARED = {"epoch", "length", "start", "stateful"}
 
 
 def keys_of(namespace):
@@ -32,24 +32,24 @@ def keys_of(namespace):
 
 
 OUTER = keys_of(schema) - COMMON
-INNER = (keys_of(schema.Own) | {field.name for field in dataclasses.fields(DatasetState)}) - OF_OTHERS
+INNER = (keys_of(schema.Own) | {field.name for field in dataclasses.fields(DatasetState)}) - SHARED
 
 
-def strings(path):
+def constants(path):
     return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
 
 
 def used_as_keys(path):
-    """The texts in `x["..."]`, `{"...": x}` and `x.get("...")`."""
+    """The values in `x["..."]`, `{"...": x}` and `x.get("...")`."""
     for node in ast.walk(ast.parse(path.read_text())):
-        found = []
+        keys = []
         if isinstance(node, ast.Subscript):
-            found = [node.slice]
+            keys = [node.slice]
         elif isinstance(node, ast.Dict):
-            found = node.keys
+            keys = node.keys
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("get", "pop"):
-            found = node.args[:1]
-        yield from (it.value for it in found if isinstance(it, ast.Constant))
+            keys = node.args[:1]
+        yield from (key.value for key in keys if isinstance(key, ast.Constant))
 
 
 def test_no_other_module_spells_a_key():
@@ -57,15 +57,15 @@ def test_no_other_module_spells_a_key():
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).as_posix()
         if path != SCHEMA:
-            found = {it.value for it in strings(path) if isinstance(it.value, str)} & OUTER
-            spelled[name] = found - ATTRIBUTES.get(name, set())
-    assert {name: found for name, found in spelled.items() if found} == {}
+            keys = {it.value for it in constants(path) if isinstance(it.value, str)} & OUTER
+            spelled[name] = keys - ATTRIBUTES.get(name, set())
+    assert {name: keys for name, keys in spelled.items() if keys} == {}
     assert {"_snapshot", "_rustloader", "_num_yielded", "fetcher_state", "samples_yielded"} < OUTER
 
 
 def test_no_other_module_of_states_spells_a_key_of_our_part():
     spelled = {path.name: {*used_as_keys(path)} & INNER for path in SCHEMA.parent.glob("*.py") if path != SCHEMA}
-    assert {name: found for name, found in spelled.items() if found} == {}
+    assert {name: keys for name, keys in spelled.items() if keys} == {}
 
 
 STARTS = [

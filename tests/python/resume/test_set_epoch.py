@@ -19,7 +19,7 @@ pytestmark = pytest.mark.ours
 
 
 class Epochs:
-    """Samples: (the epoch that this copy was told, number of calls of set_epoch)."""
+    """Samples are (the epoch that this copy was given, its number of calls of set_epoch)."""
 
     epoch, calls = 0, 0
 
@@ -67,7 +67,7 @@ def test_it_reaches_persistent_workers(kind, method):
     for epoch in (1, 5, 2):
         loader.dataset.set_epoch(epoch)
         assert epochs_of(loader) == {epoch}
-    # An epoch that was told nothing keeps it.
+    # Without another call, the epoch stays.
     assert epochs_of(loader) == {2}
 
 
@@ -85,8 +85,8 @@ class Held(Epochs, IterableDataset):
             yield epoch, self.calls
 
 
-@pytest.mark.parametrize("again", [True, False])
-def test_a_worker_that_is_late_for_an_epoch_hears_of_the_next_one(again, tmp_path):
+@pytest.mark.parametrize("sets_another", [True, False])
+def test_a_worker_that_is_late_for_an_epoch_hears_of_the_next_one(sets_another, tmp_path):
     """The program gives up the epoch before that worker has begun it."""
     loader = make(Held(tmp_path / "go"), timeout=4)
     iterator = iter(loader)
@@ -96,15 +96,15 @@ def test_a_worker_that_is_late_for_an_epoch_hears_of_the_next_one(again, tmp_pat
         with pytest.raises(LoaderTimeoutError):
             iter(loader)
     (tmp_path / "go").touch()
-    if again:
+    if sets_another:
         loader.dataset.set_epoch(6)
-    epoch = 6 if again else 5
+    epoch = 6 if sets_another else 5
     assert list(loader) == [(epoch, 3)] * 8
     assert list(loader) == [(epoch, 3)] * 8
 
 
 @KINDS
-def test_what_was_told_before_the_first_epoch_counts(kind):
+def test_a_call_before_the_first_epoch_counts(kind):
     dataset = kind()
     dataset.set_epoch(7)
     loader = make(dataset)
@@ -113,8 +113,8 @@ def test_what_was_told_before_the_first_epoch_counts(kind):
 
 
 @KINDS
-def test_it_may_be_told_in_mid_epoch(kind):
-    """As torch's own copies: an epoch that runs is left alone."""
+def test_it_may_be_called_in_mid_epoch(kind):
+    """A running epoch is left alone, as in torch's fresh copies of the dataset."""
     loader = make(kind())
     iterator = iter(loader)
     next(iterator)
@@ -124,7 +124,7 @@ def test_it_may_be_told_in_mid_epoch(kind):
 
 
 @KINDS
-def test_it_can_be_left_out(kind):
+def test_forwarding_can_be_disabled(kind):
     loader = make(kind(), forward_set_epoch=False)
     list(loader)
     loader.dataset.set_epoch(3)
@@ -144,7 +144,7 @@ def test_without_persistent_workers_the_copies_are_fresh(kind, workers):
 
 
 class Strict(Mapped):
-    """Takes no attributes of others."""
+    """Refuses attributes that it does not define."""
 
     def __setattr__(self, name, value):
         if name not in ("epoch", "calls"):
@@ -160,7 +160,7 @@ def test_a_dataset_that_refuses_attributes():
 
 
 class Instance(Mapped):
-    """Has a method of its own in the instance."""
+    """Its set_epoch is an attribute of the instance."""
 
     def __init__(self):
         self.set_epoch = self.other
@@ -235,7 +235,7 @@ def test_it_reaches_workers_that_only_an_option_makes_persistent(kind):
 
 
 class Order(Epochs, IterableDataset):
-    """16 numbers in an order of the epoch. The worker dies once, in `deadly`."""
+    """16 numbers in an order that depends on the epoch. The worker dies once, in epoch `deadly`."""
 
     def __init__(self, folder, deadly):
         self.folder, self.deadly = folder, deadly
@@ -256,17 +256,17 @@ def test_a_worker_that_is_started_again_keeps_to_the_epoch_that_runs(persistent,
     for epoch in (2, 3):
         loader.dataset.set_epoch(epoch)
         iterator = iter(loader)
-        got = [next(iterator)]
+        numbers = [next(iterator)]
         # For the next epoch.
         loader.dataset.set_epoch(epoch + 1)
-        got += iterator
-        assert got == random.Random(epoch).sample(range(16), 16)
+        numbers += iterator
+        assert numbers == random.Random(epoch).sample(range(16), 16)
     assert os.listdir(tmp_path) == ["died"]
 
 
 @pytest.mark.warns
 def test_a_worker_elsewhere_that_is_started_again_keeps_to_the_epoch_that_runs(tmp_path):
-    """What it reads is the dataset as it was when the first workers started."""
+    """It reads the dataset as it was when the first workers started."""
     (deaths := tmp_path / "deaths").mkdir()
     context = LoopbackContext(tmp_path)
     loader = make(Order(deaths, 3), num_workers=1, max_restarts=1, multiprocessing_context=context)

@@ -1,4 +1,4 @@
-"""States around errors, deaths, interrupts and time limits: readable, and exact."""
+"""States around errors, deaths, interrupts and timeouts are available and exact."""
 
 import os
 import pickle
@@ -52,7 +52,7 @@ def sortable(batches):
     return sorted(map(repr, batches))
 
 
-# With a shared queue the other worker may have delivered all before the death is seen.
+# With a shared queue, the other worker may finish the epoch before the death is noticed.
 @pytest.mark.filterwarnings("ignore:an epoch of 0 batches")
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kind", DATASETS)
@@ -64,7 +64,7 @@ def test_after_a_workers_death_the_state_is_that_of_what_was_delivered(kind, opt
     iterator = iter(loader)
     delivered = take(iterator, steps)
     if steps == 0:
-        loader.state_dict()  # the workers have started
+        loader.state_dict()  # returns after the workers have started
     os.kill(iterator._workers[1].pid, signal.SIGKILL)
     died = False
     try:
@@ -73,7 +73,7 @@ def test_after_a_workers_death_the_state_is_that_of_what_was_delivered(kind, opt
     except RuntimeError as error:
         assert "killed by signal" in str(error) or "exited unexpectedly" in str(error)
         died = True
-    # With a shared queue the other worker may have done the rest.
+    # With a shared queue, the other worker may have done the rest.
     assert died or "dispatch" in options
     states = [loader.state_dict()]
     with pytest.raises(RuntimeError if died else StopIteration):
@@ -100,7 +100,7 @@ def test_after_a_workers_death_the_state_is_that_of_what_was_delivered(kind, opt
 
 
 def test_after_a_death_before_the_first_state_the_epoch_begins_again():
-    """Without a snapshot of the worker there is nothing to go on from but the beginning, and it is exact."""
+    """Without a snapshot of the worker, only the beginning is left to resume from, and it is exact."""
 
     for kind in ("iterable", "stateless"):
         loader = make(kind, worker_init_fn=die)
@@ -133,7 +133,7 @@ def test_iter_after_an_error_in_place_of_the_first_batch_of_a_resume_begins_the_
 
 
 class RefusesOnce(datasets.GeneratorShards):
-    """Fails to load a state where the file is not there yet."""
+    """Fails to load a state until the file exists."""
 
     def __init__(self, file):
         super().__init__((6, 4))
@@ -172,7 +172,7 @@ def test_a_batch_that_raised_counts_as_delivered(workers, in_order):
     iterator = iter(loader)
     answers = []
 
-    def one(iterator):
+    def take_answer(iterator):
         try:
             answers.append(next(iterator))
         except RuntimeError as error:
@@ -181,7 +181,7 @@ def test_a_batch_that_raised_counts_as_delivered(workers, in_order):
 
     states = []
     for _ in range(6):
-        one(iterator)
+        take_answer(iterator)
         states.append(loader.state_dict())
     assert sorted(map(str, answers)) == sorted(["[0, 1]", "error", "[4, 5]", "[6, 7]", "error", "[10, 11]"])
     for number, state in enumerate(states):
@@ -190,30 +190,30 @@ def test_a_batch_that_raised_counts_as_delivered(workers, in_order):
         iterator, before = iter(loader), answers[: number + 1]
         answers, expected = [], answers
         for _ in range(5 - number):
-            one(iterator)
+            take_answer(iterator)
         assert sorted(map(str, before + answers)) == sorted(map(str, expected))
         assert in_order is False or before + answers == expected
-        with pytest.warns(UserWarning, match="an epoch of 0 batches") if number == 5 else in_peace():
+        with pytest.warns(UserWarning, match="an epoch of 0 batches") if number == 5 else nothing_raised():
             assert next(iterator, None) is None
         answers = expected
-    # `back` counts batches, and leaves out errors.
+    # `back` counts batches, not errors.
     if in_order:
         loader = make()
         iterator = iter(loader)
         answers.clear()
         for _ in range(3):
-            one(iterator)
+            take_answer(iterator)
         states = [loader.state_dict(back=back) for back in range(3)]
         loaders = [make() for _ in states]
         for loader, state in zip(loaders, states, strict=True):
             loader.load_state_dict(state)
         assert next(iter(loaders[0])) == [6, 7]
         assert next(iter(loaders[1])) == [4, 5]
-        with pytest.raises(RuntimeError, match="of two lines") if position(states[2]) else in_peace():
+        with pytest.raises(RuntimeError, match="of two lines") if position(states[2]) else nothing_raised():
             assert next(iter(loaders[2])) == [0, 1]
 
 
-class in_peace:
+class nothing_raised:
     """No error and no warning is expected."""
 
     def __enter__(self):
@@ -225,7 +225,7 @@ class in_peace:
 
 @pytest.mark.parametrize("pinned", [False, True])
 def test_a_state_while_next_waits(tmp_path, host, pinned):
-    """Of another thread, and of a signal handler: what `next` has not returned does not count."""
+    """A state for a thread or a signal handler does not count what `next` has not returned."""
     files = [tmp_path / name for name in ("first", "second")]
     for file, ask in zip(files, (by_thread, by_handler), strict=True):
         loader = StatefulDataLoader(Held(12, 6, file), 2, num_workers=2, pin_memory=pinned)
@@ -243,7 +243,7 @@ def test_a_state_while_next_waits(tmp_path, host, pinned):
 
 
 class asking:
-    """While the body waits in next(), asks for a state, and then lets the sample be made."""
+    """Asks for a state while the body waits in next(), and then releases the sample."""
 
     def __init__(self, ask, *arguments):
         self.thread = while_next_waits(ask, *arguments)
@@ -363,7 +363,7 @@ def test_a_timeout_counts_nothing(tmp_path):
 @pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize("kind", ["map", "iterable"])
 def test_what_waits_in_main_is_not_delivered(host, kind, pinned):
-    """Batches that are prefetched, and those that a thread has pinned."""
+    """Neither prefetched batches nor those that a thread has pinned count."""
 
     def loader():
         kw = {"pin_memory": pinned, "prefetch_factor": 4, "collate_fn": tensors}
@@ -400,7 +400,7 @@ class FailingState(datasets.CountingRecords):
 
 @pytest.mark.parametrize("raises, kind", [(True, ZeroDivisionError), (False, TypeError)])
 def test_a_dataset_whose_state_cannot_be_taken_any_more(raises, kind):
-    """Its error comes out of state_dict(). Batches come all the same, and so do earlier states."""
+    """state_dict() raises its error. Batches are delivered all the same, and earlier states remain available."""
 
     def loader():
         return StatefulDataLoader(FailingState(24, raises), num_workers=2, collate_fn=unchanged)
@@ -457,7 +457,7 @@ def test_a_forked_child_has_no_state_and_harms_none():
 
 
 class Stuck(IterableDataset):
-    """In an epoch of its own, the `iter` of worker 1 takes for ever."""
+    """While the file `stuck` exists, the `iter` of worker 1 does not return."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -510,7 +510,7 @@ def test_next_after_an_iter_that_failed_is_an_error(tmp_path):
     resumed = make()
     resumed.load_state_dict(state)
     assert [batch.tolist() for batch in resumed] == [batch.tolist() for batch in loader] == whole
-    # The workers stay.
+    # The workers are kept.
     assert iter(loader) is iterator and [worker.pid for worker in iterator._workers] == pids
     assert next(iterator).tolist() == whole[0] and position(loader.state_dict()) == 1
 

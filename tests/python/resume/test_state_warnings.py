@@ -1,4 +1,4 @@
-"""Warnings about what was a silent mistake of some program: one each, and none elsewhere."""
+"""Each mistake that programs have made silently causes one warning, and nothing else causes any."""
 
 import warnings
 
@@ -30,13 +30,13 @@ def state_at(style, workers, steps):
     return loader.state_dict()
 
 
-def told(function):
-    """The warnings of a call, and whose line they name."""
-    with warnings.catch_warnings(record=True) as found:
+def warnings_of(function):
+    """The warnings of a call, all of which must name a line of this file."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         function()
-    assert all(warning.filename == __file__ for warning in found), "the warning names another line than the program's"
-    return [str(warning.message) for warning in found]
+    assert all(warning.filename == __file__ for warning in caught), "a warning does not name the program's line"
+    return [str(warning.message) for warning in caught]
 
 
 @WORKERS
@@ -46,11 +46,11 @@ def test_an_epoch_without_batches_out_of_a_state(style, workers):
     loader = make(style, workers)
     loader.load_state_dict(state)
     iterator = iter(loader)
-    (text,) = told(lambda: list(iterator))
+    (text,) = warnings_of(lambda: list(iterator))
     assert EMPTY in text
-    assert told(lambda: [next(iterator, None) for _ in range(2)]) == []
-    # The next one has batches.
-    assert told(lambda: list(loader)) == []
+    assert warnings_of(lambda: [next(iterator, None) for _ in range(2)]) == []
+    # The next epoch has batches.
+    assert warnings_of(lambda: list(loader)) == []
 
 
 @WORKERS
@@ -60,12 +60,12 @@ def test_no_word_about_an_epoch_with_batches(style, workers, steps):
     state = state_at(style, workers, steps)
     loader = make(style, workers)
     loader.load_state_dict(state)
-    assert told(lambda: list(loader)) == []
+    assert warnings_of(lambda: list(loader)) == []
 
 
 @WORKERS
 def test_no_word_about_an_empty_dataset(workers):
-    assert told(lambda: list(StatefulDataLoader(datasets.Records(0), num_workers=workers))) == []
+    assert warnings_of(lambda: list(StatefulDataLoader(datasets.Records(0), num_workers=workers))) == []
 
 
 @WORKERS
@@ -74,7 +74,7 @@ def test_a_load_after_iter_that_has_delivered_nothing(style, workers):
     state = state_at(style, workers, 2)
     loader = make(style, workers)
     iterator = iter(loader)
-    (text,) = told(lambda: loader.load_state_dict(state))
+    (text,) = warnings_of(lambda: loader.load_state_dict(state))
     assert "replaces an iterator that has delivered nothing" in text
     assert len(list(loader)) == 10
     del iterator
@@ -82,22 +82,22 @@ def test_a_load_after_iter_that_has_delivered_nothing(style, workers):
 
 @WORKERS
 @STYLE
-def test_no_word_about_a_load_elsewhere(style, workers):
-    """Before iter(), in the midst of an epoch, and after its end."""
+def test_no_word_about_a_load_at_another_time(style, workers):
+    """Before iter(), in mid-epoch, and after the end of the epoch."""
     state = state_at(style, workers, 2)
     loader = make(style, workers)
-    assert told(lambda: loader.load_state_dict(state)) == []
-    assert told(lambda: loader.load_state_dict(state)) == []
+    assert warnings_of(lambda: loader.load_state_dict(state)) == []
+    assert warnings_of(lambda: loader.load_state_dict(state)) == []
     iterator = iter(loader)
     next(iterator)
-    assert told(lambda: loader.load_state_dict(state)) == []
+    assert warnings_of(lambda: loader.load_state_dict(state)) == []
     list(loader)
-    assert told(lambda: loader.load_state_dict(state)) == []
-    assert told(lambda: loader.load_state_dict({})) == []
+    assert warnings_of(lambda: loader.load_state_dict(state)) == []
+    assert warnings_of(lambda: loader.load_state_dict({})) == []
 
 
 class Frozen(datasets.CountingRecords):
-    """Its state never changes; a map-style dataset goes on at a number."""
+    """Its state never changes, but a map-style dataset resumes at an index."""
 
     def state_dict(self):
         return {"made": 0}
@@ -119,28 +119,28 @@ class ChangingIterator(datasets.Shards):
         return iterator
 
 
-def saving(loader):
-    """A function that takes some batches, and a state."""
+def saver_of(loader):
+    """Returns a function that takes some batches and then a state."""
     iterator = iter(loader)
     loader.state_dict()
 
-    def saved(batches):
+    def save_after(batches):
         for _ in range(batches):
             next(iterator)
         loader.state_dict()
 
-    return saved
+    return save_after
 
 
 @WORKERS
 def test_a_state_that_does_not_change_over_64_batches(workers):
     dataset, number = FrozenIterator((200, 200)), max(workers, 1)
-    saved = saving(StatefulDataLoader(dataset, None, num_workers=workers, collate_fn=unchanged))
-    assert told(lambda: saved(60)) == []
-    (text,) = told(lambda: saved(70 * number))
+    save_after = saver_of(StatefulDataLoader(dataset, None, num_workers=workers, collate_fn=unchanged))
+    assert warnings_of(lambda: save_after(60)) == []
+    (text,) = warnings_of(lambda: save_after(70 * number))
     assert "has not changed over 64 batches" in text and "FrozenIterator" in text
-    # Once for each loader.
-    assert told(lambda: saved(30)) == []
+    # One warning per loader.
+    assert warnings_of(lambda: save_after(30)) == []
 
 
 @WORKERS
@@ -151,12 +151,12 @@ def test_no_word_about_other_states(kind, workers):
         "stateless": datasets.StatelessShards((140, 140)),
         "map": Frozen(280),
     }[kind]
-    saved = saving(StatefulDataLoader(dataset, None, num_workers=workers, collate_fn=unchanged))
-    assert told(lambda: saved(60)) == told(lambda: saved(70)) == []
+    save_after = saver_of(StatefulDataLoader(dataset, None, num_workers=workers, collate_fn=unchanged))
+    assert warnings_of(lambda: save_after(60)) == warnings_of(lambda: save_after(70)) == []
 
 
 class Part:
-    """A part of a stream of Hugging Face's datasets: its fields are what a shuffle is known by."""
+    """A part of a stream of Hugging Face Datasets. Its fields identify a shuffle."""
 
     def __init__(self, **fields):
         self.__dict__.update(fields)
@@ -188,7 +188,7 @@ class Raising:
 
 
 class Hostile(datasets.GeneratorShards):
-    """Its parts are strange, and name one another."""
+    """Its parts are malformed and refer to one another."""
 
     def __init__(self, *parts):
         super().__init__((20, 20))
@@ -213,7 +213,7 @@ def test_a_shuffle_buffer_that_the_state_does_not_hold(kind, workers, caplog):
     assert text.startswith(
         f"{kind.__name__} has a shuffle buffer of 100 samples, which its state_dict() does not include"
     )
-    # Once for each loader.
+    # One warning per loader.
     loader.state_dict()
     list(iterator)
     next(iter(loader))

@@ -1,4 +1,4 @@
-"""Samplers with a state: this package's, torchdata's, a program's own."""
+"""Samplers with a state: those of this package, of torchdata and of a program."""
 
 import copy
 import dataclasses
@@ -38,7 +38,7 @@ def plain(value):
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-# The classes by themselves, beside torchdata's
+# The classes on their own, compared with torchdata's
 
 
 def random_settings(rng):
@@ -46,27 +46,27 @@ def random_settings(rng):
     return size, dict(replacement=rng.random() < 0.5, num_samples=rng.choice([None, rng.randint(1, 3 * size)]))
 
 
-def test_random_samplers_are_torchdatas():
+def test_random_samplers_match_those_of_torchdata():
     rng = random.Random(0)
     for case in range(100):
         size, kw = random_settings(rng)
-        seen = []
+        results = []
         at = rng.randint(0, 2 * size)
         for module in (torchdata_sampler, None):
             cls = RandomSampler if module is None else module.RandomSampler
             torch.manual_seed(case)
-            made = cls(range(size), generator=generator(case) if case % 2 else None, **kw)
-            found = [torch.get_rng_state().tolist(), len(made), made.num_samples]
+            sampler = cls(range(size), generator=generator(case) if case % 2 else None, **kw)
+            observed = [torch.get_rng_state().tolist(), len(sampler), sampler.num_samples]
             for _ in range(2):
-                iterator = iter(made)
+                iterator = iter(sampler)
                 assert isinstance(iterator, Stateful)
-                found.append(made.generator.get_state().tolist())
-                found.append([*itertools.islice(iterator, at)])
-                found.append(plain(iterator.state_dict()))
-                found.append([*iterator])
-                found.append(made.generator.get_state().tolist())
-            seen.append(found)
-        assert seen[0] == seen[1], (size, kw)
+                observed.append(sampler.generator.get_state().tolist())
+                observed.append([*itertools.islice(iterator, at)])
+                observed.append(plain(iterator.state_dict()))
+                observed.append([*iterator])
+                observed.append(sampler.generator.get_state().tolist())
+            results.append(observed)
+        assert results[0] == results[1], (size, kw)
 
 
 def test_states_of_random_samplers_load_in_both():
@@ -78,9 +78,9 @@ def test_states_of_random_samplers_load_in_both():
         iterator = iter(source(range(size), generator=generator(case), **kw))
         drawn = [*itertools.islice(iterator, rng.randint(0, 2 * size))]
         state = copy.deepcopy(iterator.state_dict())
-        made = target(range(size), generator=generator(77), **kw)
-        other = iter(made)
-        if target is RandomSampler:  # torchdata's has to be new
+        sampler = target(range(size), generator=generator(77), **kw)
+        other = iter(sampler)
+        if target is RandomSampler:  # torchdata's must be new
             next(other)
         other.load_state_dict(state)
         assert plain(other.state_dict()) == plain(state)
@@ -90,13 +90,13 @@ def test_states_of_random_samplers_load_in_both():
 def test_wrong_settings_of_random_samplers():
     for kw in (dict(replacement=1), dict(num_samples=0), dict(num_samples=-1), dict(num_samples=2.5), dict()):
         size = 5 if kw else 0
-        torchdatas = outcome(lambda kw=kw, size=size: torchdata_sampler.RandomSampler(range(size), **kw))
-        assert torchdatas[0] != "value"
-        assert outcome(lambda kw=kw, size=size: RandomSampler(range(size), **kw)) == torchdatas
+        expected = outcome(lambda kw=kw, size=size: torchdata_sampler.RandomSampler(range(size), **kw))
+        assert expected[0] != "value"
+        assert outcome(lambda kw=kw, size=size: RandomSampler(range(size), **kw)) == expected
 
 
 class Counted(Sampler):
-    """A sampler that is itself stateful: it goes on where it was."""
+    """A sampler that is itself stateful: it continues where it stopped."""
 
     def __init__(self, size):
         self.size, self.at = size, 0
@@ -131,29 +131,29 @@ INNER = {
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("batch_size", [1, 3, 4, 11, 40])
-def test_batch_samplers_are_torchdatas(inner, drop_last, batch_size):
+def test_batch_samplers_match_those_of_torchdata(inner, drop_last, batch_size):
     count = len([*BatchSampler(INNER[inner](None), batch_size, drop_last)])
     for at in range(count + 1):
-        seen = []
+        results = []
         for module in (torchdata_sampler, None):
             cls = BatchSampler if module is None else module.BatchSampler
-            made = cls(INNER[inner](module), batch_size, drop_last)
-            iterator = iter(made)
-            assert isinstance(made, TorchBatchSampler) and isinstance(iterator, Stateful)
-            found = [len(made), [*itertools.islice(iterator, at)]]
+            sampler = cls(INNER[inner](module), batch_size, drop_last)
+            iterator = iter(sampler)
+            assert isinstance(sampler, TorchBatchSampler) and isinstance(iterator, Stateful)
+            observed = [len(sampler), [*itertools.islice(iterator, at)]]
             state = copy.deepcopy(iterator.state_dict())
-            found.append(plain(state))
-            # Both load into a sampler of the other module.
-            for other, wanted in ((torchdata_sampler, torchdata_sampler.BatchSampler), (None, BatchSampler)):
-                fresh = iter(wanted(INNER[inner](other), batch_size, drop_last))
+            observed.append(plain(state))
+            # The state loads into the samplers of both modules.
+            for other_module, other_cls in ((torchdata_sampler, torchdata_sampler.BatchSampler), (None, BatchSampler)):
+                fresh = iter(other_cls(INNER[inner](other_module), batch_size, drop_last))
                 fresh.load_state_dict(copy.deepcopy(state))
-                found.append([*fresh])
-            found.append([*iterator])
-            seen.append(found)
-        assert seen[0] == seen[1]
-        # At its end this sampler begins anew.
+                observed.append([*fresh])
+            observed.append([*iterator])
+            results.append(observed)
+        assert results[0] == results[1]
+        # At its end, this sampler starts over.
         if inner != "its own" or at < count:
-            assert seen[1][-1] == seen[1][-2] == seen[1][-3]
+            assert results[1][-1] == results[1][-2] == results[1][-3]
 
 
 def test_wrong_settings_of_batch_samplers():
@@ -169,7 +169,7 @@ def test_a_state_of_a_sampler_that_has_none_here():
 
 
 class Interrupting:
-    """Yields numbers; a call raises KeyboardInterrupt, as Ctrl-C in it would."""
+    """Yields numbers; one call raises KeyboardInterrupt, as Ctrl-C would."""
 
     def __init__(self, size, at):
         self.size, self.at, self.count = size, at, 0
@@ -190,13 +190,13 @@ class Interrupting:
 def test_a_batch_goes_on_after_an_interrupt():
     for at in range(6):
         iterator = iter(BatchSampler(Interrupting(5, at), 2, False))
-        seen = []
-        while len(seen) < 3:
+        batches = []
+        while len(batches) < 3:
             try:
-                seen.append(next(iterator))
+                batches.append(next(iterator))
             except KeyboardInterrupt:
                 continue
-        assert seen == [[0, 1], [2, 3], [4]]
+        assert batches == [[0, 1], [2, 3], [4]]
         assert next(iterator, None) is None
 
 
@@ -205,35 +205,35 @@ def test_a_load_drops_what_an_interrupt_left():
     with pytest.raises(KeyboardInterrupt):
         next(iterator)
     iterator.load_state_dict({"samples_yielded": 2})
-    # This sampler goes on where it is; two more indices are left out.
+    # This sampler continues where it is, so two more indices are skipped.
     assert next(iterator) == [3, 4]
 
 
-def test_distributed_samplers_are_torchs():
+def test_distributed_samplers_match_those_of_torch():
     rng = random.Random(2)
     for _ in range(60):
         size, replicas = rng.randint(1, 60), rng.randint(1, 6)
         kw = dict(num_replicas=replicas, rank=rng.randrange(replicas), shuffle=rng.random() < 0.5)
         kw |= dict(seed=rng.randrange(3), drop_last=rng.random() < 0.5)
-        torchs, ours = DistributedSampler(range(size), **kw), StatefulDistributedSampler(range(size), **kw)
+        reference, sampler = DistributedSampler(range(size), **kw), StatefulDistributedSampler(range(size), **kw)
         for epoch in range(2):
-            torchs.set_epoch(epoch)
-            ours.set_epoch(epoch)
-            assert [*ours] == [*torchs] and len(ours) == len(torchs)
-            assert ours.yielded == len(torchs) and ours.next_yielded is None
-            at = rng.randint(0, len(torchs))
-            iterator = iter(ours)
-            assert ours.yielded == 0
-            assert [*itertools.islice(iterator, at)] == [*torchs][:at]
-            assert ours.state_dict() == {"yielded": at} and ours.yielded == at
+            reference.set_epoch(epoch)
+            sampler.set_epoch(epoch)
+            assert [*sampler] == [*reference] and len(sampler) == len(reference)
+            assert sampler.yielded == len(reference) and sampler.next_yielded is None
+            at = rng.randint(0, len(reference))
+            iterator = iter(sampler)
+            assert sampler.yielded == 0
+            assert [*itertools.islice(iterator, at)] == [*reference][:at]
+            assert sampler.state_dict() == {"yielded": at} and sampler.yielded == at
             fresh = StatefulDistributedSampler(range(size), **kw)
             fresh.set_epoch(epoch)
-            fresh.load_state_dict(ours.state_dict())
+            fresh.load_state_dict(sampler.state_dict())
             assert fresh.next_yielded == at and fresh.state_dict() == {"yielded": at}
-            assert [*fresh] == [*torchs][at:]
-            assert fresh.yielded == len(torchs) and fresh.next_yielded is None
+            assert [*fresh] == [*reference][at:]
+            assert fresh.yielded == len(reference) and fresh.next_yielded is None
             # The epoch after a resumed one is whole.
-            assert [*fresh] == [*torchs]
+            assert [*fresh] == [*reference]
 
 
 def test_states_of_distributed_samplers():
@@ -265,7 +265,7 @@ def test_the_epoch_in_a_state_of_a_newer_torchdata_is_set():
 
 
 def test_a_loaded_position_waits_for_the_first_index():
-    """torch's iterators with workers make an iterator over the sampler that they do not use."""
+    """torch's iterators with workers create a sampler iterator that they do not use."""
     sampler = StatefulDistributedSampler(range(20), num_replicas=2, rank=0, shuffle=False)
     sampler.load_state_dict({"yielded": 4})
     unused = iter(sampler)
@@ -301,7 +301,7 @@ def merged(state):
 
 
 class Walker(Sampler):
-    """Its iterator is stateful, the sampler is not."""
+    """Its iterator is stateful; the sampler is not."""
 
     def __init__(self, size):
         self.size = size
@@ -334,7 +334,7 @@ class Walk:
 
 
 class Itself(Sampler):
-    """Is its own iterator, which `iter` begins anew."""
+    """Is its own iterator, which `iter` resets."""
 
     def __init__(self, size):
         self.size, self.at, self.loaded = size, 0, False
@@ -413,7 +413,7 @@ def test_every_position(name, every):
     reference = make(1)
     whole, following = [*reference], [*reference]
     for drawn in range(len(whole) + 1):
-        # As many index batches are drawn as workers have; fewer are delivered.
+        # Workers have `drawn` index batches; fewer are delivered.
         first = begin(make(1), every=every)
         assert [*itertools.islice(first.iterator, drawn)] == whole[:drawn]
         for position in range(drawn + 1):
@@ -424,15 +424,15 @@ def test_every_position(name, every):
             saved = merged(state)
             sampler = make(50)
             second = begin(sampler, saved, position, every=every)
-            again = second.state(position)
-            assert plain(again) == plain(state)
+            resumed_state = second.state(position)
+            assert plain(resumed_state) == plain(state)
             assert [*second.iterator] == whole[position:], (drawn, position)
             assert [*begin(sampler).iterator] == following
         assert [*first.iterator] == whole[drawn:]
 
 
 def test_a_sampler_that_is_its_own_iterator_in_torchs_batches():
-    """torch calls `iter` for each batch, and would begin anew with each."""
+    """torch calls `iter` for each batch, and would start over each time."""
     whole = [*BatchSampler(Itself(23), 3, False)]
     first = begin(TorchBatchSampler(Itself(23), 3, False))
     assert [*itertools.islice(first.iterator, 20)] == whole
@@ -504,16 +504,16 @@ def test_the_samples_that_a_state_counts():
     first = begin(SAMPLERS["a stateful iterator"](1))
     list(itertools.islice(first.iterator, 5))
     second = begin(SAMPLERS["a stateful iterator"](1), merged(first.state(2)), 2)
-    for found, positions in ((first, range(6)), (second, range(2, 3))):
+    for epoch, positions in ((first, range(6)), (second, range(2, 3))):
         for position in positions:
-            assert found.state(position).sampler_iter_state["samples_yielded"] == 3 * position
+            assert epoch.state(position).sampler_iter_state["samples_yielded"] == 3 * position
     list(second.iterator)
     assert second.state(3).sampler_iter_state["samples_yielded"] == 9
     assert second.state(len(whole)).sampler_iter_state["samples_yielded"] == 23
 
 
 class Eager(Counted):
-    """Reads its position when an iterator is made."""
+    """Reads its position when an iterator is created."""
 
     def __iter__(self):
         return self._walk(self.at)
@@ -564,7 +564,7 @@ def test_a_sampler_that_changes_what_it_loads():
         assert [*begin(make(), saved, 2).iterator] == whole[2:]
 
 
-def test_a_batch_sampler_of_torchs_code_with_a_state():
+def test_a_subclass_of_torchs_batch_sampler_with_a_state():
     class Batches(TorchBatchSampler):
         loaded = None
 
@@ -584,7 +584,7 @@ def test_a_batch_sampler_of_torchs_code_with_a_state():
 
 
 def test_a_state_that_is_asked_for_while_the_sampler_begins():
-    """As a signal handler may do. Nothing is drawn then, so the state says nothing of the sampler."""
+    """A signal handler may ask for one then. Nothing is drawn yet, so the state says nothing about the sampler."""
     calls = []
 
     class Asking(Counted):
@@ -601,15 +601,15 @@ def test_a_state_that_is_asked_for_while_the_sampler_begins():
         assert len(calls) == batches
         saved = merged(first.state(1))
         calls.clear()
-        # A loaded state stays what it is.
+        # A loaded state stays unchanged.
         first = sampling(index_sampler, iter(()), typed(saved), 1, (), 1, map_style=True)
         assert [*first.iterator] == whole[1:]
-        (found,) = calls
-        assert merged(found) == saved
+        (state,) = calls
+        assert merged(state) == saved
 
 
 def test_a_torchdata_state_in_torchs_sampler():
-    """Without this package's part of a state: the rest comes in torchdata's order."""
+    """Without this package's part of the state, the rest comes in torchdata's order."""
     rng = random.Random(3)
     for case in range(60):
         size, kw = random_settings(rng)
@@ -627,12 +627,12 @@ def test_a_torchdata_state_in_torchs_sampler():
         following = [*iter(batches(torchdata_sampler.BatchSampler, inner))]
         for own in (None, generator(5)):
             before = torch.get_rng_state()
-            ours = batches(TorchBatchSampler, TorchRandomSampler(data, generator=own, **kw))
-            assert [*begin(ours, saved, position).iterator] == rest, (size, kw, batch_size, position)
+            index_sampler = batches(TorchBatchSampler, TorchRandomSampler(data, generator=own, **kw))
+            assert [*begin(index_sampler, saved, position).iterator] == rest, (size, kw, batch_size, position)
             assert torch.equal(torch.get_rng_state(), before)
-        # At the end of the epoch, the next one follows in torchdata's order, too.
-        run_out(ours, typed(saved), position)
-        assert [*begin(ours).iterator] == following
+        # After the end of the epoch, the next one is in torchdata's order too.
+        run_out(index_sampler, typed(saved), position)
+        assert [*begin(index_sampler).iterator] == following
 
 
 def test_a_torchdata_state_of_other_samplers():
@@ -689,13 +689,13 @@ def test_nothing_happens_before_the_first_batch():
     saved = {"kind": "stateful", "state_position": 1, "_sampler_iter_state": {"samples_yielded": 2}}
     saved["_sampler_iter_state"]["sampler_state"] = {"at": 2}
     index_sampler = TorchBatchSampler(Watched(6), 2, False)
-    found = sampling(index_sampler, iter(index_sampler), typed(saved), 1, (), 1, map_style=True)
+    epoch = sampling(index_sampler, iter(index_sampler), typed(saved), 1, (), 1, map_style=True)
     assert events == []
-    assert next(found.iterator) == [2, 3]
+    assert next(epoch.iterator) == [2, 3]
     assert events == ["load", "iter", "state"]
-    found = sampling(index_sampler, iter(index_sampler), None, 0, (), 1, map_style=True)
+    epoch = sampling(index_sampler, iter(index_sampler), None, 0, (), 1, map_style=True)
     events.clear()
-    next(found.iterator)
+    next(epoch.iterator)
     assert events == ["iter", "state", "state"]
 
 
@@ -720,14 +720,14 @@ def test_copies_of_all_kinds_of_values():
 
     tensor = torch.arange(3)
     value = {"a": [1, (2.5, "x", None, [b"y"])], 5: {True}, "t": tensor, "box": Box()}
-    made = copied(value)
-    assert made["a"] == value["a"] and made[5] == value[5] and torch.equal(made["t"], tensor)
-    made["a"][1][3].append(1)
-    made["a"].append(1)
-    made[5].add(7)
-    made["t"][0] = 9
-    made["box"].items.append(2)
-    made["new"] = 1
+    result = copied(value)
+    assert result["a"] == value["a"] and result[5] == value[5] and torch.equal(result["t"], tensor)
+    result["a"][1][3].append(1)
+    result["a"].append(1)
+    result[5].add(7)
+    result["t"][0] = 9
+    result["box"].items.append(2)
+    result["new"] = 1
     assert value.keys() == {"a", 5, "t", "box"}
     assert value["a"] == [1, (2.5, "x", None, [b"y"])] and value[5] == {True} and value["box"].items == [1]
     assert tensor.tolist() == [0, 1, 2]
@@ -761,12 +761,12 @@ def test_states_that_take_long_are_left_out(monkeypatch):
 
     first = begin(Slow(9))
     [*itertools.islice(first.iterator, 8)]
-    # 24 ms are beyond the limit of 20.
+    # 24 ms exceed the limit of 20 ms.
     assert [first.state(at).own["state_position"] for at in range(9)] == [0, 1, 2, 3, 3, 3, 3, 3, 3]
     whole = [*Growing(9)]
     for at in range(9):
         assert [*begin(Slow(9), merged(first.state(at)), at).iterator] == whole[at:]
-    # After a second there are 20 ms more.
+    # After a second, 20 ms more are allowed.
     monkeypatch.setattr(recording.time, "monotonic", lambda: 101.0)
     next(first.iterator)
     assert first.state(9).own["state_position"] == 9
@@ -779,7 +779,7 @@ def test_old_states_are_thinned_out(monkeypatch):
     assert len(first._recorder._entries) <= recording._MAX_STATES
     rest = [*first.iterator]
     whole += rest
-    # Recent ones are all there, older ones farther apart.
+    # All recent states are kept; older ones are farther apart.
     positions = [first.state(at).own["state_position"] for at in range(1001)]
     assert positions[-30:] == [*range(971, 1001)]
     assert len({*positions}) <= recording._MAX_STATES and positions[0] == 0
@@ -819,13 +819,13 @@ def test_an_interrupted_state_loses_no_index_batch():
             index_sampler = TorchBatchSampler(sampler, 2, False) if batches else sampler
             whole = [*index_sampler]
             first = begin(index_sampler)
-            seen = [*itertools.islice(first.iterator, at)]
+            delivered = [*itertools.islice(first.iterator, at)]
             sampler.raises = 1
             with pytest.raises(KeyboardInterrupt):
                 next(first.iterator)
             assert first.state(at).own["state_position"] == at
-            seen += first.iterator
-            assert seen == whole
+            delivered += first.iterator
+            assert delivered == whole
             assert first.state(at + 1).own["state_position"] == at + 1
             other = Interrupted(8)
             other = TorchBatchSampler(other, 2, False) if batches else other
@@ -833,7 +833,7 @@ def test_an_interrupted_state_loses_no_index_batch():
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_unknown_samplers_in_torchs_batches_are_torchs(drop_last):
+def test_unknown_samplers_in_torchs_batch_sampler_are_iterated_by_torch(drop_last):
     """A sampler whose iterator may turn out to have a state is iterated by torch's code."""
 
     class Plain(Sampler):
@@ -850,17 +850,17 @@ def test_unknown_samplers_in_torchs_batches_are_torchs(drop_last):
             return index
 
     for fails in (None, 0, 4, 5):
-        seen = []
-        for ours in (False, True):
+        results = []
+        for in_epoch in (False, True):
             inner = Plain(fails)
             index_sampler = TorchBatchSampler(inner, 3, drop_last)
-            found = begin(index_sampler) if ours else None
-            iterator = found.iterator if ours else iter(index_sampler)
-            seen.append(([outcome(next, iterator) for _ in range(5)], inner.calls))
-            if ours:
-                state = found.state(2)
+            epoch = begin(index_sampler) if in_epoch else None
+            iterator = epoch.iterator if in_epoch else iter(index_sampler)
+            results.append(([outcome(next, iterator) for _ in range(5)], inner.calls))
+            if in_epoch:
+                state = epoch.state(2)
                 assert state.own["kind"] == "other" and not state.has_states
-        assert seen[0] == seen[1]
+        assert results[0] == results[1]
     assert next(iter(begin(TorchBatchSampler(Plain(None), 3, drop_last), None, 1).iterator)) == [3, 4, 5]
 
 

@@ -1,4 +1,4 @@
-"""States at the beginning and the end of an epoch, and over several: what torchdata's class does with them."""
+"""States at the beginning and the end of an epoch, and over several epochs, behave as they do with torchdata."""
 
 import copy
 
@@ -41,7 +41,7 @@ def test_a_state_of_nothing_delivered(lib, kind, start, when):
     loader = make()
     if when == "before iter":
         if lib.name == "rustloader" and "drawing" in kind:
-            return  # the state is that of a dataset which no worker has: rustloader starts none for it
+            return  # it would be the state of a worker's dataset, and rustloader starts no worker for it
         state = loader.state_dict()
         iterator = iter(loader)
     else:
@@ -75,7 +75,7 @@ def test_a_state_of_nothing_delivered_holds_the_shuffled_order(lib, kind, worker
 def test_a_state_after_the_end_is_the_next_epochs(lib, kind, workers, every):
     torch.manual_seed(2)
     if kind == "lazy generator" and not workers and lib.name == "torchdata":
-        return  # torchdata loads the state and iterates twice; the first time nothing is asked
+        return  # torchdata loads the state and iterates twice; it takes nothing from the first iterator
     if "drawing" in kind and workers and lib.name == "torchdata":
         return  # torchdata draws another base seed for the next epoch's workers
     make = maker(lib, kind, workers, snapshot_every_n_steps=every)
@@ -113,7 +113,7 @@ def test_at_the_last_batch_nothing_is_left_and_the_next_epoch_is_full(lib, kind,
     if persistent and not workers:
         return
     if kind == "restarting generator" and workers and lib.name == "torchdata":
-        return  # torchdata asks workers again whose dataset has ended
+        return  # torchdata asks workers for more after their dataset has ended
     if kind == "lazy generator" and not workers and lib.name == "torchdata":
         return  # as above
     make = maker(lib, kind, workers, snapshot_every_n_steps=every, persistent_workers=persistent)
@@ -197,7 +197,7 @@ def test_a_broken_epoch_is_followed_by_a_whole_one(lib, kind, workers):
     expected = list(loader)
     for _ in zip(range(2), loader, strict=False):
         loader.state_dict()
-    if kind != "generator" or workers:  # without workers the dataset stands where the loop left it
+    if kind != "generator" or workers:  # without workers, the dataset stays where the loop left it
         assert list(loader) == expected
 
 
@@ -217,7 +217,7 @@ def test_iter_twice_after_a_load_begins_a_whole_epoch(lib, workers):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_state_is_the_loaders_own_after_a_second_load(lib, workers):
+def test_the_last_load_counts(lib, workers):
     make = maker(lib, "map", workers)
     loader = make()
     expected = list(loader)

@@ -1,4 +1,4 @@
-"""A loader stopped after some batches and resumed elsewhere delivers the rest: what torchdata's class does in this."""
+"""A loader that is stopped after some batches and resumed elsewhere delivers the rest, as torchdata's class does."""
 
 import copy
 import itertools
@@ -11,11 +11,9 @@ from stateful.datasets import unchanged
 
 pytestmark = pytest.mark.ours
 
-SIZES = (23, 0, 11, 17)
-
 
 def resumed(make, interrupt, epochs_before=0):
-    """What the loader still delivered after the interrupt, and what another one did out of its state."""
+    """Returns the batches after the interruption, and those that another loader delivers from the state."""
     loader = make()
     for _ in range(epochs_before):
         list(loader)
@@ -30,9 +28,9 @@ def resumed(make, interrupt, epochs_before=0):
 
 
 def check(make, interrupt, **kw):
-    rest, again = resumed(make, interrupt, **kw)
-    assert rest, "the program is of no use: nothing was left"
-    assert again == rest
+    rest, from_state = resumed(make, interrupt, **kw)
+    assert rest, "this tests nothing: no batch was left"
+    assert from_state == rest
 
 
 def loaders(lib, dataset, **kw):
@@ -40,8 +38,9 @@ def loaders(lib, dataset, **kw):
     return lambda: lib.StatefulDataLoader(copy.deepcopy(dataset), **kw)
 
 
-# The batch size, and how many batches are taken; the number of workers, and snapshot_every_n_steps.
+# (batch size, number of batches that are taken)
 STOPS = [(None, 0), (None, 10), (7, 1), (7, 4)]
+# (num_workers, snapshot_every_n_steps)
 WORKERS = [(0, 1), (0, 10), (3, 1), (3, 2), (3, 10), (3, 0)]
 
 
@@ -66,7 +65,7 @@ def test_an_iterable_dataset_with_a_generator_function(lib, kind, workers, stop)
 def test_where_an_iterable_dataset_keeps_its_state(lib, kind, workers, interrupt):
     dataset = getattr(datasets, kind)(24)
     if (lib.name, kind, workers) == ("torchdata", "GrowingState", 0):
-        return  # torchdata gives out the dataset's own dictionary, which goes on growing
+        return  # torchdata returns the dataset's own dictionary, which keeps growing
     check(loaders(lib, dataset, num_workers=workers, batch_size=2), interrupt)
 
 
@@ -104,9 +103,9 @@ def test_shuffling_with_a_generator(lib, workers, interrupt):
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_the_last_batch_is_small_or_dropped(lib, workers, drop_last):
     make = loaders(lib, datasets.Records(23), num_workers=workers, batch_size=5, drop_last=drop_last)
-    rest, again = resumed(make, 3)
-    assert again == rest
-    assert [len(batch) for batch in again] == ([5] if drop_last else [5, 3])
+    rest, from_state = resumed(make, 3)
+    assert from_state == rest
+    assert [len(batch) for batch in from_state] == ([5] if drop_last else [5, 3])
 
 
 @pytest.mark.parametrize("interrupt", [0, 1, 8])
@@ -119,7 +118,7 @@ def test_persistent_workers(lib, style, interrupt):
     }[style]
     make = loaders(lib, dataset, num_workers=2, batch_size=2, persistent_workers=True)
     check(make, interrupt)
-    if style != "map":  # its count goes on over epochs in the first loader alone
+    if style != "map":  # its count continues across epochs, but only in the first loader
         check(make, interrupt, epochs_before=1)
 
 
@@ -133,21 +132,21 @@ def test_workers_that_are_spawned(lib, style):
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_resumed_loader_is_stopped_and_resumed_again(lib, style, every):
     if (lib.name, style) == ("torchdata", "stateless"):
-        return  # torchdata ends early, or says that the dataset has changed
+        return  # torchdata ends early, or reports that the dataset has changed
     dataset = {
         "map": datasets.CountingRecords(40),
         "iterable": datasets.Shards((31, 9)),
         "stateless": datasets.StatelessShards((31, 9)),
     }[style]
     make = loaders(lib, dataset, num_workers=2, batch_size=2, snapshot_every_n_steps=every)
-    expected, found, state = list(make()), [], {}
+    expected, delivered, state = list(make()), [], {}
     for steps in (4, 1, 0, 7, 100):
         loader = make()
         loader.load_state_dict(state)
         iterator = iter(loader)
-        found += list(itertools.islice(iterator, steps))
+        delivered += list(itertools.islice(iterator, steps))
         state = loader.state_dict()
-    assert found == expected
+    assert delivered == expected
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -194,9 +193,9 @@ def test_out_of_order_each_sample_comes_once(lib, workers, interrupt):
     assert before + rest != list(range(10))
     loader = make()
     loader.load_state_dict(state)
-    again = list(loader)
-    if lib.name == "rustloader" or interrupt == 0:  # torchdata promises nothing here, and loses samples at times
-        assert sorted(before + again) == list(range(10))
+    from_state = list(loader)
+    if lib.name == "rustloader" or interrupt == 0:  # torchdata guarantees nothing here, and sometimes loses samples
+        assert sorted(before + from_state) == list(range(10))
 
 
 @pytest.mark.parametrize("interrupt", [0, 3, 9])
@@ -216,6 +215,6 @@ def test_out_of_order_each_sample_of_an_iterable_dataset_comes_once(lib, interru
     assert sorted((r["worker"], r["id"]) for r in before + rest) == everything
     loader = make()
     loader.load_state_dict(state)
-    again = list(loader)
+    from_state = list(loader)
     if lib.name == "rustloader" or interrupt == 0:
-        assert sorted((r["worker"], r["id"]) for r in before + again) == everything
+        assert sorted((r["worker"], r["id"]) for r in before + from_state) == everything

@@ -1,4 +1,4 @@
-"""Samplers and batch samplers, with and without state: what torchdata's class and its samplers do."""
+"""Samplers and batch samplers, with and without a state, behave as they do with torchdata."""
 
 import itertools
 
@@ -36,7 +36,7 @@ def ids(batches):
 @pairs(start=STARTS, interrupt=INTERRUPTS, batch_size=[None, 4], kind=[*STATEFUL, "WithoutState"])
 def test_a_sampler_of_the_users(lib, kind, batch_size, start, interrupt):
     if (kind, batch_size, lib.name) == ("OwnIteratorWithState", 4, "rustloader"):
-        return  # torch's BatchSampler calls iter() for each batch, so this one has no end in torch's loader, too
+        return  # torch's BatchSampler calls iter() for each batch, so this one never ends in torch's loader either
 
     def make():
         return lib.StatefulDataLoader(
@@ -47,10 +47,10 @@ def test_a_sampler_of_the_users(lib, kind, batch_size, start, interrupt):
             **start,
         )
 
-    first, rest, again, following = resumed(make, interrupt)
+    first, rest, from_state, following = resumed(make, interrupt)
     order = datasets.WithoutState(SIZE).all()
     assert ids(first + rest) == order
-    assert again == rest
+    assert from_state == rest
     assert ids(following) == order
 
 
@@ -66,9 +66,9 @@ def test_a_batch_sampler_of_the_users(lib, kind, start, interrupt):
             **start,
         )
 
-    first, rest, again, following = resumed(make, interrupt)
+    first, rest, from_state, following = resumed(make, interrupt)
     assert [ids([batch]) for batch in first + rest] == batches
-    assert again == rest
+    assert from_state == rest
     assert [ids([batch]) for batch in following] == batches
 
 
@@ -77,9 +77,8 @@ def test_a_batch_sampler_of_the_users(lib, kind, start, interrupt):
 @pytest.mark.parametrize("name", ["sequential", "subset", "weighted", "distributed"])
 def test_torchs_samplers_without_state(lib, name, workers, interrupt):
     def make():
-        torch.manual_seed(
-            6
-        )  # torchdata goes forward by drawing again: from the same numbers, if the program sees to it
+        # torchdata fast-forwards by drawing again; the draws are the same only if the program sets the seed again.
+        torch.manual_seed(6)
         sampler = {
             "sequential": lambda: SequentialSampler(range(SIZE)),
             "subset": lambda: SubsetRandomSampler(range(SIZE), generator=torch.Generator().manual_seed(1)),
@@ -92,11 +91,11 @@ def test_torchs_samplers_without_state(lib, name, workers, interrupt):
             datasets.Records(2 * SIZE), 4, sampler=sampler, num_workers=workers, collate_fn=unchanged
         )
 
-    first, rest, again, _ = resumed(make, interrupt)
+    first, rest, from_state, _ = resumed(make, interrupt)
     if name in ("subset", "weighted") and lib.name == "torchdata":
         return  # torchdata's iterators draw the generator's next order, not the interrupted one
-    assert again == rest
-    assert len(ids(first + again)) == SIZE
+    assert from_state == rest
+    assert len(ids(first + from_state)) == SIZE
 
 
 # torchdata's samplers
@@ -117,16 +116,16 @@ def test_random_sampler(lib, replacement, own_generator, start, interrupt):
             **start,
         )
 
-    first, rest, again, following = resumed(make, interrupt)
-    assert again == rest
+    first, rest, from_state, following = resumed(make, interrupt)
+    assert from_state == rest
     if not replacement:
-        assert sorted(ids(first + again)) == list(range(SIZE))
+        assert sorted(ids(first + from_state)) == list(range(SIZE))
         assert sorted(ids(following)) == list(range(SIZE))
     assert ids(following) != ids(first + rest)
 
 
 def test_random_sampler_draws_what_torchdatas_does(lib):
-    """The numbers are pinned: states of torchdata's loaders give the same order here."""
+    """The numbers are pinned, so that states of torchdata's loaders give the same order here."""
     sampler = lib.RandomSampler(range(10), generator=torch.Generator().manual_seed(3))
     generator = torch.Generator().manual_seed(3)
     assert list(sampler) == torch.randperm(10, generator=generator).tolist()
@@ -195,9 +194,9 @@ def test_batch_sampler_in_a_loader(lib, start, interrupt):
             **start,
         )
 
-    first, rest, again, _ = resumed(make, interrupt)
-    assert again == rest
-    assert sorted(ids(first + again)) == list(range(SIZE))
+    first, rest, from_state, _ = resumed(make, interrupt)
+    assert from_state == rest
+    assert sorted(ids(first + from_state)) == list(range(SIZE))
 
 
 def test_a_batch_sampler_calls_iter_once(lib):
@@ -246,7 +245,7 @@ def test_a_load_does_not_move_an_iterator_of_the_distributed_sampler(lib):
     assert sampler.next_yielded == 5
     next(iterator)
     assert sampler.yielded == 2 and sampler.next_yielded == 5
-    # Ours is what was loaded, until it takes effect.
+    # rustloader returns the loaded state until it takes effect.
     assert sampler.state_dict() == {"yielded": 2 if lib.name == "torchdata" else 5}
 
 
@@ -260,12 +259,12 @@ def test_the_distributed_samplers_length(lib, drop_last, length):
 
 def test_the_distributed_samplers_order_is_torchs(lib):
     for epoch in (0, 3):
-        ours, torchs = distributed(lib, shuffle=True, seed=9), DistributedSampler(range(100), 1, 0, seed=9)
-        ours.set_epoch(epoch)
-        torchs.set_epoch(epoch)
-        order = list(torchs)
-        assert list(ours) == order != list(range(100))
-        loader = lib.StatefulDataLoader(range(100), batch_size=None, sampler=ours)
+        sampler, reference = distributed(lib, shuffle=True, seed=9), DistributedSampler(range(100), 1, 0, seed=9)
+        sampler.set_epoch(epoch)
+        reference.set_epoch(epoch)
+        order = list(reference)
+        assert list(sampler) == order != list(range(100))
+        loader = lib.StatefulDataLoader(range(100), batch_size=None, sampler=sampler)
         assert list(loader) == order
 
 
@@ -281,13 +280,13 @@ def test_the_distributed_sampler_in_a_loader(lib, shuffle, start, interrupt):
             **start,
         )
 
-    seen = []
+    delivered = []
     for rank in range(2):
-        first, rest, again, following = resumed(lambda rank=rank: make(rank), interrupt)
-        assert again == rest
+        first, rest, from_state, following = resumed(lambda rank=rank: make(rank), interrupt)
+        assert from_state == rest
         assert following == first + rest
-        seen += ids(first + again)
-    assert sorted(seen) == list(range(100))
+        delivered += ids(first + from_state)
+    assert sorted(delivered) == list(range(100))
 
 
 @pytest.mark.parametrize("interrupt", [1, 4])

@@ -1,4 +1,4 @@
-"""What stands in a state: torchdata's keys and values, which programs read and write."""
+"""The contents of a state: torchdata's keys and values, which programs read and write."""
 
 import copy
 import json
@@ -11,7 +11,7 @@ from support import run_script
 
 pytestmark = pytest.mark.ours
 
-ALONE = {
+WITHOUT_WORKERS = {
     "_index_sampler_state",
     "_sampler_iter_state",
     "_sampler_iter_yielded",
@@ -39,7 +39,7 @@ EVERY = pytest.mark.parametrize("every", [1, 4])
 
 
 def worker_states(state):
-    """The states of the workers, in their order; without workers the loader's own takes their place."""
+    """The workers' states in order of worker ID; without workers, the loader's own state."""
     if "_snapshot" not in state:
         return [state]
     return [state["_snapshot"]["_worker_snapshots"][f"worker_{i}"] for i in range(number_of_workers(state))]
@@ -56,12 +56,12 @@ def stopped(loader, steps):
     return iterator
 
 
-def plain(value):
-    """Whether a state has plain types and tensors alone."""
+def is_plain(value):
+    """True if a state contains only plain types and tensors."""
     if isinstance(value, dict):
-        return all(isinstance(key, (str, int)) and plain(part) for key, part in value.items())
+        return all(isinstance(key, (str, int)) and is_plain(part) for key, part in value.items())
     if isinstance(value, (list, tuple)):
-        return all(map(plain, value))
+        return all(map(is_plain, value))
     return value is None or type(value) in (bool, int, float, str, bytes, torch.Tensor)
 
 
@@ -81,7 +81,7 @@ def test_keys_without_workers(lib, kind, steps):
     loader = lib.StatefulDataLoader(all_datasets()[kind], batch_size=2, collate_fn=unchanged)
     iterator = stopped(loader, steps)
     state = loader.state_dict()
-    assert set(state) - OWN == ALONE
+    assert set(state) - OWN == WITHOUT_WORKERS
     assert state["_num_yielded"] == state["_sampler_iter_yielded"] == steps
     assert state["_iterator_finished"] is False and state["_IterableDataset_len_called"] is None
     assert state["_shared_seed"] is None
@@ -92,7 +92,7 @@ def test_keys_without_workers(lib, kind, steps):
         assert set(state["fetcher_state"]) == {"dataset_iter_state", "fetcher_ended"}
         assert state["fetcher_state"]["fetcher_ended"] is False
         assert state["dataset_state"] == ({"i": 2 * steps} if kind == "generator" else None)
-    assert plain(state)
+    assert is_plain(state)
     list(iterator)
     assert loader.state_dict()["_iterator_finished"] is True
 
@@ -111,7 +111,7 @@ def test_keys_with_workers(lib, kind, steps, every):
     snapshot = state["_snapshot"]
     assert set(snapshot) == SNAPSHOT and set(snapshot["_main_snapshot"]) == MAIN
     assert snapshot["_snapshot_step"] + state["_steps_since_snapshot"] == steps
-    if lib.name == "torchdata":  # rustloader takes snapshots of the dataset alone, so the newest may be a later one
+    if lib.name == "torchdata":  # rustloader's snapshots cover only the dataset, so the last one may be newer
         assert state["_steps_since_snapshot"] == steps % every
     assert snapshot["_main_snapshot"]["_num_workers"] == 2
     assert isinstance(snapshot["_main_snapshot"]["_base_seed"], int)
@@ -122,7 +122,7 @@ def test_keys_with_workers(lib, kind, steps, every):
             assert worker["fetcher_state"] is None
         else:
             assert worker["fetcher_state"]["fetcher_ended"] is False
-    assert plain(state)
+    assert is_plain(state)
     list(iterator)
     assert loader.state_dict()["_iterator_finished"] is True
 
@@ -164,12 +164,12 @@ def test_each_state_has_all_workers(lib, every):
     rest = list(iterator)
     loader = make()
     loader.load_state_dict(state)
-    iterator, again = iter(loader), []
+    iterator, resumed_batches = iter(loader), []
     for _ in range(5):
         assert number_of_workers(loader.state_dict()) == 4
         assert all(state["fetcher_state"]["dataset_iter_state"] for state in worker_states(loader.state_dict()))
-        again.append(next(iterator))
-    assert again + list(iterator) == rest
+        resumed_batches.append(next(iterator))
+    assert resumed_batches + list(iterator) == rest
 
 
 @pytest.mark.parametrize("every, steps", [(1, 11), (17, 11), (17, 19), (17, 34), (0, 19)])
@@ -215,7 +215,7 @@ def test_iter_is_called_once_for_each_worker(lib, workers):
         loader = lib.StatefulDataLoader(dataset, num_workers=workers)
         loader.load_state_dict(state)
         iter(loader)
-        # Without workers the two loaders have one dataset. rustloader's state is the loaded one until the first batch.
+        # Without workers, the two loaders share a dataset. rustloader's state is the loaded one until the first batch.
         assert calls(loader.state_dict(), key) == ([1] * workers or [1 if lib.name == "rustloader" else 2])
 
 
@@ -245,7 +245,7 @@ def test_a_state_may_grow_and_shrink(lib):
     for _ in range(2):
         next(iterator)
     later = loader.state_dict()
-    assert state == kept, "a state changes when the loader goes on"
+    assert state == kept, "the state changed when the loader went on"
     assert [list(worker["dataset_state"]["seen"]) for worker in worker_states(later)] == [
         ["key 1", "key 2", "key 3"]
     ] * 2
@@ -319,7 +319,7 @@ def test_another_number_of_workers_is_an_assertion_error(lib, kind, saved, loade
 
 
 def test_a_program_may_write_into_a_state(lib):
-    """As accelerate does: a batch that was read ahead is taken back."""
+    """accelerate does this to take back a batch that it has read ahead."""
     loader = lib.StatefulDataLoader(datasets.Records(20), batch_size=2, collate_fn=unchanged)
     iterator = stopped(loader, 3)
     state = loader.state_dict()
@@ -348,7 +348,7 @@ def fail_at_start(_):
 
 
 def outcome(name, kind, workers):
-    """What iter() of such a loader raises, and else what next() does."""
+    """The error of iter() of such a loader, or else that of next()."""
     lib = libraries.library(name)
     dataset = {**all_datasets(), "failing iter": FailingIteration((3, 3)), "failing load": FailingLoad(9)}[kind]
     loader = lib.StatefulDataLoader(
@@ -382,7 +382,7 @@ def outcome(name, kind, workers):
 )
 def test_an_error_at_the_start_surfaces_in_iter(lib, kind, workers, expected):
     if lib.name == "rustloader" and "failing" in kind and workers:
-        expected = expected.replace("iter:", "next:")  # iter() waits for the workers if there is a worker_init_fn
+        expected = expected.replace("iter:", "next:")  # iter() waits for the workers only if there is a worker_init_fn
     # In a process of its own: torchdata's loader leaves its workers behind.
     status, out, err = run_script(f"""
         import multiprocessing, os, warnings

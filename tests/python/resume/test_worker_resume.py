@@ -1,4 +1,4 @@
-"""How workers begin a resumed epoch: real workers, with a job that has a start."""
+"""Real workers begin a resumed epoch as the WorkerStart in their job says."""
 
 import itertools
 import pickle
@@ -41,7 +41,7 @@ def workers(tmp_path, monkeypatch):
     return Workers(tmp_path / "snapshots", monkeypatch)
 
 
-# The order of a start
+# The order of the steps of a start
 
 
 @pytest.mark.forks
@@ -51,7 +51,7 @@ def test_a_start_has_its_order_and_the_replay_is_not_collated(workers):
     assert [samples for samples, _ in batches] == [[9, 10], [11, 12], [13]]
     start = ["init", "load {'mark': 3}", "iter", "load iterator {'i': 5}", "state"]
     assert batches[0][1] == [*start, 5, 6, 7, 8, 9, 10]
-    # The snapshot comes after the batch is made.
+    # The snapshot is taken after the batch is made.
     assert batches[1][1] == [*start, 5, 6, 7, 8, 9, 10, "collate", "state", 11, 12]
     states = [(count, state.dataset_state, state.iterator_state, state.ended) for count, state, _ in workers.sent()]
     i = [(0, 5, False), (1, 11, False), (2, 13, False), (3, 14, True), (4, 14, True)]
@@ -66,7 +66,7 @@ def test_without_a_start_an_epoch_begins_as_ever(workers):
 
 
 @pytest.mark.forks
-def test_what_has_no_state_is_not_told_one(workers):
+def test_a_dataset_without_a_state_is_not_given_one(workers):
     class Plain(IterableDataset):
         log = []  # noqa: RUF012
 
@@ -87,7 +87,7 @@ def test_a_worker_whose_dataset_had_ended_makes_nothing(workers, count, batch_si
     workers.set(WorkerStart({"mark": 0}, {"i": 2}, ended=True), *[last] * (count - 1))
     loader = make(Tail(4), count, batch_size=batch_size, collate_fn=untouched)
     assert list(loader) == [[[2, 3]], [2, 3]][batch_size is None] * (count - 1)
-    # It takes one step, at which a generator takes note of its place.
+    # It takes one step, in which a generator function would apply its loaded state.
     sent = [(count, state.iterator_state, state.ended) for count, state, _ in workers.sent(0)]
     assert sent == [(0, {"i": 3}, True), (1, {"i": 3}, True)]
 
@@ -98,7 +98,7 @@ def test_a_dataset_that_ends_in_the_replay_is_not_asked_again(workers, batch_siz
     workers.set(WorkerStart(replay=9), WorkerStart(replay=3 if batch_size is None else 2))
 
     class Rounds(TailIterator):
-        """Begins again if it is asked after its end."""
+        """Starts over if it is asked for more after its end."""
 
         def __next__(self):
             if self.i == self.dataset.n:
@@ -146,19 +146,19 @@ def test_a_map_style_dataset_goes_on_from_a_snapshot_and_a_replay(workers, case,
         return list(loader)
 
     workers.set(every=12)
-    wanted = run(batches)
+    expected = run(batches)
     # Both workers have made `answers` batches since the first snapshot.
     low = 2 * answers
-    of_worker = [[batch for k, batch in enumerate(batches[:low]) if k % 2 == worker] for worker in (0, 1)]
-    starts = [workers.start(0, worker, of_worker[worker]) for worker in (0, 1)]
+    batches_of = [[batch for k, batch in enumerate(batches[:low]) if k % 2 == worker] for worker in (0, 1)]
+    starts = [workers.start(0, worker, batches_of[worker]) for worker in (0, 1)]
     workers.set(*starts, first_ordinal=low)
-    assert run(batches[low:]) == wanted[low:]
-    # Counts begin anew, states do not.
+    assert run(batches[low:]) == expected[low:]
+    # Counts start from 0; states do not.
     for worker in (0, 1):
         sent = workers.sent(worker)
         assert [count for count, _, _ in sent] == list(range(7 - answers))
         assert sent[0][1].dataset_state == {"made": []}
-        assert sent[1][1].dataset_state == {"made": sorted(sum(of_worker[worker], batches[low + worker]))}
+        assert sent[1][1].dataset_state == {"made": sorted(sum(batches_of[worker], batches[low + worker]))}
 
 
 def test_single_samples_go_on_and_are_not_converted(workers):
@@ -170,23 +170,23 @@ def test_single_samples_go_on_and_are_not_converted(workers):
         return sample, list(converted)
 
     kw = dict(count=1, batch_size=None, collate_fn=convert, seed_by="sample")
-    wanted = list(make(Recalling(6), **kw))
+    expected = list(make(Recalling(6), **kw))
     workers.set(WorkerStart({"made": []}, replay=[0, 1]), first_ordinal=2)
     loader = make(Recalling(6), sampler=range(2, 6), **kw)
-    assert list(loader) == [(sample, seen[2:]) for sample, seen in wanted[2:]]
+    assert list(loader) == [(sample, seen[2:]) for sample, seen in expected[2:]]
 
 
 def test_ordinals_that_were_delivered_ahead_are_left_out(workers):
     batches = [[k] for k in range(8)]
     kw = dict(count=2, batch_size=1, collate_fn=as_list, seed_by="sample")
-    wanted = list(make(Recalling(8), batch_sampler=batches, **kw))
+    expected = list(make(Recalling(8), batch_sampler=batches, **kw))
     workers.set(first_ordinal=2, ahead=(3, 5))
-    found = list(make(Recalling(8), batch_sampler=[batches[k] for k in (2, 4, 6, 7)], **kw))
-    assert [it[0][2] for it in found] == [wanted[k][0][2] for k in (2, 4, 6, 7)]
+    delivered = list(make(Recalling(8), batch_sampler=[batches[k] for k in (2, 4, 6, 7)], **kw))
+    assert [it[0][2] for it in delivered] == [expected[k][0][2] for k in (2, 4, 6, 7)]
 
 
 class Dice(IterableDataset):
-    """Numbers and what was drawn with them; the iterator has a state."""
+    """Numbers, each with a random draw; the iterator has a state if `stateful`."""
 
     def __init__(self, n, stateful):
         self.n, self.stateful, self.log = n, stateful, []
@@ -213,24 +213,24 @@ def test_a_stream_goes_on_from_a_snapshot_and_a_replay(workers, seed_by, batch_s
         return list(make(Dice(7, stateful), 2, batch_size=batch_size, collate_fn=with_draws, seed_by=seed_by))
 
     workers.set(every=0)
-    wanted = run()
+    expected = run()
     workers.set(every=4)
-    assert run() == wanted
-    # With a state there is one after two answers.
-    made = [[count for count, _, _ in workers.sent(worker) if count <= answers][-1] for worker in (0, 1)]
-    assert made == ([answers // 2 * 2] * 2 if stateful else [0, 0])
-    starts = [workers.start(answers, worker, answers - made[worker]) for worker in (0, 1)]
+    assert run() == expected
+    # An iterator with a state has a snapshot after every second answer.
+    counts = [[count for count, _, _ in workers.sent(worker) if count <= answers][-1] for worker in (0, 1)]
+    assert counts == ([answers // 2 * 2] * 2 if stateful else [0, 0])
+    starts = [workers.start(answers, worker, answers - counts[worker]) for worker in (0, 1)]
     workers.set(*starts, first_ordinal=2 * answers)
-    assert run() == wanted[2 * answers :]
+    assert run() == expected[2 * answers :]
 
 
 def test_the_tasks_before_an_epoch():
     for workers, first_ordinal in itertools.product(range(1, 5), range(30)):
         for worker in range(workers):
-            made = [ordinal - first_ordinal for ordinal in range(first_ordinal) if ordinal % workers == worker]
-            for count in range(len(made)):
-                assert resuming.earlier_tasks(count, worker, workers, first_ordinal) == made[len(made) - count :]
-    # An ordinal is not negative.
+            tasks = [ordinal - first_ordinal for ordinal in range(first_ordinal) if ordinal % workers == worker]
+            for count in range(len(tasks)):
+                assert resuming.earlier_tasks(count, worker, workers, first_ordinal) == tasks[len(tasks) - count :]
+    # No task is before the first one of the epoch.
     assert resuming.earlier_tasks(3, 1, 2, 4) == [-4, -3, -1]
 
 
@@ -255,20 +255,22 @@ def test_a_replay_without_workers(kind, seed_by):
         return it
 
     first = fetcher(dataset, WorkerStart(), 0)
-    maker = Snapshots(SnapshotPolicy(1), 0, kind)
-    wanted = [first.fetch(batches[0])]
-    made = read(maker.first(first, dataset))
-    wanted += [first.fetch(batch) for batch in batches[1:]]
-    start = WorkerStart(made.dataset_state, made.iterator_state, batches=made.batches, samples=made.samples)
+    snapshots = Snapshots(SnapshotPolicy(1), 0, kind)
+    expected = [first.fetch(batches[0])]
+    snapshot = read(snapshots.first(first, dataset))
+    expected += [first.fetch(batch) for batch in batches[1:]]
+    start = WorkerStart(
+        snapshot.dataset_state, snapshot.iterator_state, batches=snapshot.batches, samples=snapshot.samples
+    )
     dataset = type(dataset)(*([12] if kind == _DatasetKind.Map else [12, True]))
-    again = fetcher(dataset, start, 3)
+    resumed = fetcher(dataset, start, 3)
     collated.clear()
-    resuming.replay(again, iter(batches[1:3]), kind)
+    resuming.replay(resumed, iter(batches[1:3]), kind)
     assert collated == []
-    assert again.fetch(batches[3]) == wanted[3] and len(collated) == 1
+    assert resumed.fetch(batches[3]) == expected[3] and len(collated) == 1
     if kind == _DatasetKind.Iterable:
-        resuming.replay(again, batches, kind)
-        assert again.inner.ended
+        resuming.replay(resumed, batches, kind)
+        assert resumed.inner.ended
         resuming.load_iterator(plain := _DatasetKind.create_fetcher(kind, dataset, True, collate, False), start)
         assert not plain.ended
 
@@ -294,7 +296,7 @@ def test_a_job_goes_to_a_worker_without_the_starts_of_others():
 
 
 class Ending(Faulty):
-    """What ends an iterable dataset is an error like others here."""
+    """Fails with StopIteration, which is an ordinary error in a map-style dataset."""
 
     error = StopIteration
 
@@ -308,7 +310,7 @@ def test_errors_in_the_replay_are_dropped_and_later_ones_are_not(workers, cls):
     assert [sample[1] for sample in next(iterator)] == [[0, 1, 2, 4, 5], [0, 1, 2, 4, 5, 6]]
     assert outcome(next, iterator)[0] == ("error" if cls is Faulty else "end")
     assert [sample[0] for sample in next(iterator)] == [10, 11]
-    # An error is an answer.
+    # An error counts as an answer.
     assert [count for count, _, _ in workers.sent()] == [0, 1, 2, 3]
 
 
@@ -323,9 +325,9 @@ def test_a_stream_that_failed_goes_on_as_it_did(workers):
         return [outcome(next, iterator)[0] for _ in range(3)]
 
     assert run() == ["value", "error", "end"]
-    for replay, wanted in [(1, ["error", "end", "end"]), (2, ["end"] * 3)]:
+    for replay, expected in [(1, ["error", "end", "end"]), (2, ["end"] * 3)]:
         workers.set(WorkerStart(replay=replay))
-        assert run() == wanted
+        assert run() == expected
 
 
 @pytest.mark.forks
@@ -347,14 +349,14 @@ def test_a_fetcher_that_a_library_replaced_fetches_in_full(workers, monkeypatch)
 # Epochs, and the end
 
 
-class Told(Recalling):
+class WithSetEpoch(Recalling):
     def set_epoch(self, epoch):
         if epoch == 9:
             raise KeyError("epoch 9")
         self.made = [epoch]
 
 
-class ToldStream(Tail):
+class StreamWithSetEpoch(Tail):
     def set_epoch(self, epoch):
         self.n = epoch
 
@@ -368,7 +370,7 @@ def test_later_epochs_of_persistent_workers_begin_anew(workers):
     first = len(workers.sent())
     later = [[[sample[::2] for sample in samples], draws] for samples, draws in loader]
     assert [count for count, _, _ in workers.sent()[first:]] == [0, 1, 2]
-    # One epoch later, from ordinal 0.
+    # The same as a second epoch of a plain loader, from ordinal 0.
     workers.set()
     plain = make(Recalling(4), **kw)
     list(plain)
@@ -382,30 +384,30 @@ def test_a_replay_that_no_task_has_begun_ends_with_the_epoch(workers):
         pass
 
     loader = make(Sampled(8), 2, persistent_workers=True, collate_fn=as_list, prefetch_factor=1)
-    # The first epoch's only task is the first worker's.
+    # The only task of the first epoch goes to the first worker.
     loader.batch_sampler.sampler = range(2)
     assert list(loader) == [[2, 3]]
     loader.batch_sampler.sampler = range(4)
     assert list(loader) == [[0, 1], [0, 1]]
 
 
-@pytest.mark.parametrize("make_dataset", [lambda: Told(8), lambda: ToldStream(8)])
+@pytest.mark.parametrize("make_dataset", [lambda: WithSetEpoch(8), lambda: StreamWithSetEpoch(8)])
 @pytest.mark.forks
 def test_the_dataset_is_told_the_epoch_before_its_iterator_is_made(workers, make_dataset, monkeypatch):
     loader = make(make_dataset(), persistent_workers=True, collate_fn=as_list, seed_by="batch")
     list(loader)
-    told = {"set_epoch": ((2,), {})}
+    call = {"set_epoch": ((2,), {})}
     monkeypatch.setattr(
-        early_epochs, "pickle", types.SimpleNamespace(dumps=lambda message: pickle.dumps(message | told))
+        early_epochs, "pickle", types.SimpleNamespace(dumps=lambda message: pickle.dumps(message | call))
     )
     batches = list(loader)
-    if isinstance(loader.dataset, Told):
+    if isinstance(loader.dataset, WithSetEpoch):
         assert batches[0][1][1] == [2, 0]
         assert workers.sent()[5][1].dataset_state == {"made": [2]}
-        told["set_epoch"] = ((9,), {})
+        call["set_epoch"] = ((9,), {})
         assert outcome(next, iter(loader))[:2] == ("error", KeyError)
         assert workers.sent()[-1][2]
-        told["set_epoch"] = ((), {"epoch": 3})
+        call["set_epoch"] = ((), {"epoch": 3})
         assert next(iter(loader))[1][1] == [3, 0]
     else:
         assert batches == [[0, 1]]
