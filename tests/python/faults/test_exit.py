@@ -1,4 +1,4 @@
-"""The end of whole processes: main killed, Ctrl-C, interpreter exit (S2, S3, S5)."""
+"""The end of the main process: SIGKILL, Ctrl-C, interpreter exit (S2, S3, S5)."""
 
 import os
 import signal
@@ -12,14 +12,14 @@ START = """
     import rustloader
     from sample_data import Held, Images, Numbers, Slow
     from support import waits_in_next, while_main_is_in, while_next_waits, workers_say
-    def told(iterator):
+    def print_pids(iterator):
         print(*[w.pid for w in iterator._workers], flush=True)
         return iterator
 """
 
 
 def started(source, **kw):
-    """A script that prints its workers' pids in its first line: (process, pids)."""
+    """Starts a script that prints its workers' PIDs on its first line; returns (process, pids)."""
     process = start_script(START + source, **kw)
     return process, [int(p) for p in process.stdout.readline().split()]
 
@@ -30,7 +30,7 @@ def test_s3_workers_leave_when_main_is_killed_even_inside_an_item(context):
     if __name__ == "__main__":
         dataset = Slow(9, {{4: 60, 5: 60}})
         loader = DataLoader(dataset, num_workers=2, batch_size=None, multiprocessing_context="{context}")
-        iterator = told(iter(loader))
+        iterator = print_pids(iter(loader))
         for _ in range(4):
             next(iterator)
         assert workers_say(iterator, state="fetch")
@@ -48,7 +48,7 @@ def test_s3_idle_persistent_workers_leave_when_main_is_killed():
     process, pids = started("""
     loader = DataLoader(Numbers(4), num_workers=2, persistent_workers=True)
     list(loader)
-    told(loader._iterator)
+    print_pids(loader._iterator)
     time.sleep(60)
     """)
     os.kill(process.pid, signal.SIGKILL)
@@ -57,7 +57,7 @@ def test_s3_idle_persistent_workers_leave_when_main_is_killed():
 
 
 def ends_with_one_traceback(process, pids, seconds):
-    """By a Ctrl-C, and without leaving a worker."""
+    """Asserts that Ctrl-C has ended the process, with one traceback and no worker left."""
     with within(seconds):
         status, _, err = finish(process)
     assert status in (130, -signal.SIGINT)
@@ -71,7 +71,7 @@ def test_ctrl_c_gives_one_traceback_and_leaves_no_worker(where):
     process, pids = started(f"""
     where = "{where}"
     loader = DataLoader(Slow(9, {{2: 120, 3: 120}}), num_workers=2, batch_size=None)
-    iterator = told(iter(loader))
+    iterator = print_pids(iter(loader))
     next(iterator)
     if where == "next":
         while_next_waits(lambda: print("ready", flush=True))
@@ -90,7 +90,7 @@ def test_a_second_ctrl_c_while_the_workers_end_adds_no_traceback():
     from rustloader.workers import group
     group.EXIT_GRACE = 60
     while_main_is_in(group._gone, lambda _: print("ending", flush=True))
-    iterator = told(iter(DataLoader(Slow(9, {1: 120}), num_workers=1, batch_size=None)))
+    iterator = print_pids(iter(DataLoader(Slow(9, {1: 120}), num_workers=1, batch_size=None)))
     next(iterator)
     assert workers_say(iterator, state="fetch")
     print("ready", flush=True)
@@ -106,7 +106,7 @@ def test_a_second_ctrl_c_while_the_workers_end_adds_no_traceback():
 def test_ctrl_c_can_be_caught_and_the_loader_used_again(tmp_path):
     process, _ = started(f"""
     loader = DataLoader(Held(6, 2, "{tmp_path}/go"), num_workers=1, batch_size=None)
-    iterator = told(iter(loader))
+    iterator = print_pids(iter(loader))
     got = []
     try:
         for x in iterator:
@@ -125,35 +125,35 @@ def test_ctrl_c_can_be_caught_and_the_loader_used_again(tmp_path):
 
 
 EXITS = {
-    "live iterator": "kept = told(iter(loader)); next(kept)",
-    "local iterator": "def f():\n        it = told(iter(loader)); next(it); sys.exit(0)\n    f()",
+    "live iterator": "kept = print_pids(iter(loader)); next(kept)",
+    "local iterator": "def f():\n        it = print_pids(iter(loader)); next(it); sys.exit(0)\n    f()",
     "traceback": """def f():
-        iterator = told(iter(loader)); next(iterator)
+        iterator = print_pids(iter(loader)); next(iterator)
         raise ValueError("mine")
     try:
         f()
     except ValueError as e:
         kept = e""",
     "cycle": """class Holder: pass
-    holder = Holder(); holder.it = told(iter(loader)); holder.me = holder; next(holder.it); del holder""",
+    holder = Holder(); holder.it = print_pids(iter(loader)); holder.me = holder; next(holder.it); del holder""",
     "persistent": """loader = DataLoader(Numbers(8), num_workers=2, persistent_workers=True)
-    list(loader); told(loader._iterator)""",
+    list(loader); print_pids(loader._iterator)""",
     "many": """kept = [iter(loader) for _ in range(4)]
-    [next(k) for k in kept]; told(kept[0])""",
+    [next(k) for k in kept]; print_pids(kept[0])""",
     "thread": """import threading
     running = threading.Event()
     def f():
-        it = told(iter(loader)); next(it); running.set()
+        it = print_pids(iter(loader)); next(it); running.set()
         while True:
             next(it); it = iter(loader)
     threading.Thread(target=f, daemon=True).start()
     running.wait()""",
-    "module": "sys.modules['math'].kept = told(iter(loader)); next(sys.modules['math'].kept)",
+    "module": "sys.modules['math'].kept = print_pids(iter(loader)); next(sys.modules['math'].kept)",
     "busy": """loader = DataLoader(Slow(9, dict.fromkeys(range(9), 120)), num_workers=2)
-    kept = told(iter(loader)); assert workers_say(kept, state="fetch")""",
+    kept = print_pids(iter(loader)); assert workers_say(kept, state="fetch")""",
     "stubborn": """def ignore(_): signal.signal(signal.SIGTERM, signal.SIG_IGN)
     loader = DataLoader(Slow(9, dict.fromkeys(range(9), 120)), num_workers=2, worker_init_fn=ignore)
-    kept = told(iter(loader)); assert workers_say(kept, state="fetch")""",
+    kept = print_pids(iter(loader)); assert workers_say(kept, state="fetch")""",
 }
 
 
@@ -166,14 +166,14 @@ def test_s2_s5_the_interpreter_exits_whatever_holds_the_iterator(name):
     with within(60):
         status, _, err = finish(process, 90)
     assert status == 0, err
-    if name != "thread":  # there, next() may say that it has been shut down
+    if name != "thread":  # in that case, next() may report that the iterator has been shut down
         assert not err, err
     assert len(pids) == 2 and wait_until(lambda: all(map(gone, pids)))
 
 
-# Where a daemon thread is when the interpreter begins to end. It comes back while that takes the modules apart, and up
-# to Python 3.13 is ended there and then, with Rust's frames on its stack.
-BACK_AT_THE_END = {
+# Where a daemon thread is when finalization begins. It resumes while the modules are torn down, and up to Python 3.13
+# is terminated on the spot, with Rust's frames on its stack.
+DAEMON_THREADS = {
     "sampler": """class Sampler:
         def __iter__(self):
             yield from range(4)
@@ -224,7 +224,7 @@ BACK_AT_THE_END = {
     "log": """import logging
     class Handler(logging.Handler):
         def createLock(self):
-            self.lock = None  # logging's own exit would wait for it
+            self.lock = None  # logging's own exit hook would wait for the lock
         def emit(self, record):
             nap()
     logging.getLogger("rustloader").addHandler(Handler())
@@ -233,15 +233,15 @@ BACK_AT_THE_END = {
     "section without the GIL": """import rustloader
     class Endless:
         def __iter__(self):
-            there.set()
+            arrived.set()
             while True:
                 rustloader._core._trim_pool()
     loader = DataLoader(Numbers(40), num_workers=2)""",
 }
 
 
-@pytest.mark.parametrize("where", BACK_AT_THE_END)
-def test_s2_a_daemon_thread_may_come_back_while_the_interpreter_ends(where):
+@pytest.mark.parametrize("where", DAEMON_THREADS)
+def test_s2_a_daemon_thread_may_resume_while_the_interpreter_ends(where):
     process, pids = started(f"""
     import gc, threading
     gc.freeze()
@@ -249,19 +249,19 @@ def test_s2_a_daemon_thread_may_come_back_while_the_interpreter_ends(where):
         def __del__(self, sleep=time.sleep):
             sleep(1)
     lasting = Lasting()
-    there = threading.Event()
+    arrived = threading.Event()
     def nap(how=lambda: time.sleep(0.01)):
-        there.set()
+        arrived.set()
         while True:
             how()
     Endless = None
-    {BACK_AT_THE_END[where]}
-    iterator = told(iter(loader))
+    {DAEMON_THREADS[where]}
+    iterator = print_pids(iter(loader))
     def run():
         for _ in iterator if Endless is None else Endless():
             pass
     threading.Thread(target=run, daemon=True).start()
-    assert there.wait(60)
+    assert arrived.wait(60)
     """)
     with within(60):
         status, _, err = finish(process, 90)
@@ -270,14 +270,14 @@ def test_s2_a_daemon_thread_may_come_back_while_the_interpreter_ends(where):
 
 
 def test_workers_that_a_daemon_thread_is_ending_do_not_hold_up_the_exit():
-    """multiprocessing's hook would join them without limit."""
+    """multiprocessing's exit hook would join them without a timeout."""
     process, pids = started("""
     import threading
     torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 600
     def init_fn(_):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     loader = DataLoader(Slow(9, {1: 600}), num_workers=1, batch_size=None, worker_init_fn=init_fn)
-    iterator = told(iter(loader))
+    iterator = print_pids(iter(loader))
     next(iterator)
     assert workers_say(iterator, state="fetch")
     threading.Thread(target=iterator._shutdown_workers, daemon=True).start()
@@ -290,7 +290,7 @@ def test_workers_that_a_daemon_thread_is_ending_do_not_hold_up_the_exit():
     assert len(pids) == 1 and wait_until(lambda: all(map(gone, pids)))
 
 
-def test_a_daemon_thread_does_not_take_the_exit_for_the_end_of_its_epoch():
+def test_a_daemon_thread_does_not_mistake_the_exit_for_the_end_of_its_epoch():
     status, out, err = run_script("""
         import threading
         from rustloader.workers import group
@@ -314,7 +314,7 @@ def test_a_daemon_thread_does_not_take_the_exit_for_the_end_of_its_epoch():
 
 def test_s5_an_uncaught_error_with_a_live_iterator_ends_the_process():
     process, pids = started("""
-    for x in told(iter(DataLoader(Numbers(40), num_workers=2))):
+    for x in print_pids(iter(DataLoader(Numbers(40), num_workers=2))):
         raise ValueError("mine")
     """)
     with within(60):
@@ -330,7 +330,7 @@ def test_a_forked_child_leaves_the_parents_workers_alone():
         iterator = iter(loader); next(iterator)
         pid = os.fork()
         if pid == 0:
-            sys.exit()  # multiprocessing ends its daemonic processes here
+            sys.exit()  # multiprocessing terminates its daemonic processes here
         assert os.waitpid(pid, 0)[1] == 0
         assert all(w.is_alive() for w in iterator._workers)
         assert [x.item() for x in iterator] == list(range(1, 30))
@@ -343,8 +343,8 @@ def test_a_forked_child_leaves_the_parents_workers_alone():
     assert (status, out, err) == (0, "30\n", "")
 
 
-def test_a_shutdown_waits_for_no_file_that_has_got_the_number_of_the_fork_servers_word():
-    """multiprocessing would, without a limit."""
+def test_a_shutdown_does_not_wait_on_a_file_that_reuses_the_number_of_a_sentinel():
+    """multiprocessing would wait for it, without a timeout."""
     status, out, err = run_script("""
         from sample_data import Numbers
         loader = DataLoader(Numbers(8), num_workers=2, batch_size=None, multiprocessing_context="forkserver")
@@ -359,8 +359,8 @@ def test_a_shutdown_waits_for_no_file_that_has_got_the_number_of_the_fork_server
     assert (status, out, err) == (0, "through\n", "")
 
 
-def test_a_sigterm_of_somebody_elses_that_is_pending_at_the_shutdown_does_not_hide_that_of_main(tmp_path):
-    """Two that are pending at a time are one, with the sender of the first."""
+def test_a_foreign_sigterm_that_is_pending_at_the_shutdown_does_not_hide_mains(tmp_path):
+    """Two pending SIGTERMs merge into one, with the sender of the first."""
     status, out, err = run_script(
         f"""
         import pathlib, subprocess
@@ -387,12 +387,12 @@ def test_a_sigterm_of_somebody_elses_that_is_pending_at_the_shutdown_does_not_hi
             time.sleep(0.01)
         [worker] = iterator._workers
         subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
-        # The worker goes on once the main process has sent its own SIGTERM and waits for the worker to end.
-        def go_on(frame):
+        # The worker continues once the main process has sent its own SIGTERM and waits for the worker to end.
+        def resume(frame):
             if frame.f_locals["seconds"] != group.KILL_AFTER:
                 return False
             (folder / "go").touch()
-        while_main_is_in(group._gone, go_on)
+        while_main_is_in(group._gone, resume)
         iterator._shutdown_workers()
         print(worker.exitcode)
         """

@@ -1,4 +1,4 @@
-"""Batches and errors that cannot be sent are errors at their place (torch hangs on most of them)."""
+"""For a batch or an error that cannot be sent, an error is raised in its place (torch hangs on most of them)."""
 
 import sys
 
@@ -12,7 +12,7 @@ from support import BOTH, DataLoader, epoch, outcomes, worker_pids
 @pytest.mark.ours
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("what", ["lambda", "reduce", "generator", "nested"])
-def test_an_unpicklable_batch_is_an_error_and_the_next_one_comes(what, persistent):
+def test_an_unpicklable_batch_is_an_error_and_the_next_one_is_delivered(what, persistent):
     thing = {
         "lambda": lambda: 0,
         "reduce": Unpicklable(),
@@ -38,7 +38,7 @@ def test_an_unpicklable_batch_is_an_error_and_the_next_one_comes(what, persisten
 
 
 @pytest.mark.ours
-def test_a_batch_larger_than_any_memory_is_a_memory_error_and_the_next_one_comes():
+def test_a_batch_larger_than_any_memory_is_a_memory_error_and_the_next_one_is_delivered():
     # 64 TiB of one byte.
     endless = np.broadcast_to(np.zeros(1, np.uint8), (1 << 46,))
     loader = DataLoader(Given([0, endless, 2]), num_workers=1, batch_size=None, collate_fn=untouched)
@@ -61,7 +61,7 @@ def test_an_exception_class_that_cannot_be_pickled():
 
 
 @pytest.mark.ours
-def test_its_traceback_is_not_lost():
+def test_the_traceback_of_an_unpicklable_exception_is_not_lost():
     class Local(Exception):
         pass
 
@@ -82,26 +82,26 @@ def test_an_exception_with_unpicklable_arguments():
     def trace(cls):
         return outcomes(iter(cls(Failing(4, {1: lambda: HoldsUnpicklable("x")}), num_workers=2, batch_size=None)), 5)
 
-    theirs, ours = map(trace, BOTH)
-    assert ours == theirs
-    assert ours[1][0] == "error" and ours[2:] == [("value", 2), ("value", 3), ("end",)]
+    expected, actual = map(trace, BOTH)
+    assert actual == expected
+    assert actual[1][0] == "error" and actual[2:] == [("value", 2), ("value", 3), ("end",)]
 
 
-def test_an_exception_whose_text_cannot_be_made():
+def test_an_exception_whose_str_raises():
     def trace(cls):
         return outcomes(iter(cls(Failing(4, {1: BadText}), num_workers=2, batch_size=None)), 5)
 
-    theirs, ours = map(trace, BOTH)
-    assert [o[0] for o in ours] == [o[0] for o in theirs] == ["value", "error", "value", "value", "end"]
-    assert ours[1][1] is theirs[1][1]
+    expected, actual = map(trace, BOTH)
+    assert [o[0] for o in actual] == [o[0] for o in expected] == ["value", "error", "value", "value", "end"]
+    assert actual[1][1] is expected[1][1]
 
 
 @pytest.mark.ours
-def test_base_exceptions_of_a_sample_are_no_silent_loss():
-    def leave():
+def test_a_base_exception_of_a_sample_is_not_lost():
+    def exit_error():
         return SystemExit(3)
 
-    iterator = iter(DataLoader(Failing(4, {1: leave}), num_workers=1, batch_size=None))
+    iterator = iter(DataLoader(Failing(4, {1: exit_error}), num_workers=1, batch_size=None))
     assert next(iterator) == 0
     with pytest.raises(RuntimeError, match=r"DataLoader worker .* exited unexpectedly"):
         next(iterator)
@@ -152,8 +152,8 @@ def test_errors_of_large_text():
     assert next(iterator) == 1
 
 
-class RaisesAtItsEnd:
-    """In the worker, which drops what it has sent, and in main, which drops what it has received."""
+class RaisesInDel:
+    """Raises in the worker, when it drops a batch that it sent, and in main, when it drops one that it received."""
 
     def __init__(self, i):
         self.i, self.tensor = i, torch.full((5000,), float(i))
@@ -164,7 +164,7 @@ class RaisesAtItsEnd:
 
 class Endings(Numbers):
     def __getitem__(self, i):
-        return RaisesAtItsEnd(i)
+        return RaisesInDel(i)
 
 
 @pytest.mark.ours

@@ -714,7 +714,7 @@ def test_an_address_space_that_is_too_small_is_a_memory_error():
     assert sizes[1:] == [(8 << 30, 0, 2), (40 << 20, 0, 2)]
 
 
-def test_a_limit_of_file_sizes_is_no_signal():
+def test_a_file_size_limit_causes_no_signal():
     def body():
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         return error_of(share, (b"x" * (1 << 16) for _ in range(100)))
