@@ -12,7 +12,7 @@ START = """
     import rustloader
     from sample_data import Held, Images, Numbers, Slow
     from support import waits_in_next, while_main_is_in, while_next_waits, workers_say
-    def print_pids(iterator):
+    def told(iterator):
         print(*[w.pid for w in iterator._workers], flush=True)
         return iterator
 """
@@ -30,7 +30,7 @@ def test_s3_workers_leave_when_main_is_killed_even_inside_an_item(context):
     if __name__ == "__main__":
         dataset = Slow(9, {{4: 60, 5: 60}})
         loader = DataLoader(dataset, num_workers=2, batch_size=None, multiprocessing_context="{context}")
-        iterator = print_pids(iter(loader))
+        iterator = told(iter(loader))
         for _ in range(4):
             next(iterator)
         assert workers_say(iterator, state="fetch")
@@ -48,7 +48,7 @@ def test_s3_idle_persistent_workers_leave_when_main_is_killed():
     process, pids = started("""
     loader = DataLoader(Numbers(4), num_workers=2, persistent_workers=True)
     list(loader)
-    print_pids(loader._iterator)
+    told(loader._iterator)
     time.sleep(60)
     """)
     os.kill(process.pid, signal.SIGKILL)
@@ -71,7 +71,7 @@ def test_ctrl_c_gives_one_traceback_and_leaves_no_worker(where):
     process, pids = started(f"""
     where = "{where}"
     loader = DataLoader(Slow(9, {{2: 120, 3: 120}}), num_workers=2, batch_size=None)
-    iterator = print_pids(iter(loader))
+    iterator = told(iter(loader))
     next(iterator)
     if where == "next":
         while_next_waits(lambda: print("ready", flush=True))
@@ -90,7 +90,7 @@ def test_a_second_ctrl_c_while_the_workers_end_adds_no_traceback():
     from rustloader.workers import group
     group.EXIT_GRACE = 60
     while_main_is_in(group._gone, lambda _: print("ending", flush=True))
-    iterator = print_pids(iter(DataLoader(Slow(9, {1: 120}), num_workers=1, batch_size=None)))
+    iterator = told(iter(DataLoader(Slow(9, {1: 120}), num_workers=1, batch_size=None)))
     next(iterator)
     assert workers_say(iterator, state="fetch")
     print("ready", flush=True)
@@ -106,7 +106,7 @@ def test_a_second_ctrl_c_while_the_workers_end_adds_no_traceback():
 def test_ctrl_c_can_be_caught_and_the_loader_used_again(tmp_path):
     process, _ = started(f"""
     loader = DataLoader(Held(6, 2, "{tmp_path}/go"), num_workers=1, batch_size=None)
-    iterator = print_pids(iter(loader))
+    iterator = told(iter(loader))
     got = []
     try:
         for x in iterator:
@@ -125,35 +125,35 @@ def test_ctrl_c_can_be_caught_and_the_loader_used_again(tmp_path):
 
 
 EXITS = {
-    "live iterator": "kept = print_pids(iter(loader)); next(kept)",
-    "local iterator": "def f():\n        it = print_pids(iter(loader)); next(it); sys.exit(0)\n    f()",
+    "live iterator": "kept = told(iter(loader)); next(kept)",
+    "local iterator": "def f():\n        it = told(iter(loader)); next(it); sys.exit(0)\n    f()",
     "traceback": """def f():
-        iterator = print_pids(iter(loader)); next(iterator)
+        iterator = told(iter(loader)); next(iterator)
         raise ValueError("mine")
     try:
         f()
     except ValueError as e:
         kept = e""",
     "cycle": """class Holder: pass
-    holder = Holder(); holder.it = print_pids(iter(loader)); holder.me = holder; next(holder.it); del holder""",
+    holder = Holder(); holder.it = told(iter(loader)); holder.me = holder; next(holder.it); del holder""",
     "persistent": """loader = DataLoader(Numbers(8), num_workers=2, persistent_workers=True)
-    list(loader); print_pids(loader._iterator)""",
+    list(loader); told(loader._iterator)""",
     "many": """kept = [iter(loader) for _ in range(4)]
-    [next(k) for k in kept]; print_pids(kept[0])""",
+    [next(k) for k in kept]; told(kept[0])""",
     "thread": """import threading
     running = threading.Event()
     def f():
-        it = print_pids(iter(loader)); next(it); running.set()
+        it = told(iter(loader)); next(it); running.set()
         while True:
             next(it); it = iter(loader)
     threading.Thread(target=f, daemon=True).start()
     running.wait()""",
-    "module": "sys.modules['math'].kept = print_pids(iter(loader)); next(sys.modules['math'].kept)",
+    "module": "sys.modules['math'].kept = told(iter(loader)); next(sys.modules['math'].kept)",
     "busy": """loader = DataLoader(Slow(9, dict.fromkeys(range(9), 120)), num_workers=2)
-    kept = print_pids(iter(loader)); assert workers_say(kept, state="fetch")""",
+    kept = told(iter(loader)); assert workers_say(kept, state="fetch")""",
     "stubborn": """def ignore(_): signal.signal(signal.SIGTERM, signal.SIG_IGN)
     loader = DataLoader(Slow(9, dict.fromkeys(range(9), 120)), num_workers=2, worker_init_fn=ignore)
-    kept = print_pids(iter(loader)); assert workers_say(kept, state="fetch")""",
+    kept = told(iter(loader)); assert workers_say(kept, state="fetch")""",
 }
 
 
@@ -233,7 +233,7 @@ DAEMON_THREADS = {
     "section without the GIL": """import rustloader
     class Endless:
         def __iter__(self):
-            arrived.set()
+            there.set()
             while True:
                 rustloader._core._trim_pool()
     loader = DataLoader(Numbers(40), num_workers=2)""",
@@ -249,19 +249,19 @@ def test_s2_a_daemon_thread_may_resume_while_the_interpreter_ends(where):
         def __del__(self, sleep=time.sleep):
             sleep(1)
     lasting = Lasting()
-    arrived = threading.Event()
+    there = threading.Event()
     def nap(how=lambda: time.sleep(0.01)):
-        arrived.set()
+        there.set()
         while True:
             how()
     Endless = None
     {DAEMON_THREADS[where]}
-    iterator = print_pids(iter(loader))
+    iterator = told(iter(loader))
     def run():
         for _ in iterator if Endless is None else Endless():
             pass
     threading.Thread(target=run, daemon=True).start()
-    assert arrived.wait(60)
+    assert there.wait(60)
     """)
     with within(60):
         status, _, err = finish(process, 90)
@@ -277,7 +277,7 @@ def test_workers_that_a_daemon_thread_is_ending_do_not_hold_up_the_exit():
     def init_fn(_):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     loader = DataLoader(Slow(9, {1: 600}), num_workers=1, batch_size=None, worker_init_fn=init_fn)
-    iterator = print_pids(iter(loader))
+    iterator = told(iter(loader))
     next(iterator)
     assert workers_say(iterator, state="fetch")
     threading.Thread(target=iterator._shutdown_workers, daemon=True).start()
@@ -314,7 +314,7 @@ def test_a_daemon_thread_does_not_mistake_the_exit_for_the_end_of_its_epoch():
 
 def test_s5_an_uncaught_error_with_a_live_iterator_ends_the_process():
     process, pids = started("""
-    for x in print_pids(iter(DataLoader(Numbers(40), num_workers=2))):
+    for x in told(iter(DataLoader(Numbers(40), num_workers=2))):
         raise ValueError("mine")
     """)
     with within(60):
@@ -388,11 +388,11 @@ def test_a_foreign_sigterm_that_is_pending_at_the_shutdown_does_not_hide_mains(t
         [worker] = iterator._workers
         subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
         # The worker continues once the main process has sent its own SIGTERM and waits for the worker to end.
-        def resume(frame):
+        def go_on(frame):
             if frame.f_locals["seconds"] != group.KILL_AFTER:
                 return False
             (folder / "go").touch()
-        while_main_is_in(group._gone, resume)
+        while_main_is_in(group._gone, go_on)
         iterator._shutdown_workers()
         print(worker.exitcode)
         """

@@ -151,7 +151,7 @@ def test_a_death_while_a_new_epoch_begins_is_named(tmp_path):
 START = """
     from sample_data import Numbers, Slow
     from support import while_next_waits, workers_say
-    def print_pids(iterator):
+    def told(iterator):
         print(*[w.pid for w in iterator._workers], flush=True)
         return iterator
     def shared(dataset, **kw):
@@ -166,7 +166,7 @@ def started(source):
 
 def test_ctrl_c_gives_one_traceback_and_leaves_no_worker():
     process, pids = started("""
-    iterator = print_pids(iter(shared(Slow(9, {1: 120, 2: 120}))))
+    iterator = told(iter(shared(Slow(9, {1: 120, 2: 120}))))
     next(iterator)
     while_next_waits(lambda: print("ready", flush=True))
     list(iterator)
@@ -183,7 +183,7 @@ def test_ctrl_c_gives_one_traceback_and_leaves_no_worker():
 @pytest.mark.parametrize("where", ["idle", "fetch"])
 def test_the_interpreter_exits_in_mid_epoch(where):
     process, pids = started(f"""
-    iterator = print_pids(iter(shared(Slow(90, dict.fromkeys(range(1, 90), 120 if "{where}" == "fetch" else 0)))))
+    iterator = told(iter(shared(Slow(90, dict.fromkeys(range(1, 90), 120 if "{where}" == "fetch" else 0)))))
     next(iterator)
     assert workers_say(iterator, state="{where}")
     """)
@@ -195,7 +195,7 @@ def test_the_interpreter_exits_in_mid_epoch(where):
 
 def test_workers_exit_when_the_main_process_is_killed():
     process, pids = started("""
-    iterator = print_pids(iter(shared(Numbers(90))))
+    iterator = told(iter(shared(Numbers(90))))
     next(iterator)
     print("ready", flush=True)
     time.sleep(120)

@@ -403,7 +403,7 @@ def test_a_stopped_worker_is_named_without_a_stack(warnings, limits, monkeypatch
 
 
 def test_waiting_for_the_user_is_no_stall(warnings, limits):
-    """A worker with nothing to do is not stuck, nor is one whose results wait to be take_all."""
+    """A worker with nothing to do is not stuck, nor is one whose results wait to be received."""
     limits(0.3, 0.3)
     iterator = iter(DataLoader(Slow(6, {5: 0.1}), batch_size=None, num_workers=2, prefetch_factor=1))
 
