@@ -89,11 +89,11 @@ def test_p20_a_death_while_next_waits():
 @pytest.mark.parametrize("way", ["SIGKILL", "exit 3"])
 def test_p20_out_of_order_gives_every_batch_that_is_complete(way):
     iterator = iter(DataLoader(Dying(20, 5, WAYS[way][0]), num_workers=2, batch_size=None, in_order=False))
-    got = outcomes(iterator, 20)
-    numbers = [o[1] for o in got if o[0] == "value"]
+    results = outcomes(iterator, 20)
+    numbers = [o[1] for o in results if o[0] == "value"]
     assert len(set(numbers)) == len(numbers) >= 1 and 5 not in numbers
-    assert got[-1][0] == "error" and got[-1][1] is RuntimeError
-    assert [o[0] for o in got] == ["value"] * len(numbers) + ["error"] * (20 - len(numbers))
+    assert results[-1][0] == "error" and results[-1][1] is RuntimeError
+    assert [o[0] for o in results] == ["value"] * len(numbers) + ["error"] * (20 - len(numbers))
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, 0])

@@ -27,7 +27,7 @@ def test_s3_a_worker_that_ends_is_named_and_nothing_is_left(case):
 @pytest.mark.parametrize("status", ["ignored", "reaped"])
 @pytest.mark.parametrize("way", [*SIGNALS, "os._exit(0)", "os._exit(3)"])
 def test_s7_the_end_is_named_although_other_code_takes_the_status(way, status):
-    """The error says how it ended if the kernel reports the status of a reaped process: from Linux 6.15 on."""
+    """The error says how the worker ended if the kernel reports it for a reaped process: from Linux 6.15 on."""
     check(Case(way, "item", status=status))
 
 

@@ -68,8 +68,8 @@ def test_a_handler_that_raises_loses_no_batch_and_no_turn():
     assert (status, out, err) == (0, "all\n", "")
 
 
-# A handler that raises, and an iterator of zeros that sends the signal with each of them. It runs no Python code in
-# which the handler could run.
+# A handler that raises, and an iterator of zeros that sends the signal before each of them, without running Python code
+# in which the handler could run.
 SIGNALS = """
         import ctypes, itertools
         from sample_data import Numbers
@@ -223,11 +223,11 @@ def test_p19_the_timeout_is_paused_between_calls_of_next(tmp_path):
         left = timeout - (time.monotonic() - start)
         time.sleep(timeout)
         thread, start = while_next_waits(go.touch), time.monotonic()
-        got = outcome(next, iterator)
+        result = outcome(next, iterator)
         # Without a batch, the call has waited for the remaining time.
-        assert got == ("value", 0) or time.monotonic() - start >= left
+        assert result == ("value", 0) or time.monotonic() - start >= left
         thread.join()
-        assert got == ("value", 0) or in_time(next, iterator) == ("value", 0)
+        assert result == ("value", 0) or in_time(next, iterator) == ("value", 0)
     finally:
         signal.signal(signal.SIGUSR1, before)
 
@@ -549,14 +549,14 @@ def test_a_handler_that_raises_while_a_batch_is_unpickled_on_receipt_does_not_lo
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         loader = DataLoader(Given([Token(i) for i in range(8)]), num_workers=2, batch_size=None, collate_fn=untouched)
-        iterator, got = iter(loader), []
+        iterator, results = iter(loader), []
         ARMED.extend([2, 5])
         while (result := outcome(next, iterator)) != ("end",):
-            got.append(result[1].number if result[0] == "value" else result[1])
+            results.append(result[1].number if result[0] == "value" else result[1])
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert [it for it in got if it is not Interrupted] == list(range(8))
-    assert got.count(Interrupted) == 2 and not ARMED
+    assert [it for it in results if it is not Interrupted] == list(range(8))
+    assert results.count(Interrupted) == 2 and not ARMED
 
 
 @pytest.mark.ours

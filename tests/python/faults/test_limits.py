@@ -260,7 +260,7 @@ def users_with_processes():
 def become_unused_user():
     """Becomes a user that has no other process: root is not limited, and the user's other processes would count. The
     user is random, because the kernel also counts processes of other containers and of other runs of these tests."""
-    # The user may not be able to read modules that the first epoch imports.
+    # Afterwards, modules that the first epoch imports may be unreadable.
     assert plain() == []
     number = secrets.choice(sorted(set(range(20_000, 60_000)) - users_with_processes()))
     os.setresgid(number, number, number)

@@ -56,16 +56,16 @@ def starved(once, max_restarts):
     with tempfile.TemporaryDirectory() as folder:
         dataset = Hungry(12, f"{folder}/marker" if once else None)
         loader = DataLoader(dataset, batch_size=None, num_workers=2, max_restarts=max_restarts)
-        got, error, start = [], None, time.monotonic()
+        numbers, error, start = [], None, time.monotonic()
         try:
             for batch in loader:
-                got.append(int(batch))
+                numbers.append(int(batch))
         except rustloader.WorkerDiedError as died:
             error = {"text": str(died), "restarts": died.restarts, "exitcode": died.exitcode, "notes": died.__notes__}
         seconds = time.monotonic() - start
         faults = rustloader.stats(loader).faults
     counts = {"restarts": faults.restarts, "out_of_memory": faults.out_of_memory, "stalls": faults.stalls}
-    return {"got": got, "error": error, "seconds": seconds, "faults": counts, "deaths": faults.deaths}
+    return {"numbers": numbers, "error": error, "seconds": seconds, "faults": counts, "deaths": faults.deaths}
 
 
 def in_small_cgroup(once, max_restarts):
@@ -76,7 +76,7 @@ def in_small_cgroup(once, max_restarts):
 
 def test_a_worker_that_ran_out_of_memory_is_named_and_replaced_after_a_pause():
     report, kills, log = in_small_cgroup(True, 2)
-    assert report["got"] == list(range(12)) and report["error"] is None, report
+    assert report["numbers"] == list(range(12)) and report["error"] is None, report
     assert kills == 1 and report["faults"] == {"restarts": 1, "out_of_memory": 1, "stalls": 0}, report
     assert len(report["deaths"]) == 1 and "out of memory" in report["deaths"][0], report
     assert len(log) == 1 and "out of memory" in log[0], log
@@ -85,7 +85,7 @@ def test_a_worker_that_ran_out_of_memory_is_named_and_replaced_after_a_pause():
 
 def test_where_each_restart_runs_out_of_memory_the_epoch_ends_within_max_restarts():
     report, kills, _ = in_small_cgroup(False, 2)
-    assert report["got"] == list(range(5)), report
+    assert report["numbers"] == list(range(5)), report
     assert kills == 3 and report["faults"] == {"restarts": 2, "out_of_memory": 2, "stalls": 0}, report
     error = report["error"]
     assert (
@@ -101,5 +101,5 @@ def test_where_each_restart_runs_out_of_memory_the_epoch_ends_within_max_restart
 def test_without_restarts_a_death_by_memory_has_torchs_text():
     """It does not give the cause: without an option nothing changes."""
     report, kills, _ = in_small_cgroup(False, 0)
-    assert kills == 1 and report["got"] == list(range(5)), report
+    assert kills == 1 and report["numbers"] == list(range(5)), report
     assert re.fullmatch(TORCHS_TEXT, report["error"]["text"]) and report["error"]["restarts"] == 0, report

@@ -45,9 +45,9 @@ def test_beyond_the_limit_the_error_is_torchs_with_a_history(tmp_path):
     assert history[1] == f"  worker 1 (pid {first_pids[1]}) was killed by signal: Killed, at batch 1 (index [2, 3])"
     assert history[2].endswith("was killed by signal: Killed, at batch 3 (index [6, 7])")
     assert len(history) == 3 and len(error.__notes__) == 2
-    with pytest.raises(WorkerDiedError) as again:
+    with pytest.raises(WorkerDiedError) as repeated:
         next(iterator)
-    assert str(again.value) == str(error) and again.value.__notes__ == error.__notes__
+    assert str(repeated.value) == str(error) and repeated.value.__notes__ == error.__notes__
 
 
 def test_each_epoch_has_its_own_limit(tmp_path):

@@ -151,8 +151,8 @@ class Images(Numbers):
 
 
 def larger_than_dev_shm():
-    """The error of a file of a batch's size, the count of batches, whether they are intact while all are kept, how many
-    came from the engine, and the files in /dev/shm."""
+    """Returns the error of allocating a file of a batch's size in /dev/shm, the number of batches, whether they are
+    intact while all are kept, how many the engine delivered, and the files in /dev/shm."""
     with open("/dev/shm/file", "wb") as file:
         try:
             os.posix_fallocate(file.fileno(), 0, 96 << 20)

@@ -38,9 +38,9 @@ def lasting_error(iterator):
     """The error of `next`, which each later call repeats."""
     with within(SOON), pytest.raises(RuntimeError) as caught:
         next(iterator)
-    with pytest.raises(RuntimeError) as again:
+    with pytest.raises(RuntimeError) as repeated:
         next(iterator)
-    assert str(again.value) == str(caught.value)
+    assert str(repeated.value) == str(caught.value)
     return caught.value
 
 
@@ -76,13 +76,13 @@ def test_tasks_of_other_workers_and_waiting_tasks_are_completed(tmp_path):
 def test_out_of_order_every_batch_but_the_lost_one_comes_first(tmp_path):
     dataset = Recorded(40, tmp_path / "sample", held=(2,))
     iterator = iter(shared(dataset, 2, batch_size=None, in_order=False, prefetch_factor=3))
-    got = [next(iterator).item() for _ in range(12)]
-    assert dataset.reached(2) and 2 not in got and len(set(got)) == 12
+    delivered = [next(iterator).item() for _ in range(12)]
+    assert dataset.reached(2) and 2 not in delivered and len(set(delivered)) == 12
     victim = iterator._task_info[2][0]
     os.kill(worker_pids(iterator)[victim], signal.SIGKILL)
     rest = outcomes(iterator, 40)
-    got += [o[1] for o in rest if o[0] == "value"]
-    assert 2 not in got and len(set(got)) == len(got) >= 12
+    delivered += [o[1] for o in rest if o[0] == "value"]
+    assert 2 not in delivered and len(set(delivered)) == len(delivered) >= 12
     assert rest[-1][0] == "error" and "is killed by signal: Killed" in rest[-1][2]
 
 
@@ -114,15 +114,15 @@ def test_a_wait_ends_with_the_last_worker(tmp_path):
 
 def test_a_stopped_worker_keeps_one_task_and_the_others_continue():
     iterator = iter(shared(Slow(60, dict.fromkeys(range(60), 0.01)), 3, batch_size=None, in_order=False))
-    got = [next(iterator).item() for _ in range(5)]
+    delivered = [next(iterator).item() for _ in range(5)]
     pid = worker_pids(iterator)[0]
     os.kill(pid, signal.SIGSTOP)
     try:
-        got += [next(iterator).item() for _ in range(50)]
+        delivered += [next(iterator).item() for _ in range(50)]
     finally:
         os.kill(pid, signal.SIGCONT)
-    got += values(iterator)
-    assert sorted(got) == list(range(60))
+    delivered += values(iterator)
+    assert sorted(delivered) == list(range(60))
 
 
 def test_a_persistent_loader_starts_new_workers_after_a_death(tmp_path):
@@ -250,38 +250,41 @@ class Program:
                 # A death after the last batch of the previous epoch.
                 assert "is killed by signal: Killed" in str(error)
                 iterator = iter(loader)
-            got, ended = self.epoch(iterator, kind, moment, choice)
+            delivered, ended = self.epoch(iterator, kind, moment, choice)
             if self.in_order:
-                assert got == batches[: len(got)], (kind, got)
+                assert delivered == batches[: len(delivered)], (kind, delivered)
             else:
-                assert len({tuple(b) for b in got}) == len(got) and all(b in batches for b in got), (kind, got)
+                assert len({tuple(b) for b in delivered}) == len(delivered) and all(b in batches for b in delivered), (
+                    kind,
+                    delivered,
+                )
             if ended == "end":
-                assert len(got) == len(batches), (kind, got)
+                assert len(delivered) == len(batches), (kind, delivered)
         if loader._iterator is not None:
             loader._iterator._shutdown_workers()
 
     def epoch(self, iterator, kind, moment, choice):
         """The batches of an epoch, and how it ended."""
-        got = []
+        delivered = []
         while True:
-            if len(got) == moment:
+            if len(delivered) == moment:
                 if kind == "break":
-                    return got, kind
+                    return delivered, kind
                 if kind == "stop":
                     iterator._shutdown_workers()
                     assert outcomes(iterator, 1) == [("end",)]
-                    return got, kind
+                    return delivered, kind
                 if kind == "kill":
                     pids = worker_pids(iterator)
                     os.kill(pids[int(choice * len(pids))], signal.SIGKILL)
                     kind = "killed"
             try:
-                got.append(next(iterator).reshape(-1).tolist())
+                delivered.append(next(iterator).reshape(-1).tolist())
             except StopIteration:
-                return got, "end"
+                return delivered, "end"
             except RuntimeError as error:
                 assert kind == "killed" and "is killed by signal: Killed" in str(error), error
-                return got, kind
+                return delivered, kind
 
 
 @pytest.mark.timeout(STARTED + 2 * PROGRAMS)

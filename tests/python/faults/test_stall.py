@@ -49,13 +49,13 @@ def warning_about(warnings, index):
 def take_all(loader):
     """The batches of a loader. Before a batch that gets stuck is requested, its worker must be in it: otherwise a slow
     worker would be reported while it has not yet begun the batch."""
-    iterator, got = iter(loader), []
+    iterator, batches = iter(loader), []
     for i in range(len(loader.dataset)):
         if i in loader.dataset.items:
             loader.dataset.wait_for(i)
-        got.append(int(next(iterator)))
+        batches.append(int(next(iterator)))
     assert list(iterator) == []
-    return got
+    return batches
 
 
 @pytest.fixture

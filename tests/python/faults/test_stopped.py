@@ -42,14 +42,14 @@ def checked(batch):
     return i, worker
 
 
-def take(iterator, got, count=N, late=1000):
+def take(iterator, batches, count=N, late=1000):
     """Takes up to `count` batches; stops after `late` timeouts in a row without one. A timeout loses nothing, and can
     occur at any time on a busy machine."""
     end, row = time.monotonic() + 120, 0
     while count and row < late:
         assert time.monotonic() < end, "the epoch does not end"
         try:
-            got.append(checked(next(iterator)))
+            batches.append(checked(next(iterator)))
             count, row = count - 1, 0
         except StopIteration:
             return
@@ -60,28 +60,28 @@ def take(iterator, got, count=N, late=1000):
 
 def stopped_at_random(rng, iterator):
     """Takes batches and then stops a worker; returns (its ID, the batches)."""
-    got = []
-    take(iterator, got, rng.randrange(40))
+    batches = []
+    take(iterator, batches, rng.randrange(40))
     victim = rng.randrange(WORKERS)
     for _ in range(rng.randrange(3000)):  # the worker publishes and rings during this
         pass
     os.kill(worker_pids(iterator)[victim], signal.SIGSTOP)
-    return victim, got
+    return victim, batches
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_others_batches_arrive_and_then_its_own(seed):
     rng = random.Random(seed)
     iterator = iter(loader_of(in_order=False))
-    victim, got = stopped_at_random(rng, iterator)
-    take(iterator, got, N - PREFETCH - len(got))
-    take(iterator, got, late=LATE)
-    missing = set(range(N)) - {i for i, _ in got}
-    assert len({i for i, _ in got}) == len(got), "a batch came twice"
+    victim, batches = stopped_at_random(rng, iterator)
+    take(iterator, batches, N - PREFETCH - len(batches))
+    take(iterator, batches, late=LATE)
+    missing = set(range(N)) - {i for i, _ in batches}
+    assert len({i for i, _ in batches}) == len(batches), "a batch was delivered twice"
     assert 0 < len(missing) <= PREFETCH, f"only tasks of worker {victim} may be missing: {missing}"
     os.kill(worker_pids(iterator)[victim], signal.SIGCONT)
-    take(iterator, got)
-    assert sorted(i for i, _ in got) == list(range(N))
+    take(iterator, batches)
+    assert sorted(i for i, _ in batches) == list(range(N))
 
 
 @pytest.mark.parametrize("pinned", [False, True], ids=["plain", "pinned"])
@@ -90,18 +90,18 @@ def test_in_order_the_timeout_works_and_loses_nothing(seed, pinned):
     rng = random.Random(100 + seed)
     with pinning() as host:
         iterator = iter(loader_of(pin_memory=pinned))
-        victim, got = stopped_at_random(rng, iterator)
+        victim, batches = stopped_at_random(rng, iterator)
         # On a busy machine, the next batch may be another worker's for a while.
         end = time.monotonic() + 120
         while True:
-            take(iterator, got, late=LATE)
-            if len(got) % WORKERS == victim:
+            take(iterator, batches, late=LATE)
+            if len(batches) % WORKERS == victim:
                 break
-            assert len(got) < N and time.monotonic() < end, "a batch of another worker does not arrive"
-        assert [i for i, _ in got] == list(range(len(got)))
+            assert len(batches) < N and time.monotonic() < end, "a batch of another worker does not arrive"
+        assert [i for i, _ in batches] == list(range(len(batches)))
         os.kill(worker_pids(iterator)[victim], signal.SIGCONT)
-        take(iterator, got)
-        assert [i for i, _ in got] == list(range(N))
+        take(iterator, batches)
+        assert [i for i, _ in batches] == list(range(N))
         del iterator
         assert wait_until(lambda: not host.live)
 
@@ -114,9 +114,9 @@ def test_shutdown_ends_it_within_its_deadline(seed, late, pinned, monkeypatch):
     rng = random.Random(200 + seed)
     with pinning() as host:
         iterator = iter(loader_of(pin_memory=pinned, persistent_workers=True))
-        _, got = stopped_at_random(rng, iterator)
+        _, batches = stopped_at_random(rng, iterator)
         if late:
-            take(iterator, got, late=LATE)
+            take(iterator, batches, late=LATE)
         pids = worker_pids(iterator)
         # 0.3 s to exit, 0.5 s after SIGTERM, then SIGKILL.
         with within(20):
@@ -187,12 +187,12 @@ def test_a_worker_that_was_named_while_a_batch_waited_for_it_is_named_again_wher
     def warning(text, *args):
         warnings.append(text % args)
         if "state: fetch" in warnings[-1]:
-            (tmp_path / "told").touch()
+            (tmp_path / "warned").touch()
 
     monkeypatch.setattr(rustloader.supervision.stalls.logger, "warning", warning)
     monkeypatch.setenv("RUSTLOADER_STALL_START_SECONDS", "0")
     monkeypatch.setenv("RUSTLOADER_STALL_ITEM_SECONDS", "1")
-    iterator = iter(DataLoader(Waits(3, tmp_path / "told"), batch_size=None, num_workers=1, prefetch_factor=1))
+    iterator = iter(DataLoader(Waits(3, tmp_path / "warned"), batch_size=None, num_workers=1, prefetch_factor=1))
     [pid] = worker_pids(iterator)
     assert wait_until(lambda: iterator._core.worker_status(0)["state"] == "idle")
     os.kill(pid, signal.SIGSTOP)

@@ -13,28 +13,28 @@ from support import BOTH, DataLoader, epoch, outcomes, worker_pids
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("what", ["lambda", "reduce", "generator", "nested"])
 def test_an_unpicklable_batch_is_an_error_and_the_next_one_is_delivered(what, persistent):
-    thing = {
+    unpicklable = {
         "lambda": lambda: 0,
         "reduce": Unpicklable(),
         "generator": (i for i in ()),
         "nested": {"tensor": torch.zeros(100_000), "list": [1, {"deep": Unpicklable()}]},
     }[what]
-    samples = Given([0, 1, thing, 3, thing, 5])
+    samples = Given([0, 1, unpicklable, 3, unpicklable, 5])
     loader = DataLoader(samples, num_workers=2, batch_size=None, collate_fn=untouched, persistent_workers=persistent)
     for _ in range(2):
         iterator = iter(loader)
         pid = worker_pids(iterator)[0]
-        got = []
+        results = []
         for _ in range(7):
             try:
-                got.append(next(iterator))
+                results.append(next(iterator))
             except StopIteration:
-                got.append("end")
+                results.append("end")
             except Exception as e:
-                got.append(str(e))
-        for text in (got.pop(4), got.pop(2)):
-            assert "worker process 0" in text and str(pid) in text and type(thing).__name__ in text, text
-        assert got == [0, 1, 3, 5, "end"]
+                results.append(str(e))
+        for text in (results.pop(4), results.pop(2)):
+            assert "worker process 0" in text and str(pid) in text and type(unpicklable).__name__ in text, text
+        assert results == [0, 1, 3, 5, "end"]
 
 
 @pytest.mark.ours
@@ -55,9 +55,9 @@ def test_an_exception_class_that_cannot_be_pickled():
         pass
 
     iterator = iter(DataLoader(Failing(5, {2: lambda: Local("mine")}), num_workers=2, batch_size=None))
-    got = outcomes(iterator, 6)
-    assert [o[1] for o in got if o[0] == "value"] == [0, 1, 3, 4] and got[-1] == ("end",)
-    assert got[2][0] == "error" and "Local" in got[2][2] and "worker process 0" in got[2][2]
+    results = outcomes(iterator, 6)
+    assert [o[1] for o in results if o[0] == "value"] == [0, 1, 3, 4] and results[-1] == ("end",)
+    assert results[2][0] == "error" and "Local" in results[2][2] and "worker process 0" in results[2][2]
 
 
 @pytest.mark.ours
@@ -110,8 +110,8 @@ def test_a_base_exception_of_a_sample_is_not_lost():
 @pytest.mark.ours
 def test_a_batch_that_fails_to_load_in_main_is_an_error_there():
     iterator = iter(DataLoader(Given([0, FailsToLoad(), 2]), num_workers=1, batch_size=None, collate_fn=untouched))
-    got = outcomes(iterator, 4)
-    assert got[0] == ("value", 0) and got[1][0] == "error" and got[2:] == [("value", 2), ("end",)]
+    results = outcomes(iterator, 4)
+    assert results[0] == ("value", 0) and results[1][0] == "error" and results[2:] == [("value", 2), ("end",)]
 
 
 def fail_to_load():
@@ -140,8 +140,8 @@ def test_reducers_that_users_registered_are_used():
 
 def test_an_error_object_as_a_batch_is_a_batch():
     sent = [KeyError("a"), ValueError("b", 1)]
-    got = epoch(DataLoader(Given(sent), num_workers=1, batch_size=None, collate_fn=untouched))
-    assert [(type(e), e.args) for e in got] == [(type(e), e.args) for e in sent]
+    results = epoch(DataLoader(Given(sent), num_workers=1, batch_size=None, collate_fn=untouched))
+    assert [(type(e), e.args) for e in results] == [(type(e), e.args) for e in sent]
 
 
 def test_errors_of_large_text():

@@ -30,16 +30,16 @@ Point = namedtuple("Point", "x y")
 
 
 class Kept(Dataset):
-    """Samples are the items of a list, called if callable. `made` has the indices of those built in this process."""
+    """Samples are the items of a list, called if callable. `built` has the indices of those built in this process."""
 
     def __init__(self, items):
-        self.items, self.made = items, []
+        self.items, self.built = items, []
 
     def __len__(self):
         return len(self.items)
 
     def __getitem__(self, index):
-        self.made.append(index)
+        self.built.append(index)
         item = self.items[index]
         return item() if callable(item) else item
 
@@ -125,7 +125,7 @@ def test_samples_are_returned_unchanged():
             else:
                 assert same(sample, item), (index, item, sample)
     # One of them is built twice, to check that it is not random.
-    assert sorted(set(data.made)) == list(range(len(data))) and len(data.made) == len(data) + 1
+    assert sorted(set(data.built)) == list(range(len(data))) and len(data.built) == len(data) + 1
     assert cached.usage().hits == 2 * len(data) and cached.usage().misses == len(data)
 
 
@@ -232,7 +232,7 @@ def test_indices_of_other_kinds():
         cached[5]
     with pytest.raises(TypeError):
         cached["a"]
-    assert [type(index) for index in data.made if type(index) is not int] == [str]
+    assert [type(index) for index in data.built if type(index) is not int] == [str]
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver", None])
@@ -384,13 +384,13 @@ def test_it_can_be_sent_through_a_queue():
 def test_samples_that_cannot_be_pickled_are_built_each_time(caplog):
     class Odd(Kept):
         def __getitem__(self, index):
-            self.made.append(index)
+            self.built.append(index)
             return Unpicklable() if index == 1 else index
 
     data = Odd([0, 0, 0])
     cached = cache(data)
     assert [type(cached[n]) for _ in range(3) for n in range(3)] == [int, Unpicklable, int] * 3
-    assert data.made.count(1) == 3 and cached.usage().refused == 1
+    assert data.built.count(1) == 3 and cached.usage().refused == 1
     (record,) = [record for record in caplog.records if "cannot be kept" in record.message]
     assert "sample 1 (Unpicklable)" in record.message
 
@@ -398,8 +398,8 @@ def test_samples_that_cannot_be_pickled_are_built_each_time(caplog):
 def test_a_failed_sample_is_not_kept():
     class Failing(Kept):
         def __getitem__(self, index):
-            self.made.append(index)
-            if self.made.count(index) < 3 and index == 2:
+            self.built.append(index)
+            if self.built.count(index) < 3 and index == 2:
                 raise ValueError("not yet")
             return index
 
@@ -409,7 +409,7 @@ def test_a_failed_sample_is_not_kept():
     for _ in range(2):
         with pytest.raises(ValueError, match="not yet"):
             cached[2]
-    assert [cached[2], cached[2]] == [2, 2] and data.made.count(2) == 3
+    assert [cached[2], cached[2]] == [2, 2] and data.built.count(2) == 3
     loader = DataLoader(cache(Failing(range(4))), batch_size=2, on_error="skip", num_workers=1, persistent_workers=True)
     epochs = [[batch.tolist() for batch in loader] for _ in range(4)]
     assert epochs[0] == [[0, 1], [3]] and epochs[-1] == [[0, 1], [2, 3]]
@@ -443,7 +443,7 @@ def test_samples_that_are_equal_are_not_called_random(number, caplog):
     """Each sample is built again, so its parts have other addresses and identities."""
     cached = cache(Kept([lambda: items()[number]] * 800))
     kept = [cached[n] for n in range(8)]
-    assert len(cached.dataset.made) == 16 and len(kept) == 8
+    assert len(cached.dataset.built) == 16 and len(kept) == 8
     random_items = {14, 15, 16}
     assert bool(caplog.records) == (number in random_items), [record.message for record in caplog.records]
 
@@ -451,8 +451,8 @@ def test_samples_that_are_equal_are_not_called_random(number, caplog):
 def test_an_error_when_a_sample_is_built_a_second_time_is_not_raised():
     class FailsSecondTime(Kept):
         def __getitem__(self, index):
-            self.made.append(index)
-            if self.made.count(index) == 2:
+            self.built.append(index)
+            if self.built.count(index) == 2:
                 raise OSError("once only")
             return torch.ones(3)
 
@@ -655,7 +655,7 @@ def test_a_closed_descriptor_ends_filling_and_nothing_else():
     file = os.open("/dev/null", os.O_WRONLY)
     try:
         assert all(torch.equal(cached[n], data.items[n]) for _ in range(2) for n in range(20))
-        assert data.made.count(0) == 2 and data.made.count(1) == 2
+        assert data.built.count(0) == 2 and data.built.count(1) == 2
         with pytest.raises(OSError, match="closed by other code"):
             cached.table.fileno()
     finally:

@@ -14,13 +14,13 @@ pytestmark = pytest.mark.ours
 
 class Rows(Dataset):
     def __init__(self, length=200):
-        self.length, self.made = length, 0
+        self.length, self.built = length, 0
 
     def __len__(self):
         return self.length
 
     def __getitem__(self, index):
-        self.made += 1
+        self.built += 1
         return torch.full((1000,), float(index)), index
 
 
@@ -53,7 +53,7 @@ def filled(path):
 
 def test_a_file_is_reused(filled):
     data = Rows()
-    assert is_correct(cached(filled, data)) and data.made == COMPARED
+    assert is_correct(cached(filled, data)) and data.built == COMPARED
     # It keeps its limit unless another one is requested.
     assert cached(filled, memory=None).usage().limit == 16 << 20
 
@@ -166,7 +166,7 @@ def test_a_file_whose_creator_was_killed_at_once_is_created_again(path):
         with open(path, "wb") as file:
             file.write(content)
         data = Rows()
-        assert is_correct(cached(path, data)) and data.made == 202
+        assert is_correct(cached(path, data)) and data.built == 202
         os.unlink(path)
 
 
@@ -176,12 +176,12 @@ def test_a_truncated_file_is_used_as_far_as_it_is_intact(filled, length):
         file.truncate(length)
     data = Rows()
     samples = cached(filled, data)
-    assert is_correct(samples) and 0 < data.made <= 202
+    assert is_correct(samples) and 0 < data.built <= 202
     # Two are built only to compare them with those in the file.
-    assert length < 10_000 or data.made < 190, data.made
+    assert length < 10_000 or data.built < 190, data.built
     samples = cached(filled, data)
-    data.made = 0
-    assert is_correct(samples) and data.made == 0
+    data.built = 0
+    assert is_correct(samples) and data.built == 0
 
 
 def test_damaged_samples_are_built_again(filled):
@@ -192,9 +192,9 @@ def test_damaged_samples_are_built_again(filled):
             file.write(b"\xaa" * 64)
     data = Rows()
     samples = cached(filled, data)
-    assert is_correct(samples) and samples.usage().damaged == data.made - COMPARED > 5
-    data.made = 0
-    assert is_correct(cached(filled, data)) and data.made == COMPARED
+    assert is_correct(samples) and samples.usage().damaged == data.built - COMPARED > 5
+    data.built = 0
+    assert is_correct(cached(filled, data)) and data.built == COMPARED
 
 
 def test_a_larger_limit_enlarges_a_file(path):
@@ -202,10 +202,10 @@ def test_a_larger_limit_enlarges_a_file(path):
     samples = cached(path, data, "200KiB")
     assert is_correct(samples) and samples.usage().samples_bytes < 200 << 10
     larger = cached(path, data, "16MiB")
-    data.made = 0
-    assert is_correct(larger) and 100 < data.made < 200
-    data.made = 0
-    assert is_correct(cached(path, data)) and data.made == COMPARED
+    data.built = 0
+    assert is_correct(larger) and 100 < data.built < 200
+    data.built = 0
+    assert is_correct(cached(path, data)) and data.built == COMPARED
     # The first program keeps using what it can see.
     assert is_correct(samples)
 
@@ -237,7 +237,7 @@ def test_two_programs_fill_one_file(path):
     ends = [process.communicate(timeout=120) for process in processes]
     assert [end[0] for end in ends] == ["ready\nfilled\n"] * 3, ends
     data = Rows()
-    assert is_correct(cached(path, data)) and data.made == COMPARED
+    assert is_correct(cached(path, data)) and data.built == COMPARED
 
 
 def test_a_program_that_is_killed_leaves_a_file_for_the_next_one(path):

@@ -67,7 +67,7 @@ def dataset():
 def test_workers_read_the_same_memory(loader, method):
     data = dataset()
     expected, _ = inodes()
-    own = {os.fstat(thing.store.fileno()).st_ino for thing in (data.paths, data.labels, data.tensor, data.pair)}
+    own = {os.fstat(item.store.fileno()).st_ino for item in (data.paths, data.labels, data.tensor, data.pair)}
     assert own < set(expected)
     settings = dict(num_workers=2, multiprocessing_context=method, collate_fn=as_it_is)
     seen = 0
@@ -94,8 +94,8 @@ class Views(torch.utils.data.Dataset):
         return 10
 
     def __getitem__(self, index):
-        things = self.all[index], self.features[index], self.labels[index], self.names[index], self.same[index]
-        return [*map(np.copy, things[:2]), *things[2:], inodes()[0]]
+        objects = self.all[index], self.features[index], self.labels[index], self.names[index], self.same[index]
+        return [*map(np.copy, objects[:2]), *objects[2:], inodes()[0]]
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
@@ -103,42 +103,43 @@ class Views(torch.utils.data.Dataset):
 def test_several_objects_of_one_memory_reach_a_worker(loader, method):
     data = Views()
     own = {os.fstat(store.fileno()).st_ino for store in (data.names.store, data_of(data.all).store)}
-    got = loader(data, batch_size=None, num_workers=1, multiprocessing_context=method)
-    for index, (row, features, label, name, same, mapped) in enumerate(got):
+    samples = loader(data, batch_size=None, num_workers=1, multiprocessing_context=method)
+    for index, (row, features, label, name, same, mapped) in enumerate(samples):
         assert row.tolist() == [*features, label] == [4 * index + at for at in range(4)]
         # A forked worker also has mappings that other tests left behind.
         assert name == same == str(index) and own <= set(mapped) and (method == "fork" or len(mapped) == 2)
 
 
 def test_too_many_objects_for_the_fork_server_are_named():
-    things = Whole(*(share([number]) for number in range(250)))
+    objects = Whole(*(share([number]) for number in range(250)))
     text = "shared object of a dataset needs one: share one list of many objects .* or use the start method 'fork'"
     for loader in BOTH:
         with pytest.raises(ValueError, match=text):
-            iter(loader(things, num_workers=1, multiprocessing_context="forkserver"))
-        (first,) = next(iter(loader(things, num_workers=1, multiprocessing_context="spawn", collate_fn=as_it_is)))
+            iter(loader(objects, num_workers=1, multiprocessing_context="forkserver"))
+        (first,) = next(iter(loader(objects, num_workers=1, multiprocessing_context="spawn", collate_fn=as_it_is)))
         assert first == [0]
 
 
 class Whole(torch.utils.data.Dataset):
     """Its samples are the shared objects themselves."""
 
-    def __init__(self, *things):
-        self.things = things
+    def __init__(self, *objects):
+        self.objects = objects
 
     def __len__(self):
-        return len(self.things)
+        return len(self.objects)
 
     def __getitem__(self, index):
-        return self.things[index]
+        return self.objects[index]
 
 
 @pytest.mark.parametrize("loader", BOTH)
 def test_shared_objects_travel_in_batches(loader):
-    things = [share(ORIGINAL), share({"a": [1]}), share(torch.arange(5)), share((1, 2))]
-    got = [batch[0] for batch in loader(Whole(*things), batch_size=1, num_workers=1, collate_fn=as_it_is)]
-    assert [type(thing) for thing in got] == [type(thing) for thing in things]
-    assert got[0] == ORIGINAL and got[1] == {"a": [1]} and torch.equal(got[2], things[2]) and got[3] == (1, 2)
+    objects = [share(ORIGINAL), share({"a": [1]}), share(torch.arange(5)), share((1, 2))]
+    received = [batch[0] for batch in loader(Whole(*objects), batch_size=1, num_workers=1, collate_fn=as_it_is)]
+    assert [type(item) for item in received] == [type(item) for item in objects]
+    assert received[0] == ORIGINAL and received[1] == {"a": [1]}
+    assert torch.equal(received[2], objects[2]) and received[3] == (1, 2)
 
 
 def as_text(array):
