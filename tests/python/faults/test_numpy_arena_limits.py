@@ -118,7 +118,7 @@ def test_arrays_beyond_the_region_and_the_address_space():
 # A memory cgroup
 
 
-def added_zeros_of(megabytes, index):
+def zeroes_of(megabytes, index):
     return np.zeros(megabytes * MB, np.uint8) + np.uint8(index)
 
 
@@ -146,7 +146,7 @@ def in_small_cgroup(make):
     return limit, errors, delivered
 
 
-@pytest.mark.parametrize("make", [array_of, added_zeros_of])
+@pytest.mark.parametrize("make", [array_of, zeroes_of])
 @pytest.mark.parametrize("megabytes", [16, 40])
 def test_a_full_memory_cgroup_is_an_error_of_the_batch_and_no_kill(make, megabytes):
     limit, errors, delivered = in_small_cgroup(lambda index: make(megabytes, index))

@@ -213,7 +213,7 @@ def test_a_c_call_that_keeps_the_gil_is_named_and_not_disturbed(warnings, limits
     assert re.search(r"the batch has index 1\..*test_stall\.py\", line \d+ in __getitem__\n", text, re.S), text
 
 
-def test_a_limit_of_zero_is_none(warnings, limits):
+def test_a_limit_of_zero_disables_the_warning(warnings, limits):
     limits(0, 0)
 
     def slow_start(_):

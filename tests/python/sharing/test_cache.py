@@ -49,7 +49,7 @@ class KeptBatches(Kept):
         return [self[index] for index in indices]
 
 
-class Counted(Numbers):
+class Noted(Numbers):
     """Appends a byte to a file for each sample that any process builds."""
 
     def __init__(self, length, file):
@@ -65,7 +65,7 @@ class Counted(Numbers):
         return os.path.getsize(self.file)
 
 
-class CountedBatches(Counted):
+class NotedBatches(Noted):
     def __getitems__(self, indices):
         return [self[index] for index in indices]
 
@@ -154,7 +154,7 @@ def test_it_acts_as_its_dataset():
     assert isinstance(cached, Dataset) and not hasattr(cached, "other") and not hasattr(cached, "__getitems__")
     assert len(list(cached)) == 5
     assert "Kept" in repr(cached) and "bytes" in repr(cached)
-    assert hasattr(cache(CountedBatches(3, "")), "__getitems__")
+    assert hasattr(cache(NotedBatches(3, "")), "__getitems__")
     # torch's Subset uses `__getitems__` only if its dataset has it.
     assert not hasattr(cache(Subset(data, [0, 1])), "__getitems__")
 
@@ -236,7 +236,7 @@ def test_indices_of_other_kinds():
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver", None])
-@pytest.mark.parametrize("kind", [Counted, CountedBatches])
+@pytest.mark.parametrize("kind", [Noted, NotedBatches])
 def test_each_sample_is_built_once_whatever_the_workers(method, kind, tmp_path):
     data = kind(200, tmp_path / "made")
     cached = cache(data, "16MiB")
@@ -261,7 +261,7 @@ def test_each_sample_is_built_once_whatever_the_workers(method, kind, tmp_path):
 
 @pytest.mark.warns
 def test_under_and_over_other_datasets(tmp_path):
-    data = Counted(100, tmp_path / "made")
+    data = Noted(100, tmp_path / "made")
     cached = cache(data, "16MiB")
     low, high = random_split(cached, [40, 60])
     both = ConcatDataset([high, low])
@@ -591,7 +591,7 @@ def test_a_forked_child_uses_the_same_cache():
 
 @pytest.mark.warns
 def test_the_replacement_of_a_dead_worker_uses_the_same_cache(tmp_path):
-    class Dying(Counted):
+    class Dying(Noted):
         def __getitem__(self, index):
             if index == 30 and not os.path.exists(self.file + "-died"):
                 open(self.file + "-died", "w").close()
@@ -608,7 +608,7 @@ def test_the_replacement_of_a_dead_worker_uses_the_same_cache(tmp_path):
 
 
 def test_a_resumed_loader_uses_the_same_cache(tmp_path):
-    data = Counted(60, tmp_path / "made")
+    data = Noted(60, tmp_path / "made")
     cached = cache(data)
     loader = rustloader.StatefulDataLoader(cached, batch_size=4, num_workers=2)
     iterator = iter(loader)
@@ -622,7 +622,7 @@ def test_a_resumed_loader_uses_the_same_cache(tmp_path):
 
 
 def test_threads_of_a_worker(tmp_path):
-    data = Counted(300, tmp_path / "made")
+    data = Noted(300, tmp_path / "made")
     cached = cache(data, then=lambda sample: sample[1])
     loader = DataLoader(cached, batch_size=30, num_workers=1, worker_threads=4)
     for _ in range(2):
@@ -851,7 +851,7 @@ def test_the_verdict_on_a_dataset_names_the_cache():
 def test_workers_on_other_machines_have_one_cache_per_machine(tmp_path):
     from remote_support import LoopbackContext
 
-    data = Counted(100, tmp_path / "made")
+    data = Noted(100, tmp_path / "made")
     cached = cache(data, "16MiB", then=tuple)
     loader = DataLoader(
         cached,
