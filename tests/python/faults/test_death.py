@@ -47,7 +47,7 @@ def test_p20_a_dead_worker_is_an_error_at_once_and_for_good(way, persistent):
     assert wait_until(lambda: all(map(gone, pids))), "the other workers are retired"
 
 
-# The signals for which torch installs handlers.
+# The signals that torch's handlers report.
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE], ids=lambda number: number.name)
 def test_p22_torchs_handlers_report_the_signal_in_the_worker(number, capfd):
     with within(20), pytest.raises(RuntimeError, match="killed by signal"):

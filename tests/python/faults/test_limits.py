@@ -197,7 +197,7 @@ def test_a_program_that_locks_its_memory_locks_no_arena():
     many times as large as the machine's memory."""
 
     def body():
-        # Limits an arena that is populated to a few GiB.
+        # Caps an arena that is populated at a few GiB.
         set_limit(resource.RLIMIT_AS, address_space() + (6 << 30))
         if ctypes.CDLL(None).mlockall(MCL_FUTURE) != 0:
             return ["mlockall was refused"]

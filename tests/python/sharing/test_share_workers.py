@@ -136,10 +136,9 @@ class Whole(torch.utils.data.Dataset):
 @pytest.mark.parametrize("loader", BOTH)
 def test_shared_objects_travel_in_batches(loader):
     objects = [share(ORIGINAL), share({"a": [1]}), share(torch.arange(5)), share((1, 2))]
-    received = [batch[0] for batch in loader(Whole(*objects), batch_size=1, num_workers=1, collate_fn=as_it_is)]
-    assert [type(item) for item in received] == [type(item) for item in objects]
-    assert received[0] == ORIGINAL and received[1] == {"a": [1]}
-    assert torch.equal(received[2], objects[2]) and received[3] == (1, 2)
+    items = [batch[0] for batch in loader(Whole(*objects), batch_size=1, num_workers=1, collate_fn=as_it_is)]
+    assert [type(item) for item in items] == [type(item) for item in objects]
+    assert items[0] == ORIGINAL and items[1] == {"a": [1]} and torch.equal(items[2], objects[2]) and items[3] == (1, 2)
 
 
 def as_text(array):
