@@ -1,4 +1,4 @@
-"""Memory limits: a batch too large for them is a MemoryError before the OOM killer comes, and the next one comes."""
+"""Memory limits: a batch that exceeds one is a MemoryError, not an OOM kill; the next one is delivered."""
 
 import os
 import re
@@ -11,9 +11,9 @@ from programs import wide
 
 pytestmark = pytest.mark.ours
 
-WAY_OUT = "; use a smaller batch_size, num_workers or prefetch_factor, or keep fewer batches"
+ADVICE = "; use a smaller batch_size, num_workers or prefetch_factor, or keep fewer batches"
 NO_MEMORY = re.compile(
-    r"MemoryError: cannot get (\d+) bytes of shared memory for a batch: (.*), (\d+) bytes are left" + WAY_OUT
+    r"MemoryError: cannot get (\d+) bytes of shared memory for a batch: (.*), (\d+) bytes are left" + ADVICE
 )
 
 
@@ -24,7 +24,7 @@ def small_cgroup():
 
 
 @pytest.mark.parametrize("expanded", [False, True], ids=["our collate", "torch's collate"])
-def test_a_batch_beyond_the_cgroup_is_an_error_and_the_next_one_comes(small_cgroup, expanded):
+def test_a_batch_beyond_the_cgroup_is_an_error_and_the_next_one_is_delivered(small_cgroup, expanded):
     join, limit, kills = small_cgroup
     errors, sizes = in_cgroup(join, wide, (10, 500, 20, 600, 30), expanded)
     assert sizes == [10, 20, 30] and kills() == 0
@@ -34,15 +34,15 @@ def test_a_batch_beyond_the_cgroup_is_an_error_and_the_next_one_comes(small_cgro
 
 
 def test_many_workers_together_do_not_exceed_the_cgroup(small_cgroup):
-    """Each looks before the pages of the others are there."""
+    """Each worker checks the limit before the others have touched their pages."""
     join, limit, kills = small_cgroup
     errors, sizes = in_cgroup(join, wide, [60] * 24, False, 6)
     assert kills() == 0 and len(errors) + len(sizes) == 24 and set(sizes) == {60}
     assert errors and all(limit in NO_MEMORY.fullmatch(text)[2] for text in errors)
 
 
-def test_files_that_were_read_leave_memory_to_batches(small_cgroup, tmp_path):
-    """The page cache of files that are read in each epoch fills the cgroup, and is there for the taking."""
+def test_the_page_cache_leaves_memory_to_batches(small_cgroup, tmp_path):
+    """The page cache of files that each epoch reads fills the cgroup, but can be reclaimed."""
     join, _, kills = small_cgroup
     file = tmp_path / "samples"
 
@@ -60,7 +60,7 @@ def test_files_that_were_read_leave_memory_to_batches(small_cgroup, tmp_path):
     assert in_cgroup(join, body) == [[], [10, 50, 20, 60, 30]] and kills() == 0
 
 
-# Cgroups that a test makes up: (files, the limit in words, bytes that are left). The margin of 32 MB is not.
+# Simulated limits: (files, the description of the limit, the bytes left). The bytes left exclude the margin of 32 MB.
 MEMINFO = f"MemTotal: {1 << 20} kB\nMemAvailable: {1 << 20} kB\nSwapTotal: 0 kB\nSwapFree: 0 kB\n"
 TREES = {
     "version 2": (
@@ -93,7 +93,7 @@ TREES = {
 }
 
 
-def test_made_up_limits_are_named_to_the_byte(tmp_path):
+def test_simulated_limits_are_named_to_the_byte(tmp_path):
     cases, expected = [], []
     for name, (files, limit, left) in TREES.items():
         for path, text in {"proc/meminfo": MEMINFO, **files}.items():
@@ -105,12 +105,12 @@ def test_made_up_limits_are_named_to_the_byte(tmp_path):
             text = (
                 f"MemoryError: cannot get {50 << 20} bytes of shared memory for a batch: {limit}, {left} bytes are left"
             )
-            expected.append([text + WAY_OUT] * 2)
+            expected.append([text + ADVICE] * 2)
     full = tmp_path / "full"
     shutil.copytree(tmp_path / "version 2", full)
     (full / "cgroup/a/memory.current").write_text(f"{100 << 20}\n")
     environment = (("RUSTLOADER_MEMORY_ROOT", str(full)),)
-    # No memory is left: small batches still come, and no arena is kept for later.
+    # No memory is left: small batches are still delivered, and no arena is kept for reuse.
     cases += [("pooled", "", "main", environment), ("pooled", "", "main", ())]
     reports = [refusals.report_of(*case) for case in cases]
     for report, errors in zip(reports, expected, strict=False):
@@ -119,7 +119,7 @@ def test_made_up_limits_are_named_to_the_byte(tmp_path):
     assert all(report["left"] == {} and report["output"] == "" and not report["hangs"] for report in reports)
 
 
-def test_a_cache_takes_no_more_where_memory_is_short(tmp_path):
+def test_a_cache_stops_growing_when_memory_is_short(tmp_path):
     files, *_ = TREES["version 2"]
     for path, text in {"proc/meminfo": MEMINFO, **files}.items():
         file = tmp_path / path

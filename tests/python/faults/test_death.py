@@ -34,7 +34,7 @@ def test_p20_a_dead_worker_is_an_error_at_once_and_for_good(way, persistent):
     loader = DataLoader(Dying(20, 7, WAYS[way][0]), num_workers=2, batch_size=None, persistent_workers=persistent)
     iterator = iter(loader)
     pids = worker_pids(iterator)
-    assert [next(iterator).item() for _ in range(7)] == list(range(7)), "what was complete comes first"
+    assert [next(iterator).item() for _ in range(7)] == list(range(7)), "complete batches come first"
     texts = []
     for _ in range(3):
         with within(10), pytest.raises(RuntimeError) as caught:
@@ -47,9 +47,9 @@ def test_p20_a_dead_worker_is_an_error_at_once_and_for_good(way, persistent):
     assert wait_until(lambda: all(map(gone, pids))), "the other workers are retired"
 
 
-# SIGFPE is the third that torch has a handler for.
+# The signals that torch's handlers report.
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE], ids=lambda number: number.name)
-def test_p22_torchs_handlers_say_in_the_worker_what_it_died_of(number, capfd):
+def test_p22_torchs_handlers_report_the_signal_in_the_worker(number, capfd):
     with within(20), pytest.raises(RuntimeError, match="killed by signal"):
         list(DataLoader(Dying(3, 0, number), num_workers=1, batch_size=None))
     assert "ERROR: Unexpected " in capfd.readouterr().err
@@ -89,15 +89,15 @@ def test_p20_a_death_while_next_waits():
 @pytest.mark.parametrize("way", ["SIGKILL", "exit 3"])
 def test_p20_out_of_order_gives_every_batch_that_is_complete(way):
     iterator = iter(DataLoader(Dying(20, 5, WAYS[way][0]), num_workers=2, batch_size=None, in_order=False))
-    got = outcomes(iterator, 20)
-    numbers = [o[1] for o in got if o[0] == "value"]
+    results = outcomes(iterator, 20)
+    numbers = [o[1] for o in results if o[0] == "value"]
     assert len(set(numbers)) == len(numbers) >= 1 and 5 not in numbers
-    assert got[-1][0] == "error" and got[-1][1] is RuntimeError
-    assert [o[0] for o in got] == ["value"] * len(numbers) + ["error"] * (20 - len(numbers))
+    assert results[-1][0] == "error" and results[-1][1] is RuntimeError
+    assert [o[0] for o in results] == ["value"] * len(numbers) + ["error"] * (20 - len(numbers))
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, 0])
-def test_a_persistent_loader_starts_anew_after_a_death(tmp_path, how):
+def test_a_persistent_loader_starts_new_workers_after_a_death(tmp_path, how):
     loader = DataLoader(
         DyingOnce(12, 5, how, str(tmp_path / "died")), num_workers=2, batch_size=None, persistent_workers=True
     )
@@ -110,7 +110,7 @@ def test_a_persistent_loader_starts_anew_after_a_death(tmp_path, how):
     assert not set(worker_pids(loader._iterator)) & set(pids)
 
 
-def test_a_persistent_loader_tells_of_a_death_that_nobody_has_seen():
+def test_a_persistent_loader_reports_a_death_between_epochs():
     loader = DataLoader(Numbers(6), num_workers=2, batch_size=None, persistent_workers=True)
     assert len(values(loader)) == 6
     victim = loader._iterator._workers[0]
@@ -121,8 +121,8 @@ def test_a_persistent_loader_tells_of_a_death_that_nobody_has_seen():
     assert values(loader) == list(range(6))
 
 
-def test_a_persistent_loader_tells_of_a_death_that_was_seen_but_not_reached(tmp_path):
-    """The epoch is given up while batches from before the death are still to come."""
+def test_a_persistent_loader_reports_a_death_that_was_detected_but_not_raised(tmp_path):
+    """The epoch is abandoned while batches from before the death are still undelivered."""
     dataset = DyingOnce(40, 7, signal.SIGKILL, str(tmp_path / "died"))
     loader = DataLoader(dataset, num_workers=2, batch_size=None, persistent_workers=True)
     iterator = iter(loader)
@@ -137,13 +137,13 @@ def test_a_persistent_loader_tells_of_a_death_that_was_seen_but_not_reached(tmp_
     assert values(loader) == list(range(40))
 
 
-def test_a_worker_that_is_killed_after_its_last_batch_harms_nobody():
+def test_a_worker_that_is_killed_after_its_last_batch_does_no_harm():
     iterator = iter(DataLoader(Numbers(2), num_workers=2, batch_size=None))
     pids = worker_pids(iterator)
     assert next(iterator).item() == 0
     assert wait_until(lambda: iterator._core.worker_status(1)["tasks_done"] == 1)
     os.kill(pids[1], signal.SIGKILL)
-    assert outcomes(iterator, 1) == [("value", 1)], "it was complete before the death"
+    assert outcomes(iterator, 1) == [("value", 1)], "the batch was complete before the death"
     assert outcome(next, iterator)[0] in ("end", "error")
 
 
@@ -195,7 +195,7 @@ def test_s7_sigchld_belongs_to_the_user(disposition):
         iterator._shutdown_workers()
     finally:
         signal.signal(signal.SIGCHLD, before)
-        # multiprocessing alone would keep its objects for children that other code has reaped.
+        # multiprocessing by itself keeps the process objects of children that other code has reaped.
         kept = multiprocessing.process._children - others
         multiprocessing.process._children.difference_update(kept)
     assert not kept
@@ -213,7 +213,7 @@ def test_p26_a_keyboard_interrupt_in_a_worker_is_a_death_without_a_traceback(cap
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_worker_that_dies_in_its_start():
+def test_a_worker_that_dies_while_it_starts():
     def die(_):
         os._exit(5)
 
@@ -223,7 +223,7 @@ def test_a_worker_that_dies_in_its_start():
             list(loader)
 
 
-def test_kept_batches_of_a_dead_worker_stay():
+def test_kept_batches_of_a_dead_worker_stay_valid():
     class Big(Dying):
         def __getitem__(self, i):
             return torch.full((60_000,), super().__getitem__(i).item())
@@ -255,10 +255,10 @@ def test_t11_shutdown_keeps_its_deadline_whatever_a_worker_does(monkeypatch):
 
 
 @pytest.mark.parametrize(("interval", "seconds"), [(0.2, 60), (60, 7)])
-def test_t11_workers_have_as_long_to_leave_as_torchs_have(interval, seconds, monkeypatch, tmp_path):
+def test_t11_workers_have_as_long_to_exit_as_torchs_do(interval, seconds, monkeypatch, tmp_path):
     begun, finished = tmp_path / "begun", tmp_path / "finished"
 
-    def one_that_takes_long(i):
+    def slow_at_1(i):
         if i == 1:
             begun.touch()
             time.sleep(seconds)
@@ -266,7 +266,7 @@ def test_t11_workers_have_as_long_to_leave_as_torchs_have(interval, seconds, mon
         return i
 
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", interval)
-    iterator = iter(DataLoader(range(2), num_workers=1, batch_size=None, collate_fn=one_that_takes_long))
+    iterator = iter(DataLoader(range(2), num_workers=1, batch_size=None, collate_fn=slow_at_1))
     assert next(iterator) == 0 and wait_until(begun.exists)
     iterator._shutdown_workers()
     assert finished.exists() == (seconds < interval)
@@ -280,4 +280,4 @@ def test_shutdown_stops_between_samples(monkeypatch):
     assert wait_until(lambda: iterator._core.worker_status(0)["state"] == "fetch")
     with within(20):
         iterator._shutdown_workers()
-    assert iterator._workers[0].exitcode == 0, "it left by itself"
+    assert iterator._workers[0].exitcode == 0, "it exited by itself"

@@ -1,4 +1,4 @@
-"""The end of whole processes: main killed, Ctrl-C, interpreter exit (S2, S3, S5)."""
+"""The end of the main process: SIGKILL, Ctrl-C, interpreter exit (S2, S3, S5)."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ START = """
 
 
 def started(source, **kw):
-    """A script that prints its workers' pids in its first line: (process, pids)."""
+    """Starts a script that prints its workers' PIDs on its first line; returns (process, pids)."""
     process = start_script(START + source, **kw)
     return process, [int(p) for p in process.stdout.readline().split()]
 
@@ -57,7 +57,7 @@ def test_s3_idle_persistent_workers_leave_when_main_is_killed():
 
 
 def ends_with_one_traceback(process, pids, seconds):
-    """By a Ctrl-C, and without leaving a worker."""
+    """Asserts that Ctrl-C has ended the process, with one traceback and no worker left."""
     with within(seconds):
         status, _, err = finish(process)
     assert status in (130, -signal.SIGINT)
@@ -166,14 +166,14 @@ def test_s2_s5_the_interpreter_exits_whatever_holds_the_iterator(name):
     with within(60):
         status, _, err = finish(process, 90)
     assert status == 0, err
-    if name != "thread":  # there, next() may say that it has been shut down
+    if name != "thread":  # in that case, next() may report that the iterator has been shut down
         assert not err, err
     assert len(pids) == 2 and wait_until(lambda: all(map(gone, pids)))
 
 
-# Where a daemon thread is when the interpreter begins to end. It comes back while that takes the modules apart, and up
-# to Python 3.13 is ended there and then, with Rust's frames on its stack.
-BACK_AT_THE_END = {
+# Where a daemon thread is when finalization begins. It resumes while the modules are torn down, and up to Python 3.13
+# is terminated on the spot, with Rust's frames on its stack.
+DAEMON_THREADS = {
     "sampler": """class Sampler:
         def __iter__(self):
             yield from range(4)
@@ -224,7 +224,7 @@ BACK_AT_THE_END = {
     "log": """import logging
     class Handler(logging.Handler):
         def createLock(self):
-            self.lock = None  # logging's own exit would wait for it
+            self.lock = None  # logging's own exit hook would wait for the lock
         def emit(self, record):
             nap()
     logging.getLogger("rustloader").addHandler(Handler())
@@ -240,8 +240,8 @@ BACK_AT_THE_END = {
 }
 
 
-@pytest.mark.parametrize("where", BACK_AT_THE_END)
-def test_s2_a_daemon_thread_may_come_back_while_the_interpreter_ends(where):
+@pytest.mark.parametrize("where", DAEMON_THREADS)
+def test_s2_a_daemon_thread_may_resume_while_the_interpreter_ends(where):
     process, pids = started(f"""
     import gc, threading
     gc.freeze()
@@ -255,7 +255,7 @@ def test_s2_a_daemon_thread_may_come_back_while_the_interpreter_ends(where):
         while True:
             how()
     Endless = None
-    {BACK_AT_THE_END[where]}
+    {DAEMON_THREADS[where]}
     iterator = told(iter(loader))
     def run():
         for _ in iterator if Endless is None else Endless():
@@ -270,7 +270,7 @@ def test_s2_a_daemon_thread_may_come_back_while_the_interpreter_ends(where):
 
 
 def test_workers_that_a_daemon_thread_is_ending_do_not_hold_up_the_exit():
-    """multiprocessing's hook would join them without limit."""
+    """multiprocessing's exit hook would join them without a timeout."""
     process, pids = started("""
     import threading
     torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 600
@@ -290,7 +290,7 @@ def test_workers_that_a_daemon_thread_is_ending_do_not_hold_up_the_exit():
     assert len(pids) == 1 and wait_until(lambda: all(map(gone, pids)))
 
 
-def test_a_daemon_thread_does_not_take_the_exit_for_the_end_of_its_epoch():
+def test_a_daemon_thread_does_not_mistake_the_exit_for_the_end_of_its_epoch():
     status, out, err = run_script("""
         import threading
         from rustloader.workers import group
@@ -330,7 +330,7 @@ def test_a_forked_child_leaves_the_parents_workers_alone():
         iterator = iter(loader); next(iterator)
         pid = os.fork()
         if pid == 0:
-            sys.exit()  # multiprocessing ends its daemonic processes here
+            sys.exit()  # multiprocessing terminates its daemonic processes here
         assert os.waitpid(pid, 0)[1] == 0
         assert all(w.is_alive() for w in iterator._workers)
         assert [x.item() for x in iterator] == list(range(1, 30))
@@ -343,8 +343,8 @@ def test_a_forked_child_leaves_the_parents_workers_alone():
     assert (status, out, err) == (0, "30\n", "")
 
 
-def test_a_shutdown_waits_for_no_file_that_has_got_the_number_of_the_fork_servers_word():
-    """multiprocessing would, without a limit."""
+def test_a_shutdown_does_not_wait_on_a_file_that_reuses_the_number_of_a_sentinel():
+    """multiprocessing would wait for it, without a timeout."""
     status, out, err = run_script("""
         from sample_data import Numbers
         loader = DataLoader(Numbers(8), num_workers=2, batch_size=None, multiprocessing_context="forkserver")
@@ -359,8 +359,8 @@ def test_a_shutdown_waits_for_no_file_that_has_got_the_number_of_the_fork_server
     assert (status, out, err) == (0, "through\n", "")
 
 
-def test_a_sigterm_of_somebody_elses_that_is_pending_at_the_shutdown_does_not_hide_that_of_main(tmp_path):
-    """Two that are pending at a time are one, with the sender of the first."""
+def test_a_foreign_sigterm_that_is_pending_at_the_shutdown_does_not_hide_mains(tmp_path):
+    """Two pending SIGTERMs merge into one, with the sender of the first."""
     status, out, err = run_script(
         f"""
         import pathlib, subprocess
@@ -387,7 +387,7 @@ def test_a_sigterm_of_somebody_elses_that_is_pending_at_the_shutdown_does_not_hi
             time.sleep(0.01)
         [worker] = iterator._workers
         subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
-        # The worker goes on once the main process has sent its own SIGTERM and waits for the worker to end.
+        # The worker continues once the main process has sent its own SIGTERM and waits for the worker to end.
         def go_on(frame):
             if frame.f_locals["seconds"] != group.KILL_AFTER:
                 return False

@@ -1,4 +1,4 @@
-"""What programs see of failing samples: batches, statistics, workers that leave."""
+"""What programs observe when samples fail: batches, statistics, workers that exit."""
 
 import json
 
@@ -13,7 +13,7 @@ from rustloader.metrics.fields import FaultStats
 pytestmark = pytest.mark.ours
 
 
-def test_what_programs_take_from_the_iterator_is_a_batch():
+def test_next_data_returns_plain_batches():
     class Mine(LoaderIter):
         def __next__(self):
             data = self._next_data()
@@ -24,7 +24,7 @@ def test_what_programs_take_from_the_iterator_is_a_batch():
     assert numbers(Mine(loader)) == left(index_batches())
 
 
-def test_the_workers_leave_with_the_iterator():
+def test_the_workers_exit_with_the_iterator():
     loader = DataLoader(Broken(), batch_size=4, num_workers=2, on_error="skip")
     iterator = iter(loader)
     next(iterator)
@@ -51,7 +51,7 @@ def test_statistics_show_the_failures():
     assert "9 samples replaced" in str(rustloader.stats(replaced))
 
 
-class Untold(Exception):
+class Unprintable(Exception):
     def __str__(self):
         raise ValueError
 
@@ -63,10 +63,10 @@ def test_a_failure_in_words():
     assert failure_of((1, 2), ValueError("two\nlines"), "replaced", 0).error_text == "ValueError: two\nlines"
     assert len(failure_of([0] * 1000, ValueError("x" * 5000), "skipped", 0).error_text) == 1000
     assert len(failure_of([0] * 1000, ValueError(), "skipped", 0).index) < 100
-    assert "Untold" in failure_of(None, Untold(), "skipped", 0).error_text
+    assert "Unprintable" in failure_of(None, Unprintable(), "skipped", 0).error_text
 
 
-def test_restarts_are_counted_beside_the_failures():
+def test_restarts_are_counted_along_with_failures():
     loaders = Faults()
     first, second = Faults(loaders), Faults(loaders)
     first.note_restart("worker 1 died", stalled=True)
@@ -74,21 +74,21 @@ def test_restarts_are_counted_beside_the_failures():
     second.note_failure(Failure(1, "ValueError", "skipped", 0))
     second.note_failure(Failure(2, "ValueError", "replaced", 0))
     assert first.stats() == FaultStats(restarts=1, stalls=1, deaths=("worker 1 died",))
-    found = loaders.stats()
-    assert (found.restarts, found.stalls, found.out_of_memory) == (2, 1, 1)
-    assert (found.skipped, found.replaced, found.unlisted_failures) == (1, 1, 0)
-    assert found.deaths == ("worker 1 died", "worker 0 died") and [it.index for it in found.failures] == [1, 2]
-    text = str(rustloader.Stats(faults=found))
+    total = loaders.stats()
+    assert (total.restarts, total.stalls, total.out_of_memory) == (2, 1, 1)
+    assert (total.skipped, total.replaced, total.unlisted_failures) == (1, 1, 0)
+    assert total.deaths == ("worker 1 died", "worker 0 died") and [it.index for it in total.failures] == [1, 2]
+    text = str(rustloader.Stats(faults=total))
     assert "  faults        2 restarts (1 stuck, 1 out of memory), 1 sample skipped, 1 sample replaced" in text
     assert "faults" not in str(rustloader.Stats())
 
 
-def test_texts_are_kept_up_to_a_number():
+def test_texts_are_kept_up_to_a_limit():
     faults = Faults()
     for i in range(KEPT_FAILURES + 5):
         faults.note_failure(Failure(i, "ValueError", "skipped" if i % 2 else "replaced"))
         faults.note_restart(str(i))
-    found = faults.stats()
-    assert len(found.failures) == KEPT_FAILURES and found.unlisted_failures == 5
-    assert len(found.deaths) == KEPT_DEATHS and found.restarts == KEPT_FAILURES + 5
-    assert (found.failures[-1].index, found.deaths[-1]) == (KEPT_FAILURES - 1, str(KEPT_DEATHS - 1))
+    stats = faults.stats()
+    assert len(stats.failures) == KEPT_FAILURES and stats.unlisted_failures == 5
+    assert len(stats.deaths) == KEPT_DEATHS and stats.restarts == KEPT_FAILURES + 5
+    assert (stats.failures[-1].index, stats.deaths[-1]) == (KEPT_FAILURES - 1, str(KEPT_DEATHS - 1))

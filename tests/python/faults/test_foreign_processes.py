@@ -1,4 +1,4 @@
-"""Contexts whose processes are not multiprocessing's, and signals that reach only workers."""
+"""Contexts whose processes are not multiprocessing's; signals are sent only to workers."""
 
 import functools
 import logging
@@ -43,7 +43,7 @@ NOT_A_SUBCLASS = "is not a subclass of multiprocessing.process.BaseProcess"
 
 
 class AsThread(threading.Thread):
-    """What torch needs of a process, and nothing else, by a thread."""
+    """The interface of a process that torch needs, and nothing else, implemented by a thread."""
 
     number = staticmethod(os.getpid)
 
@@ -70,7 +70,7 @@ class ThreadQueue(queue.Queue):
 
 
 class Threads(multiprocessing.context.SpawnContext):
-    """A context as libraries write them that want threads for workers."""
+    """A context as a library would write it to run workers as threads."""
 
     Process = AsThread
     Queue = staticmethod(ThreadQueue)
@@ -78,13 +78,13 @@ class Threads(multiprocessing.context.SpawnContext):
 
 
 def threads(pid):
-    """A context of threads that give this as their pid."""
+    """A context of threads whose PID is `pid(thread)`."""
     process = type("Process", (AsThread,), {"number": lambda self: pid(self)})
     return type("Context", (Threads,), {"Process": process})()
 
 
 class Minimal:
-    """A real process, behind nothing but what torch asks for."""
+    """A real process that exposes only what torch uses."""
 
     def __init__(self, target, args):
         self._process = FORK.Process(target=target, args=args)
@@ -105,7 +105,7 @@ class Minimal:
 
 
 class StartsLater(FORK.Process):
-    """Has a pid a while after start() has returned."""
+    """Has no PID until a while after start() has returned."""
 
     def start(self):
         self._starting = threading.Thread(target=super().start)
@@ -177,7 +177,7 @@ def logged(caplog):
 @pytest.mark.handover
 @pytest.mark.parametrize("name", FOREIGN)
 @pytest.mark.parametrize("workers", [1, 2])
-def test_processes_that_only_look_like_processes_are_torchs_to_start(name, workers, caplog):
+def test_processes_that_only_look_like_processes_are_left_to_torch(name, workers, caplog):
     foreign, reason = FOREIGN[name]
     loader = DataLoader(Numbers(5), batch_size=None, num_workers=workers, multiprocessing_context=foreign)
     with caplog.at_level(logging.WARNING, logger="rustloader"), from_engine(0):
@@ -188,15 +188,15 @@ def test_processes_that_only_look_like_processes_are_torchs_to_start(name, worke
 
 
 @pytest.mark.ours
-def test_a_class_that_starts_something_else_is_torchs_to_start():
+def test_a_class_that_starts_something_else_is_left_to_torch():
     loader = DataLoader([0], num_workers=1, multiprocessing_context=context(ByThread))
     reason = fallback.why_not(LoaderIter, LoaderIter, loader)
     assert reason == "the Process of its multiprocessing context has its own _Popen"
 
 
 @pytest.mark.handover
-def test_a_thread_as_worker_is_never_signalled():
-    """The whole process would end."""
+def test_a_thread_as_a_worker_is_never_signaled():
+    """The signal would end the whole process."""
     status, out, err = run_script("""
         from test_foreign_processes import AsThread, Threads
         for signal_number in (signal.SIGTERM, signal.SIGINT):
@@ -218,7 +218,7 @@ def test_a_thread_as_worker_is_never_signalled():
 
 
 class Wraps(multiprocessing.context.BaseContext):
-    """A context that passes all on, and neither has a name nor is true."""
+    """A context that forwards all attributes but its start method, and is false."""
 
     def __init__(self, real):
         self.real = real
@@ -235,7 +235,7 @@ class Wraps(multiprocessing.context.BaseContext):
 
 
 class Subclass(FORK.Process):
-    """May have a `run` of its own."""
+    """Overrides `run`, as a subclass may."""
 
     def run(self):
         super().run()
@@ -271,7 +271,7 @@ def test_contexts_that_lead_to_multiprocessings_processes_keep_the_engine(name):
 
 
 @pytest.mark.ours
-def test_what_descends_from_this_process():
+def test_descends_is_true_of_descendants_only():
     assert not any(map(_core.descends, (os.getpid(), os.getppid(), 0, -1, -(2**40), 2**40, id(None), 1)))
     for method in ("fork", "forkserver"):
         iterator = iter(DataLoader(Numbers(2), num_workers=2, multiprocessing_context=method))
@@ -282,7 +282,7 @@ def test_what_descends_from_this_process():
 
 @pytest.mark.ours
 @pytest.mark.parametrize("pid", ["os.getpid()", "0", "-1", "-os.getpid()"])
-def test_the_engine_takes_no_such_pid(pid):
+def test_the_engine_rejects_a_pid_that_is_no_child(pid):
     status, out, err = run_script(f"""
         from rustloader import _core
         from rustloader.system import interrupts
@@ -305,8 +305,8 @@ def test_the_engine_takes_no_such_pid(pid):
 
 
 @pytest.mark.ours
-def test_s9_a_stranger_is_watched_and_not_signalled():
-    """A process that a worker's class has started by ways of its own, and that lives on without its parent."""
+def test_s9_a_stranger_is_watched_and_not_signaled():
+    """A process that a worker's class started in its own way, and that outlives its parent."""
     callbacks = serialize.loads, serialize.dumps_alone, interrupts.is_interrupt, stalls.warn
     engine = _core.Engine(config_of(num_workers=1), StallLimits(0.0, 0.0, 0.0), *callbacks)
     read, write = os.pipe()
@@ -337,7 +337,7 @@ def test_only_real_processes_are_killed_after_a_failed_start():
         pid = os.getpid()
 
         def kill(self):
-            raise AssertionError("a signal for this process")
+            raise AssertionError("this process was to be killed")
 
     thread = AsThread()
     thread.kill = Lies.kill
@@ -353,7 +353,7 @@ def test_only_real_processes_are_killed_after_a_failed_start():
 
 
 class SecondFails(AsThread):
-    """The second one cannot be started. It has no `terminate`, nor anything else to end it by."""
+    """The second one cannot be started. It has no `terminate`, nor any other way to end it."""
 
     terminate = None
 
@@ -369,7 +369,7 @@ class SecondFails(AsThread):
 
 
 @pytest.mark.handover
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's, of an iterator half made
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # from torch's half-built iterator
 def test_the_error_of_a_start_that_torchs_iterator_cannot_clean_up():
     process = type("Process", (SecondFails,), {"started": []})
     loader = DataLoader(Numbers(4), num_workers=2, multiprocessing_context=context(process, Threads))
@@ -392,17 +392,17 @@ class Broken(LoaderIter):
 
 @pytest.mark.ours
 def test_the_error_of_a_start_comes_before_that_of_the_shutdown():
-    class Once(FORK.Process):
-        made = 0
+    class SecondIsRefused(FORK.Process):
+        created = 0
 
         def __init__(self, *args, **kw):
-            type(self).made += 1
-            if self.made == 2:
+            type(self).created += 1
+            if self.created == 2:
                 raise OverflowError("no second process")
             super().__init__(*args, **kw)
 
     with pytest.raises(OverflowError, match="no second process") as caught:
-        Broken(DataLoader(Numbers(4), num_workers=2, multiprocessing_context=context(Once)))
+        Broken(DataLoader(Numbers(4), num_workers=2, multiprocessing_context=context(SecondIsRefused)))
     assert caught.value.__notes__ == ["rustloader: cleaning up after this error also failed: KeyError: 'the shutdown'"]
 
 
@@ -426,7 +426,7 @@ def test_a_process_that_cannot_be_joined_holds_up_no_other(caplog, monkeypatch):
 
 
 @pytest.mark.ours
-def test_a_death_is_told_where_the_list_of_workers_was_emptied():
+def test_a_death_is_reported_when_the_list_of_workers_was_emptied():
     iterator = iter(DataLoader(Slow(4, {1: 60}), num_workers=2, batch_size=None))
     next(iterator)
     processes = list(iterator._workers)

@@ -1,4 +1,4 @@
-"""Signal handlers that raise, calls that are given up, and starts that fail: nothing is lost and nothing is stuck."""
+"""Signal handlers that raise, abandoned calls, and starts that fail: nothing is lost and nothing hangs."""
 
 import contextlib
 import errno
@@ -27,7 +27,7 @@ class Interrupted(Exception):
 
 
 def test_a_handler_that_raises_loses_no_batch_and_no_turn():
-    # In a process of its own: pytest-timeout has the alarm of this one.
+    # In a process of its own: pytest-timeout uses this one's SIGALRM.
     status, out, err = run_script("""
         import itertools
         from sample_data import Numbers, Shards
@@ -47,7 +47,7 @@ def test_a_handler_that_raises_loses_no_batch_and_no_turn():
                 batch = None
                 try:
                     armed[0] = True
-                    # Not next(): an interrupt after a call, before the assignment, would be this test's own loss.
+                    # Not next(): an interrupt after a call, before the assignment, would lose it in this test.
                     for batch in iterator:
                         break
                     else:
@@ -68,7 +68,8 @@ def test_a_handler_that_raises_loses_no_batch_and_no_turn():
     assert (status, out, err) == (0, "all\n", "")
 
 
-# A handler that raises, and zeros: with each the signal is sent, which runs no Python code that would find it.
+# A handler that raises, and an iterator of zeros that sends the signal before each of them, without running Python code
+# in which the handler could run.
 SIGNALS = """
         import ctypes, itertools
         from sample_data import Numbers
@@ -82,7 +83,7 @@ SIGNALS = """
 
 
 def test_a_signal_that_came_before_the_sampler_is_asked_does_not_end_its_generator():
-    """A handler that raises inside of a generator, such as a BatchSampler's, ends it, and with it the epoch."""
+    """A handler that raises inside a generator, such as a BatchSampler's, ends it, and with it the epoch."""
     status, out, err = run_script(
         SIGNALS
         + """
@@ -110,7 +111,7 @@ def test_a_signal_that_came_before_the_sampler_is_asked_does_not_end_its_generat
 
 
 def test_a_handler_that_raises_at_each_index_loses_no_batch():
-    """More often than there are tasks in flight: each of them is still delivered once the handler stops raising."""
+    """It raises more often than tasks are in flight. Each task is still delivered once the handler stops raising."""
     status, out, err = run_script(
         SIGNALS
         + """
@@ -140,10 +141,10 @@ class Endless(IterableDataset):
             yield worker
 
 
-@pytest.mark.parametrize("goes_on", [True, False])
-def test_a_batch_that_a_handler_has_held_up_belongs_to_its_epoch(goes_on):
+@pytest.mark.parametrize("resumes", [True, False])
+def test_a_batch_that_a_handler_interrupted_belongs_to_its_epoch(resumes):
     class Raises(list):
-        """Raises where a signal handler could: the batch has arrived, and is not returned yet."""
+        """Raises where a signal handler could: the batch has arrived but is not yet returned."""
 
         def __setitem__(self, *_):
             raise Interrupted
@@ -154,14 +155,14 @@ def test_a_batch_that_a_handler_has_held_up_belongs_to_its_epoch(goes_on):
     iterator._workers_status = Raises([True])
     with pytest.raises(Interrupted):
         next(iterator)
-    if goes_on:
+    if resumes:
         iterator._workers_status = [True]
     else:
         iterator = iter(loader)
     assert [batch.tolist() for batch in iterator] == whole
 
 
-def test_a_death_is_seen_although_other_results_never_run_out():
+def test_a_death_is_detected_although_other_results_never_run_out():
     loader = DataLoader(Endless(), num_workers=2, batch_size=None, in_order=False)
     iterator = iter(loader)
     next(iterator)
@@ -206,7 +207,7 @@ def test_p19_iter_that_times_out_again_and_again_overflows_nothing(tmp_path):
     assert [in_time(next, iterator) for _ in range(9)] == [*[("value", i) for i in range(8)], ("end",)]
 
 
-def test_p19_the_clock_stands_while_the_user_is_not_in_next(tmp_path):
+def test_p19_the_timeout_is_paused_between_calls_of_next(tmp_path):
     timeout, go = 3, tmp_path / "go"
 
     def handler(signum, frame):
@@ -222,11 +223,11 @@ def test_p19_the_clock_stands_while_the_user_is_not_in_next(tmp_path):
         left = timeout - (time.monotonic() - start)
         time.sleep(timeout)
         thread, start = while_next_waits(go.touch), time.monotonic()
-        got = outcome(next, iterator)
-        # A worker this late has used up the remaining time.
-        assert got == ("value", 0) or time.monotonic() - start >= left
+        result = outcome(next, iterator)
+        # Without a batch, the call has waited for the remaining time.
+        assert result == ("value", 0) or time.monotonic() - start >= left
         thread.join()
-        assert got == ("value", 0) or in_time(next, iterator) == ("value", 0)
+        assert result == ("value", 0) or in_time(next, iterator) == ("value", 0)
     finally:
         signal.signal(signal.SIGUSR1, before)
 
@@ -273,7 +274,7 @@ def test_a_child_that_has_closed_everything_keeps_its_own_files():
     assert (status, out, err) == (0, "0 True\n", "")
 
 
-def test_a_shutdown_while_another_thread_waits_gives_everything_back(tmp_path, monkeypatch):
+def test_a_shutdown_ends_the_wait_of_another_thread(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.3)
     loader = DataLoader(Held(2, 0, tmp_path / "never"), num_workers=1, batch_size=None)
     iterator = iter(loader)
@@ -295,7 +296,7 @@ def test_a_shutdown_while_another_thread_waits_gives_everything_back(tmp_path, m
 
 
 def test_an_interrupt_while_the_last_reference_goes_is_not_lost():
-    """What a destructor raises is: Python prints it and continues, for as long as a stuck worker makes it wait."""
+    """Python only prints what is raised in a destructor. Here a stuck worker makes the destructor wait."""
     status, out, err = run_script("""
         import threading
         from sample_data import Slow
@@ -313,8 +314,8 @@ def test_an_interrupt_while_the_last_reference_goes_is_not_lost():
     assert (status, out, err) == (0, "caught\n", "")
 
 
-def test_an_interrupt_in_a_workers_exit_code_prints_nothing():
-    """With torch it prints a traceback of multiprocessing's."""
+def test_an_interrupt_in_a_workers_exit_functions_prints_nothing():
+    """With torch, multiprocessing prints a traceback."""
     status, out, err = run_script("""
         import multiprocessing.util
         from sample_data import Numbers
@@ -328,7 +329,7 @@ def test_an_interrupt_in_a_workers_exit_code_prints_nothing():
     assert (status, out.splitlines(), err) == (0, ["leaves", "[0, 1, 2, 3]"], "")
 
 
-def test_interrupts_in_a_row_print_nothing_wherever_they_find_a_worker():
+def test_repeated_interrupts_print_nothing_wherever_they_hit_a_worker():
     status, out, err = run_script("""
         import multiprocessing, threading
         from sample_data import Numbers
@@ -350,8 +351,8 @@ def test_interrupts_in_a_row_print_nothing_wherever_they_find_a_worker():
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_during_a_fork_is_not_lost_where_there_are_other_threads(name):
-    """The kernel gives it to a thread that has it open; Python runs its handler in the fork's hooks, which lose what is
-    raised there."""
+    """The kernel delivers it to a thread that does not block it. Python then runs the handler in the fork's hooks,
+    which discard exceptions."""
     status, out, err = run_script(
         f"""
         import threading
@@ -386,7 +387,7 @@ def test_a_signal_during_a_fork_is_not_lost_where_there_are_other_threads(name):
 
 
 def test_a_sigterm_that_comes_after_a_ctrl_c_during_a_start_is_not_lost():
-    """Both are kept back then, and the handler of the first one raises."""
+    """The start holds both back, and the handler of the first one raises."""
     status, out, err = run_script(
         """
         from sample_data import Numbers
@@ -414,16 +415,16 @@ def test_a_sigterm_that_comes_after_a_ctrl_c_during_a_start_is_not_lost():
         print([int(x) for x in loader], signal.pthread_sigmask(signal.SIG_BLOCK, []))
         """
     )
-    said = ["interrupted", "Terminated", "KeyboardInterrupt", "[0, 1, 2, 3] set()"]
-    assert (status, out.splitlines(), err) == (0, said, "")
+    expected = ["interrupted", "Terminated", "KeyboardInterrupt", "[0, 1, 2, 3] set()"]
+    assert (status, out.splitlines(), err) == (0, expected, "")
 
 
-def test_an_alarm_at_any_moment_of_a_start_keeps_no_signal_back():
+def test_an_alarm_at_any_moment_of_a_start_leaves_no_signal_blocked():
     status, out, err = run_script(
         """
         import multiprocessing.process, random
         from sample_data import Numbers
-        sys.unraisablehook = lambda *_: None  # some hit a destructor
+        sys.unraisablehook = lambda *_: None  # some alarms hit a destructor
         class Alarm(Exception): pass
         armed = False
         def handler(*_):
@@ -467,11 +468,11 @@ def test_an_alarm_at_any_moment_of_a_start_keeps_no_signal_back():
         """
     )
     assert (status, out) == (0, "all\n")
-    # An alarm in a step of the clean-up is logged, so that the other steps follow.
+    # An alarm in a step of the cleanup is logged, so that the other steps still run.
     assert set(err.splitlines()) <= {"a step of a DataLoader's shutdown failed: Alarm"}
 
 
-# A start that is interrupted as it closes its file leaves that to the collector.
+# A start that is interrupted while it closes a file leaves that to the garbage collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_a_handler_that_raises_at_any_line_of_a_start_leaves_no_worker(method, monkeypatch):
@@ -488,7 +489,7 @@ def test_a_handler_that_raises_at_any_line_of_a_start_leaves_no_worker(method, m
         raise Interrupted
 
     def interrupted_at(number):
-        """iter(loader), with a signal at this line of the starts."""
+        """Calls iter(loader), with a signal at the line of this number in the starts."""
 
         def trace(frame, *_):
             return trace_line if frame.f_code is WorkerGroup._start_one.__code__ else None
@@ -524,7 +525,7 @@ def test_a_handler_that_raises_at_any_line_of_a_start_leaves_no_worker(method, m
 
 
 class Token:
-    """It travels by a user's reducer, so that it is unpickled on arrival."""
+    """A user's reducer pickles it, so that it is unpickled on arrival."""
 
     def __init__(self, number):
         self.number = number
@@ -540,7 +541,7 @@ def rebuild_token(number):
     return Token(number)
 
 
-def test_a_handler_that_raises_while_a_batch_is_opened_on_receipt_does_not_lose_it(monkeypatch):
+def test_a_handler_that_raises_while_a_batch_is_unpickled_on_receipt_does_not_lose_it(monkeypatch):
     def handler(*_):
         raise Interrupted
 
@@ -548,19 +549,19 @@ def test_a_handler_that_raises_while_a_batch_is_opened_on_receipt_does_not_lose_
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         loader = DataLoader(Given([Token(i) for i in range(8)]), num_workers=2, batch_size=None, collate_fn=untouched)
-        iterator, got = iter(loader), []
+        iterator, results = iter(loader), []
         ARMED.extend([2, 5])
-        while (came := outcome(next, iterator)) != ("end",):
-            got.append(came[1].number if came[0] == "value" else came[1])
+        while (result := outcome(next, iterator)) != ("end",):
+            results.append(result[1].number if result[0] == "value" else result[1])
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert [it for it in got if it is not Interrupted] == list(range(8))
-    assert got.count(Interrupted) == 2 and not ARMED
+    assert [it for it in results if it is not Interrupted] == list(range(8))
+    assert results.count(Interrupted) == 2 and not ARMED
 
 
 @pytest.mark.ours
 @pytest.mark.parametrize("kind", ["function", "resets itself", "method", "object", "partial", "varargs", "cached"])
-def test_an_error_of_a_handler_is_recognised(kind):
+def test_an_error_of_a_handler_is_recognized(kind):
     from rustloader.system.interrupts import is_interrupt
 
     def handler(number, frame):
@@ -602,7 +603,7 @@ def test_an_error_of_the_code_itself_is_no_interrupt():
 
     before = signal.signal(signal.SIGALRM, handler)
     try:
-        # Called by the code, as a function that saves a checkpoint may be; and while an interrupt is handled.
+        # The code calls the handler itself, as it may one that saves a checkpoint; or an interrupt is being handled.
         assert not is_interrupt(error_of(handler))
         try:
             raise KeyboardInterrupt
@@ -633,11 +634,11 @@ class Bad(Dataset):
 @pytest.mark.ours
 @pytest.mark.parametrize("kw", [{}, {"on_error": "skip"}], ids=str)
 @pytest.mark.parametrize("stateful", [False, True])
-def test_an_error_that_was_looked_at_keeps_nothing_alive(stateful, kw):
-    make = rustloader.StatefulDataLoader if stateful else rustloader.DataLoader
+def test_an_error_that_was_examined_keeps_nothing_alive(stateful, kw):
+    loader_class = rustloader.StatefulDataLoader if stateful else rustloader.DataLoader
     gc.disable()
     try:
-        iterator = make(Bad(), batch_size=2, **kw)._get_iterator()
+        iterator = loader_class(Bad(), batch_size=2, **kw)._get_iterator()
         kept = weakref.ref(iterator)
         with contextlib.suppress(ValueError):
             next(iterator)

@@ -1,6 +1,6 @@
-"""Limits of a process: batches come from the engine, or from torch's iterator, or an error names the limit.
+"""Process limits: batches come from the engine or from torch's iterator, or an error names the limit.
 
-Each body runs in a forked child, so that its limits are its own.
+Each body runs in a forked child, so that its limits affect no other process.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ KILLED = ["RuntimeError: DataLoader worker (pid N) is killed by signal: Killed. 
 
 
 def limited(limits, body, *args):
-    """A report of body(*args) under soft limits {RLIMIT_x: number}."""
+    """The report of body(*args) under the soft limits {RLIMIT_x: number}."""
 
     def inside():
         for limit, number in limits.items():
@@ -56,8 +56,8 @@ def served_by_torch(report):
 # Open files
 
 
-def many_kept():
-    """400 tensors of shared memory are held, and the next epoch's workers are forked while they are."""
+def keep_many_tensors():
+    """Holds 400 tensors in shared memory while the next epoch's workers are forked."""
     samples = [[torch.full((5000,), float(4 * i + j)) for j in range(4)] for i in range(100)]
     kept = loader(samples, batch_size=None)
     first, batches = walk(kept, samples)
@@ -69,11 +69,11 @@ def many_kept():
 
 
 def test_400_tensors_are_kept_with_64_open_files():
-    served_by_engine(limited({resource.RLIMIT_NOFILE: 64}, many_kept), 200)
+    served_by_engine(limited({resource.RLIMIT_NOFILE: 64}, keep_many_tensors), 200)
 
 
-def no_descriptor_left():
-    """Lets this process open nothing more."""
+def use_up_descriptors():
+    """Lowers the limit until this process can open no more files."""
     while True:
         try:
             os.close(os.open("/dev/null", os.O_RDONLY))
@@ -82,8 +82,8 @@ def no_descriptor_left():
         set_limit(resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 1)
 
 
-def test_the_last_descriptor_goes_in_the_middle():
-    """Running loaders continue, a new loader names what is missing, and with descriptors it runs again."""
+def test_descriptors_run_out_in_the_middle_of_an_epoch():
+    """A running loader continues, a new one names the limit, and works again once the limit is raised."""
 
     def body():
         running = DataLoader(Images(24), batch_size=4, num_workers=2, persistent_workers=True)
@@ -92,7 +92,7 @@ def test_the_last_descriptor_goes_in_the_middle():
         before = [next(iterator)]
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         set_limit(resource.RLIMIT_NOFILE, 64)
-        no_descriptor_left()
+        use_up_descriptors()
         before += list(iterator)
         second, _ = walk(running, image_batches())
         refused = plain()
@@ -110,19 +110,19 @@ def test_the_last_descriptor_goes_in_the_middle():
 
 
 def address_space():
-    """Bytes that this process has mapped."""
+    """The bytes of address space that this process has mapped."""
     with open("/proc/self/statm") as f:
         return int(f.read().split()[0]) * resource.getpagesize()
 
 
 def shared_memory_in_use():
-    """Bytes of shared memory that this process has pages of."""
+    """The bytes of shared memory that are resident in this process."""
     with open("/proc/self/status") as f:
         return next(int(line.split()[1]) << 10 for line in f if line.startswith("RssShmem"))
 
 
 def epochs_of_two_loaders():
-    """A typical training run: some epochs over one loader, a batch of another one after each, and memory of its own."""
+    """A typical training run: epochs of one loader, each followed by an epoch of another and by an allocation."""
     errors = []
     training = DataLoader(Images(24), batch_size=4, num_workers=2)
     checking = DataLoader(Images(8), batch_size=4, num_workers=1, persistent_workers=True)
@@ -144,7 +144,7 @@ def test_an_address_space_too_small_for_an_arena_hands_over():
     served_by_engine(limited({resource.RLIMIT_AS: address_space() + (3 << 30)}, plain), 6)
 
 
-def test_an_address_space_that_shrinks_in_the_middle():
+def test_an_address_space_that_shrinks_between_epochs():
     """Running workers continue; a new loader runs on torch's iterator."""
 
     def body():
@@ -160,7 +160,7 @@ def test_an_address_space_that_shrinks_in_the_middle():
 
 
 class Growing(torch.utils.data.Dataset):
-    """Tensors of `steps` sizes from 100 kB to `largest` bytes in a given order, each filled with its number."""
+    """Tensors of `steps` sizes from 100 kB to `largest` bytes in a given order, each filled with its index."""
 
     def __init__(self, steps, largest, order):
         self.sizes = [100_000 + i * (largest - 100_000) // (steps - 1) for i in order(steps)]
@@ -172,7 +172,7 @@ class Growing(torch.utils.data.Dataset):
         return torch.full((self.sizes[i],), i % 251, dtype=torch.uint8)
 
 
-def is_whole(batch, size, i):
+def is_intact(batch, size, i):
     return len(batch) == size and bool((batch[::4096] == i % 251).all()) and int(batch[-1]) == i % 251
 
 
@@ -181,23 +181,23 @@ def shuffled(steps):
 
 
 @pytest.mark.parametrize("order", [range, lambda steps: reversed(range(steps)), shuffled], ids=["up", "down", "any"])
-def test_batches_of_ever_other_sizes_fit_into_a_small_address_space(order):
-    """Blocks of all sizes together are several times as large as a region, those under way are half of it."""
+def test_batches_of_many_sizes_fit_into_a_small_address_space(order):
+    """Blocks of all sizes together are several times as large as a region; those in use take up half of one."""
 
     def body():
         data = Growing(200, 20 * 10**6, order)
         batches = DataLoader(data, batch_size=None, num_workers=8)
-        return [i for i, batch in enumerate(batches) if not is_whole(batch, data.sizes[i], i)]
+        return [i for i, batch in enumerate(batches) if not is_intact(batch, data.sizes[i], i)]
 
     served_by_engine(limited({resource.RLIMIT_AS: address_space() + (3 << 30)}, body), 200)
 
 
 def test_a_program_that_locks_its_memory_locks_no_arena():
-    """After mlockall(MCL_FUTURE), as real-time programs call it, the kernel populates every new mapping: an arena is
-    many times the size of the machine's memory."""
+    """After mlockall(MCL_FUTURE), which real-time programs call, the kernel populates every new mapping. An arena is
+    many times as large as the machine's memory."""
 
     def body():
-        # So that an arena that is populated takes no more than a few GiB.
+        # Caps an arena that is populated at a few GiB.
         set_limit(resource.RLIMIT_AS, address_space() + (6 << 30))
         if ctypes.CDLL(None).mlockall(MCL_FUTURE) != 0:
             return ["mlockall was refused"]
@@ -218,8 +218,8 @@ def test_a_program_that_locks_its_memory_locks_no_arena():
 
 
 @pytest.mark.parametrize("action", [signal.SIG_DFL, signal.SIG_IGN])
-def test_a_limit_of_file_sizes_is_no_signal(action):
-    """SIGXFSZ would end the process. From 1 GiB on the arena fits under the limit."""
+def test_a_file_size_limit_causes_no_signal(action):
+    """SIGXFSZ would end the process. An arena fits under limits from 1 GiB on."""
 
     def body(size):
         signal.signal(signal.SIGXFSZ, action)
@@ -248,39 +248,39 @@ def test_other_limits_do_not_matter(limit, number):
 # Processes and threads
 
 
-def users():
-    """Those who have a process."""
-    found = set()
+def users_with_processes():
+    """The IDs of the users that have processes."""
+    uids = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
-            found.add(os.stat(f"/proc/{pid}").st_uid)
-    return found
+            uids.add(os.stat(f"/proc/{pid}").st_uid)
+    return uids
 
 
-def somebody_else():
-    """Becomes a user who has no other process: root is not limited, and others' processes would count. Another one each
-    time, because the kernel counts those of all containers, and those of other runs of these tests."""
-    # What is imported at the first epoch may be unreadable afterwards.
+def become_unused_user():
+    """Becomes a user that has no other process: root is not limited, and the user's other processes would count. The
+    user is random, because the kernel also counts processes of other containers and of other runs of these tests."""
+    # Afterwards, modules that the first epoch imports may be unreadable.
     assert plain() == []
-    number = secrets.choice(sorted(set(range(20_000, 60_000)) - users()))
+    number = secrets.choice(sorted(set(range(20_000, 60_000)) - users_with_processes()))
     os.setresgid(number, number, number)
     os.setresuid(number, number, number)
 
 
-as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become a user who has no other process")
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become a user that has no other process")
 
 
-@as_root
+@needs_root
 def test_no_process_for_a_worker():
-    """The error names the limit, the workers that were started are ended, and with more processes it works."""
+    """The error names the limit, the workers that were started are ended, and the loader works under a higher limit."""
 
     def body():
-        somebody_else()
+        become_unused_user()
         files = len(os.listdir("/proc/self/fd"))
         set_limit(resource.RLIMIT_NPROC, 4)
         error = walk(DataLoader(Images(24), batch_size=4, num_workers=4), image_batches())[0]
         set_limit(resource.RLIMIT_NPROC, 64)
-        # Python's multiprocessing forgets the two pipes of a process that cannot be forked.
+        # Python's multiprocessing leaks the two pipes of a process that cannot be forked.
         return [*error, len(os.listdir("/proc/self/fd")) - files - 4, *twice()]
 
     report = in_child(watched, body)
@@ -294,12 +294,12 @@ def test_no_process_for_a_worker():
     assert "ulimit -u" in error
 
 
-@as_root
+@needs_root
 def test_no_thread_for_a_watchdog():
-    """A worker that may have no thread works, and leaves when the main process is killed."""
+    """A worker that cannot start a thread works, and exits when the main process is killed."""
 
     def without_threads():
-        somebody_else()
+        become_unused_user()
         os.register_at_fork(after_in_child=lambda: set_limit(resource.RLIMIT_NPROC, 1))
 
     def body():

@@ -1,5 +1,5 @@
-"""Arrays of NumPy where a worker's region, its address space or its memory cgroup is used up: ordinary memory, or a
-MemoryError of that batch; the next one comes."""
+"""NumPy arrays when a worker's region, its address space or its memory cgroup is full: they go to ordinary memory, or
+their batch is a MemoryError and the next one is delivered."""
 
 import contextlib
 import re
@@ -17,7 +17,7 @@ from test_limits import address_space, limited
 pytestmark = pytest.mark.ours
 
 MB = 1 << 20
-# One works, the others make its region small.
+# Only one has data; the others make its region smaller.
 WORKERS = 8
 REGION_FULL = re.compile(
     r"MemoryError: MemoryError: cannot get (\d+) bytes of shared memory for a batch: "
@@ -26,7 +26,7 @@ REGION_FULL = re.compile(
 )
 
 
-class OfOneWorker(torch.utils.data.IterableDataset):
+class OnOneWorker(torch.utils.data.IterableDataset):
     def __init__(self, make, length):
         self.make, self.length = make, length
 
@@ -44,7 +44,7 @@ def is_filled(array, index):
 
 
 def answers(dataset, workers=WORKERS):
-    """Batches, and the last lines of errors in their places."""
+    """Yields the batches, and the last line of each error raised in a batch's place."""
     loader = DataLoader(dataset, batch_size=None, collate_fn=identity, num_workers=workers)
     iterator = iter(loader)
     while True:
@@ -60,19 +60,19 @@ def answers(dataset, workers=WORKERS):
 
 
 def full_region():
-    """The loop keeps arrays until four do not fit, and then none. Every second array is not sent."""
+    """The loop keeps arrays until four have not fit, and then releases them. Every other array is not sent."""
 
     def make(index):
         array = array_of(8, index)
         return array if index % 2 == 0 else (in_arena(array.ctypes.data), is_filled(array, index))
 
     kept, errors, before, after = [], [], [], []
-    for index, answer in enumerate(answers(OfOneWorker(make, 80))):
+    for index, answer in enumerate(answers(OnOneWorker(make, 80))):
         if isinstance(answer, str):
             errors.append(answer)
         elif isinstance(answer, tuple):
-            where, right = answer
-            assert right
+            where, intact = answer
+            assert intact
             (before if len(errors) < 4 else after).append(where)
         elif len(errors) < 4:
             kept.append((index, answer))
@@ -91,18 +91,18 @@ def test_a_full_region_leaves_arrays_to_ordinary_memory_until_blocks_are_free():
     for error in errors:
         wanted, size, used, idle, longest = map(int, REGION_FULL.fullmatch(error).groups())
         assert wanted == 8 * MB and longest < wanted < size and longest <= idle and used + idle == size
-    # What was under way when the loop released its arrays may fail as well.
+    # Batches in flight when the loop releases its arrays may fail as well.
     assert before[0] is True and before[-1] is False and 4 <= len(errors) <= 8
     assert after.count(False) <= 4 and after[-10:] == ["array", True] * 5
 
 
 def test_arrays_beyond_the_region_and_the_address_space():
-    """Ordinary memory may have room for what the region cannot send. Without room in both it is NumPy's own error."""
+    """An array may fit into ordinary memory but not into the region. If it fits into neither, the error is NumPy's."""
     sizes = [1, 300, 2, 5000, 3] + [16] * (3 * WORKERS)
 
     def body():
-        made = answers(Made(lambda index: array_of(sizes[index], index), len(sizes)))
-        return [answer if isinstance(answer, str) else len(answer) // MB for answer in made]
+        results = answers(Made(lambda index: array_of(sizes[index], index), len(sizes)))
+        return [answer if isinstance(answer, str) else len(answer) // MB for answer in results]
 
     first, region, second, everything, *others = limited({resource.RLIMIT_AS: address_space() + (3 << 30)}, body)[
         "value"
@@ -123,41 +123,42 @@ def zeroes_of(megabytes, index):
 
 
 def in_small_cgroup(make):
-    """The loop keeps the arrays until four have failed, and then none: errors, and which answers came."""
+    """The loop keeps arrays until four have failed, and then releases them. Returns the limit, the errors, and
+    for each answer whether it was a batch."""
 
     def body():
-        kept, errors, came = [], [], []
+        kept, errors, delivered = [], [], []
         for index, answer in enumerate(answers(Made(make, 80), workers=2)):
             if isinstance(answer, str):
                 errors.append(answer)
             else:
                 assert is_filled(answer, index)
                 kept.append(answer)
-            came.append(not isinstance(answer, str))
+            delivered.append(not isinstance(answer, str))
             del answer
             if len(errors) >= 4:
                 kept.clear()
-        return errors, came
+        return errors, delivered
 
     with cgroup_of_400_mb() as (join, limit, kills):
-        errors, came = in_cgroup(join, body)
+        errors, delivered = in_cgroup(join, body)
         assert kills() == 0
-    return limit, errors, came
+    return limit, errors, delivered
 
 
 @pytest.mark.parametrize("make", [array_of, zeroes_of])
 @pytest.mark.parametrize("megabytes", [16, 40])
 def test_a_full_memory_cgroup_is_an_error_of_the_batch_and_no_kill(make, megabytes):
-    limit, errors, came = in_small_cgroup(lambda index: make(megabytes, index))
+    limit, errors, delivered = in_small_cgroup(lambda index: make(megabytes, index))
     for error in errors:
         wanted, what, left = NO_MEMORY.fullmatch(error.removeprefix("MemoryError: ")).groups()
         assert int(wanted) == megabytes * MB and limit in what and int(left) < 400 * MB
-    # What was under way when the loop released its arrays may fail as well.
-    assert 4 <= len(errors) <= 8 and len(came) == 80 and all(came[-20:])
+    # Batches in flight when the loop releases its arrays may fail as well.
+    assert 4 <= len(errors) <= 8 and len(delivered) == 80 and all(delivered[-20:])
 
 
 def test_a_refused_array_is_explained_for_its_own_batch_alone():
-    """What the program catches explains no later error."""
+    """A refusal that the program catches does not explain a later error."""
 
     def make(index):
         if index == 0:

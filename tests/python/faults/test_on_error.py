@@ -1,4 +1,4 @@
-"""`on_error`: failing samples are left out or replaced, whatever makes the batches."""
+"""`on_error`: failing samples are skipped or replaced, however the batches are produced."""
 
 import functools
 import itertools
@@ -35,7 +35,7 @@ pytestmark = [
 ]
 
 METHODS = ["fork", "forkserver", "spawn"]
-# Each with settings that a loader of Broken keeps its values and its order under.
+# Settings under which a loader of Broken keeps its values and their order.
 SETTINGS = {
     "no workers": dict(num_workers=0),
     "one worker": dict(num_workers=1),
@@ -62,7 +62,7 @@ DATASETS = {
 POLICIES = {"skip": ("skip", left, "skipped"), "function": (minus, negated, "replaced")}
 
 
-# All settings with samples made one by one; the datasets that make batches with some of them.
+# All settings with the dataset of single samples, some of them with each of the other datasets.
 CASES = [(name, "samples") for name in SETTINGS] + [
     (name, dataset)
     for name in ("no workers", "two workers", "seeds of samples", "seeds without workers", "threads", "persistent")
@@ -105,14 +105,14 @@ def test_index_batches_of_a_sampler(workers):
     loader = DataLoader(
         Broken(), batch_sampler=batches, num_workers=workers, on_error="skip", collate_fn=lambda samples: len(samples)
     )
-    # An index batch without indices is none whose samples have failed.
+    # An index batch without indices does not count as one whose samples have all failed.
     assert list(loader) == [1, 0, 1, 1]
     assert [i for i, _ in failed(rustloader.stats(loader))] == [1, 4, 5, 5, 7, 6]
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader], ids=["plain", "stateful"])
-def test_without_batches_a_failed_sample_is_passed_over(kind, workers):
+def test_without_batches_a_failed_sample_is_skipped_or_replaced_by_a_function(kind, workers):
     loader = kind(Broken(), batch_size=None, num_workers=workers, on_error="skip")
     assert [int(sample[0]) for sample in loader] == [i for i in range(SIZE) if i not in BAD]
     loader = kind(Broken(), batch_size=None, num_workers=workers, on_error=minus)
@@ -147,7 +147,7 @@ def chunks(items, size=4):
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("policy", ["skip", "replace", "function"])
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader], ids=["plain", "stateful"])
-def test_iterable_datasets_go_on_with_the_next_sample(kind, policy, workers):
+def test_iterable_datasets_continue_with_the_next_sample(kind, policy, workers):
     on_error, good = policy, [i for i in range(SIZE) if i not in BAD]
     if policy == "function":
         on_error, good = minus, [-i if i in BAD else i for i in range(SIZE)]
@@ -160,14 +160,14 @@ def test_iterable_datasets_go_on_with_the_next_sample(kind, policy, workers):
         for _ in range(2):
             # Two workers take turns, and each has all samples.
             assert numbers(loader) == [batch for batch in batches for _ in range(max(workers, 1))]
-        found = failed(rustloader.stats(loader))
-        assert found == [(None, action)] * (len(BAD) * 2 * max(workers, 1))
+        failures = failed(rustloader.stats(loader))
+        assert failures == [(None, action)] * (len(BAD) * 2 * max(workers, 1))
     loader = kind(Stream(), batch_size=None, num_workers=workers, on_error=on_error)
     assert [*loader] == [i for i in good for _ in range(max(workers, 1))]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_failures_behind_the_last_batch_of_an_iterable_dataset_count(workers):
+def test_failures_after_the_last_batch_of_an_iterable_dataset_count(workers):
     loader = DataLoader(Stream(6, [4, 5]), batch_size=2, num_workers=workers, on_error="skip", drop_last=True)
     assert numbers(loader) == [[0, 1], [2, 3]]
     assert [it.error_text for it in rustloader.stats(loader).faults.failures] == [
@@ -177,20 +177,20 @@ def test_failures_behind_the_last_batch_of_an_iterable_dataset_count(workers):
 
 
 def replaced(batches, base_seed, epoch, length=SIZE, bad=BAD):
-    """The samples that come with `on_error="replace"`, and the failures on the way."""
-    found, failures = [], []
+    """The samples delivered with `on_error="replace"`, and the samples that failed, in order."""
+    results, failures = [], []
     for batch in batches:
-        made = []
+        samples = []
         for i in batch:
-            attempt, instead = 0, i
-            while instead in bad:
-                failures.append(instead)
-                instead = seed_words(base_seed, attempt, i, 2**64 - 1, epoch)[0] % (length - 1)
-                instead += instead >= i  # never the failed one
+            attempt, chosen = 0, i
+            while chosen in bad:
+                failures.append(chosen)
+                chosen = seed_words(base_seed, attempt, i, 2**64 - 1, epoch)[0] % (length - 1)
+                chosen += chosen >= i  # never the sample itself
                 attempt += 1
-            made.append(instead)
-        found.append(made)
-    return found, failures
+            samples.append(chosen)
+        results.append(samples)
+    return results, failures
 
 
 @pytest.mark.parametrize("seed_by", [None, "batch", "sample"])
@@ -211,8 +211,8 @@ def test_replacements_do_not_depend_on_the_workers(dataset, seed_by):
     base_seed = rebuilt_base_seed(3)
     failures = []
     for number in range(1 if seed_by is None else 2):
-        expected, instead = replaced(index_batches(), base_seed, number)
-        failures += [(i, "replaced") for i in instead]
+        expected, failing = replaced(index_batches(), base_seed, number)
+        failures += [(i, "replaced") for i in failing]
         assert all(run[number][:, 0].tolist() == [*itertools.chain(*expected)] for run in runs)
     assert not torch.equal(runs[0][0], runs[0][1])
     if seed_by == "sample" and not isinstance(dataset, InBatches):
@@ -222,7 +222,7 @@ def test_replacements_do_not_depend_on_the_workers(dataset, seed_by):
 
 
 def rebuilt_base_seed(seed):
-    """What an iterator draws first."""
+    """The base seed: the first number that an iterator draws."""
     torch.manual_seed(seed)
     return torch.empty((), dtype=torch.int64).random_().item()
 
@@ -259,7 +259,7 @@ def test_install_sets_it_for_torchs_class(workers):
     with rustloader.installed(on_error="skip", max_errors=len(BAD)):
         loader = TorchDataLoader(Broken(), batch_size=4, num_workers=workers)
         assert numbers(loader) == left(index_batches())
-        # A loader's own function comes first.
+        # A loader's own function takes precedence.
         assert numbers(DataLoader(Broken(), batch_size=4, num_workers=workers, on_error=minus)) == negated(
             index_batches()
         )

@@ -1,4 +1,4 @@
-"""`on_error`: what is no sample's failure, functions and replacements that fail, datasets of all kinds."""
+"""`on_error`: errors that are not a sample's failure, functions and replacements that fail, unusual datasets."""
 
 import contextlib
 import functools
@@ -87,7 +87,7 @@ def test_what_a_signal_handler_raises_between_failures_loses_none_of_them(monkey
     assert failed(rustloader.stats(loader)) == [(i, "skipped") for i in bad]
 
 
-def test_a_new_epoch_does_not_count_what_a_signal_handler_has_left_of_the_last_one(monkeypatch):
+def test_failures_left_by_an_interrupted_epoch_do_not_count_in_the_next(monkeypatch):
     class Cut(Exception):
         pass
 
@@ -105,14 +105,14 @@ def test_a_new_epoch_does_not_count_what_a_signal_handler_has_left_of_the_last_o
     assert rustloader.stats(loader).faults.skipped == 5
 
 
-def test_failures_of_a_batch_that_is_raised_do_not_count():
+def test_failures_of_a_batch_that_raises_do_not_count():
     loader = DataLoader(Broken(4, [3]), batch_size=4, num_workers=1, on_error="skip", collate_fn=lambda samples: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         list(loader)
     assert rustloader.stats(loader).faults.skipped == 0
 
 
-class Leaves(Numbers):
+class Exits(Numbers):
     def __getitem__(self, i):
         raise SystemExit(3)
 
@@ -120,9 +120,9 @@ class Leaves(Numbers):
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_sample_that_ends_the_process_is_no_failure(threads):
     with pytest.raises(SystemExit):
-        list(DataLoader(Leaves(2), on_error="skip"))
+        list(DataLoader(Exits(2), on_error="skip"))
     with pytest.raises((rustloader.WorkerDiedError, SystemExit)):
-        list(DataLoader(Leaves(2), num_workers=1, worker_threads=threads, on_error="skip", batch_size=2))
+        list(DataLoader(Exits(2), num_workers=1, worker_threads=threads, on_error="skip", batch_size=2))
 
 
 class Timeout(Exception):
@@ -212,16 +212,16 @@ def test_a_sample_without_a_replacement_raises_its_own_error(dataset, workers):
 
 
 def test_ten_replacements_are_tried():
-    asked = []
+    fetched = []
 
-    class Asked(Broken):
+    class Recording(Broken):
         def __getitem__(self, i):
-            asked.append(i)
+            fetched.append(i)
             return super().__getitem__(i)
 
     with pytest.raises(ValueError, match="bad 3"):
-        next(iter(DataLoader(Asked(20, range(20)), batch_size=1, sampler=[3], on_error="replace")))
-    assert len(asked) == 11 and asked[0] == 3 and len(set(asked)) > 5 and {*asked[1:]} <= {*range(20)} - {3}
+        next(iter(DataLoader(Recording(20, range(20)), batch_size=1, sampler=[3], on_error="replace")))
+    assert len(fetched) == 11 and fetched[0] == 3 and len(set(fetched)) > 5 and {*fetched[1:]} <= {*range(20)} - {3}
 
 
 @WORKERS
@@ -265,7 +265,7 @@ def test_a_dataset_without_a_length_has_no_replacements():
 
 @WORKERS
 @pytest.mark.parametrize("samples", [0, 6])
-def test_an_iterator_that_fails_without_end_is_given_up(samples, workers):
+def test_an_iterator_that_fails_endlessly_is_abandoned(samples, workers):
     loader = DataLoader(Endless(samples), batch_size=4, num_workers=workers, on_error="skip")
     iterator = iter(loader)
     for _ in range(samples // 4):
@@ -279,13 +279,13 @@ def test_an_iterator_that_fails_without_end_is_given_up(samples, workers):
 
 
 @WORKERS
-def test_an_iterator_that_fails_now_and_then_is_not(workers):
+def test_an_iterator_that_fails_now_and_then_is_not_abandoned(workers):
     bad = [i for i in range(3000) if i % 999]
     assert numbers(DataLoader(Stream(3000, bad), num_workers=workers, on_error="skip")) == [[0], [999], [1998], [2997]]
 
 
 class OneCall(Broken):
-    """Makes a whole batch, which cannot be taken apart."""
+    """Returns a whole batch, which cannot be split into samples."""
 
     def __getitems__(self, indices):
         if self.bad.intersection(indices):
@@ -293,7 +293,7 @@ class OneCall(Broken):
         return {"all": torch.tensor(indices)}
 
 
-def test_batches_that_are_made_in_one_call():
+def test_batches_that_are_built_in_one_call():
     collate = dict(batch_size=4, num_workers=1, collate_fn=as_list)
     loader = DataLoader(OneCall(), on_error="skip", **collate)
     with pytest.raises(TypeError, match="__getitems__ of OneCall must return a list of samples, got dict"):
@@ -325,12 +325,12 @@ def test_a_fetcher_that_was_replaced_is_left_alone(monkeypatch, caplog):
         for _ in range(2):
             with pytest.raises(ValueError, match="bad 4"):
                 list(loader)
-        said = [it.getMessage() for it in caplog.records if it.name == "rustloader"]
-        assert said == ["a DataLoader: on_error has no effect: torch's fetcher was replaced"] * (workers + 1)
+        messages = [it.getMessage() for it in caplog.records if it.name == "rustloader"]
+        assert messages == ["a DataLoader: on_error has no effect: torch's fetcher was replaced"] * (workers + 1)
 
 
 def torchs_hint():
-    """torch's warning, which older versions do not have."""
+    """Expects torch's warning, which older versions do not issue."""
     return contextlib.nullcontext() if OLD_TORCH else pytest.warns(UserWarning, match="Got pickle error")
 
 

@@ -1,4 +1,4 @@
-"""SIGTERM to the whole process group, as when a job is preempted: main reacts, the workers serve on."""
+"""SIGTERM to the whole process group, as when a job is preempted: main handles it, the workers keep working."""
 
 import os
 import signal
@@ -19,13 +19,13 @@ KILLED = "is killed by signal: Terminated"
 
 @pytest.fixture
 def patient(monkeypatch):
-    """A worker that alone received a SIGTERM waits for the others for as long as a busy machine may need."""
+    """A worker that received a SIGTERM gives the others as long to receive theirs as a busy machine may need."""
     monkeypatch.setenv("RUSTLOADER_SIGTERM_SECONDS", "100")
 
 
 @pytest.fixture(autouse=True)
 def handled():
-    """This process has a handler; the signals that it was called with."""
+    """Installs a SIGTERM handler in this process; yields the list of the signals that it received."""
     numbers = []
     before = signal.signal(signal.SIGTERM, lambda number, _: numbers.append(number))
     yield numbers
@@ -33,7 +33,7 @@ def handled():
 
 
 def terminate(*pids):
-    """SIGTERM from a process that is not main."""
+    """Sends SIGTERM from a process other than main."""
     subprocess.run(["kill", "-TERM", *map(str, pids)], check=True)
 
 
@@ -43,7 +43,7 @@ def batches(iterator, count):
 
 
 def served(workers, n=10**6, **kw):
-    """An iterator over numbers, and its workers' pids; each has given a batch."""
+    """An iterator over numbers, and its workers' PIDs. A batch of each worker is delivered."""
     iterator = iter(DataLoader(Numbers(n), batch_size=None, num_workers=workers, **kw))
     assert batches(iterator, workers) == list(range(workers))
     return iterator, worker_pids(iterator)
@@ -51,11 +51,11 @@ def served(workers, n=10**6, **kw):
 
 def batches_for(iterator, seconds):
     """Takes batches for `seconds`; returns their numbers."""
-    found, end = [], time.monotonic() + seconds
+    numbers, end = [], time.monotonic() + seconds
     while time.monotonic() < end:
-        found.append(int(next(iterator)))
+        numbers.append(int(next(iterator)))
         time.sleep(0.02)
-    return found
+    return numbers
 
 
 TRAINING = """
@@ -71,7 +71,7 @@ TRAINING = """
         if count == 2:
             print("ready", flush=True)
         time.sleep(0.01)
-        # All have got it, and serve on.
+        # All have received it and keep working.
         if signals and {iterator._core.worker_status(worker)["terminated"] for worker in range(2)} == {"group"}:
             last = min(last, count + 10)
         if count == last:
@@ -101,16 +101,16 @@ def test_a_signal_to_all_workers_is_survived_and_a_second_one_is_not(handled, pa
     assert handled == []
 
 
-def test_a_signal_to_one_of_several_is_its_end(handled):
+def test_a_signal_to_one_of_several_workers_ends_it(handled):
     iterator, pids = served(3)
     terminate(pids[1])
-    # Far below the 30 s that it would have if every one had got a signal.
+    # Far below the 30 s that it would have if all had received a signal.
     with within(25), pytest.raises(RuntimeError, match=rf"\(pid {pids[1]}\) {KILLED}"):
         batches_for(iterator, 40)
     assert handled == []
 
 
-def test_a_worker_without_others_serves_on_for_a_while():
+def test_a_lone_worker_keeps_working_for_a_while():
     iterator, [pid] = served(1)
     start = time.monotonic()
     terminate(pid)
@@ -120,7 +120,7 @@ def test_a_worker_without_others_serves_on_for_a_while():
 
 
 class EndsItself(Numbers):
-    """At item 1; if it survives that, it reports so in a file."""
+    """Sends itself a SIGTERM at item 1; creates a file if it survives."""
 
     def __init__(self, n, file):
         super().__init__(n)
@@ -133,7 +133,7 @@ class EndsItself(Numbers):
         return i
 
 
-def test_a_worker_that_ends_itself_is_gone_at_once(tmp_path):
+def test_a_worker_that_signals_itself_ends_at_once(tmp_path):
     iterator = iter(DataLoader(EndsItself(8, tmp_path / "lives"), batch_size=None, num_workers=1))
     assert int(next(iterator)) == 0
     with within(20), pytest.raises(RuntimeError, match=KILLED):
@@ -141,20 +141,20 @@ def test_a_worker_that_ends_itself_is_gone_at_once(tmp_path):
     assert not (tmp_path / "lives").exists()
 
 
-def test_shutdown_ends_workers_as_ever(monkeypatch, patient):
+def test_shutdown_ends_workers_as_usual(monkeypatch, patient):
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
     monkeypatch.setattr(group, "KILL_AFTER", 25)
     iterator = iter(DataLoader(Slow(4, {0: 60, 1: 60}), batch_size=None, num_workers=2))
     assert workers_report(iterator, state="fetch")
     terminate(*worker_pids(iterator))
-    # A SIGTERM that is pending still would be one with main's.
+    # A SIGTERM that is still pending would merge with main's.
     assert workers_report(iterator, terminated="group")
     iterator._shutdown_workers()
-    # Not by SIGKILL, nor by what comes 30 s after the first signal.
+    # Neither by SIGKILL nor by the death 30 s after the first signal.
     assert [worker.exitcode for worker in iterator._workers] == [0, 0]
 
 
-def test_a_handler_of_the_users_in_a_worker_is_called(tmp_path):
+def test_a_users_handler_in_a_worker_is_called(tmp_path):
     def start(_):
         signal.signal(signal.SIGTERM, lambda *_: (tmp_path / "called").touch())
 
@@ -165,7 +165,7 @@ def test_a_handler_of_the_users_in_a_worker_is_called(tmp_path):
 
 
 class Forking(Numbers):
-    """Item 1 is what became of a forked child that got a SIGTERM."""
+    """Item 1 is the wait status of a forked child that received a SIGTERM."""
 
     def __getitem__(self, i):
         if i != 1:
@@ -176,7 +176,7 @@ class Forking(Numbers):
         return os.waitpid(pid, 0)[1]
 
 
-def test_a_child_of_a_worker_dies_of_it():
+def test_a_sigterm_ends_a_child_of_a_worker():
     loader = DataLoader(Forking(3), batch_size=None, num_workers=1)
     with within(55):
         assert list(loader) == [0, signal.SIGTERM, 2]
@@ -186,6 +186,6 @@ def test_without_a_handler_nothing_changes(handled):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     iterator, pids = served(2)
     terminate(*pids)
-    # With a handler they would serve on for 30 s.
+    # With a handler they would keep working for 30 s.
     with within(25), pytest.raises(RuntimeError, match=KILLED):
         batches_for(iterator, 40)

@@ -1,8 +1,8 @@
-"""Every system call refused in turn, in the main process and in the workers: right batches or an error that names it.
+"""Each system call is refused, in the main process and in the workers: the batches are right or an error names it.
 
-The refusals are made by failpoints, which a build of the extension of its own has (`make failpoints`). Each case is a
-short program (programs.py) in a fresh process. It must end in time, with the batches in order and unchanged or
-with a known error, and leave no process, descriptor, mapping or output behind.
+The failpoints of a separate build of the extension refuse the calls (`make failpoints`). Each case is a short program
+(programs.py) in a fresh process. It must end in time, with the batches in order and unchanged or with a known error,
+and leave no process, descriptor, mapping or output behind.
 """
 
 import os
@@ -19,7 +19,7 @@ HANDED_OVER = "WARNING a DataLoader runs on torch's own iterator: cannot create 
 KILLED = r"RuntimeError: DataLoader worker \(pid N\) is killed by signal: Killed\. "
 EXITED = r"RuntimeError: DataLoader worker \(pid N\) exited unexpectedly with exit code 3\. Details are lost .*"
 UNKNOWN = r"RuntimeError: DataLoader worker \(pid N\) exited unexpectedly"
-# The end of a connection: torch's text for a worker that has ended.
+# A connection that ended: torch's text for a worker that exited.
 LOST = r"RuntimeError: DataLoader worker \(pid\(s\) \d+\) exited unexpectedly"
 LATE = r"RuntimeError: DataLoader timed out after 0\.2 seconds"
 NO_MEMORY = r"(iter: )?MemoryError: (Caught MemoryError in DataLoader worker process \d.*)?"
@@ -49,12 +49,12 @@ BATCHES = {
     "shared_list": 8,
     "connected": 6,
 }
-# What the programs say when nothing is refused.
+# The errors of the programs when nothing is refused.
 USUAL = {"doomed": KILLED, "late": LATE, "stuck": STUCK + r"Its stack:\n.* in __getitem__\n.*"}
 
 
 class Refusal(NamedTuple):
-    """A kind of system call, and what may come of its refusal."""
+    """A kind of system call, and the permitted effects of its refusal."""
 
     kind: str
     errnos: str
@@ -63,20 +63,20 @@ class Refusal(NamedTuple):
     program: str = "plain"
     # A pattern of the errors that may be seen instead of all the batches.
     error: str = ""
-    # torch's iterator does the work instead: with "all" where each call is refused, with "any" where one is.
+    # When torch's iterator takes over: "all", if every call is refused; "any", if one is.
     handover: str = ""
     # Also refused, so that the call is made.
     also: str = ""
-    # How the last line of each traceback on stderr begins; "" where nothing may be written.
+    # How the last line of each traceback on stderr begins; "" if nothing may be written.
     says: str = ""
-    # Which calls are refused: the first, the third, each.
+    # Which calls are refused: the first, the third, all.
     calls: str = "1 3 1+"
 
 
 R = Refusal
 TABLE = [
     R("memfd_create", "EPERM ENOSYS EMFILE", program="twice", handover="all", calls="1 2 1+"),
-    # Of what a fork marks is then never known when its children have ended.
+    # The blocks that a fork marks then stay marked: nothing shows when its children have ended.
     R("memfd_create", "EMFILE", "worker", "forking"),
     R("memfd_create", "EPERM EMFILE", "worker"),
     R("memfd_create", "EPERM", "worker", "stuck", error=NO_STACK + "it could not create a file .*", calls="1"),
@@ -104,7 +104,7 @@ TABLE = [
     R("populate", "EINVAL EPERM"),
     R("populate", "EINTR", calls="1 3"),
     R("populate", "ENOMEM EAGAIN", "worker", error=NO_MEMORY, calls="1 3"),
-    # Not even a page for the message: the worker can only say it on its stderr.
+    # There is not even a page for the message: the worker can report the error only on its stderr.
     R("populate", "ENOMEM", "worker", error=EXITED.replace("3", "1"), calls="1+", says="MemoryError: cannot get"),
     R("populate", "EINVAL EPERM", "worker"),
     R("populate", "EINTR", "worker", calls="1 3"),
@@ -171,23 +171,23 @@ TABLE = [
     R("proc", "ENOENT", "worker", calls="1+"),
     R("proc", "ENOENT", program="doomed", also="pidfd_open:1+:ENOSYS", calls="1+"),
     R("proc", "ENOENT", program="stubborn", also="pidfd_open:1+:ENOSYS", calls="1+"),
-    # The child ends where it reads an array that it cannot have for itself.
+    # The child ends when it reads an array of which it cannot get a private copy.
     R("private", "ENOMEM", "worker", "parting", error=NO_ARRAY, calls="1 1+"),
     R("pipe", "EMFILE", "worker", "parting", error=NO_ARRAY, calls="1 1+"),
-    # No system calls: they have no errno, and the ends of a worker at them come below.
+    # Not system calls: these have no errno. `cases` adds the ends of a worker at them.
     R("task_taken", "EPERM", "worker", "shared", calls="1+"),
     R("task_done", "EPERM", "worker", "shared", calls="1+"),
 ]
 
 
 def cases():
-    """{name: (refusal, points)}; also each worker's end at each call that it makes."""
-    found = {}
+    """{name: (refusal, points)}, including the end of a worker at each call that it makes."""
+    by_name = {}
     for row in TABLE:
         for errno in row.errnos.split():
             for call in row.calls.split():
                 points = f"{row.kind}:{call}:{errno}" + (f",{row.also}" if row.also else "")
-                found[f"{row.where}-{row.program}-{points}"] = row, points
+                by_name[f"{row.where}-{row.program}-{points}"] = row, points
     for kind in sorted({row.kind for row in TABLE if row.where == "worker"} - {"private"}):
         programs = {"remove": "burst", "memfd_create": "forking", "seal_write": "forking", "timer": "handled"}
         programs |= {"pipe": "parting"}
@@ -195,8 +195,8 @@ def cases():
         program = programs.get(kind, "plain")
         for effect, error in (("exit=3", EXITED), ("kill", KILLED)):
             row = Refusal(kind, "", "worker", program, error)
-            found[f"worker-{program}-{kind}:1:{effect}"] = row, f"{kind}:1:{effect}"
-    return found
+            by_name[f"worker-{program}-{kind}:1:{effect}"] = row, f"{kind}:1:{effect}"
+    return by_name
 
 
 CASES = cases()
@@ -208,7 +208,7 @@ def report_of(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_refused_call_is_done_without_or_named(name):
+def test_a_refused_call_is_tolerated_or_named(name):
     row, points = CASES[name]
     report = report_of(name)
     assert not report["hangs"] and report["status"] == 0, report
@@ -220,7 +220,7 @@ def test_a_refused_call_is_done_without_or_named(name):
         assert report["output"] == "", report
     kept = {"descriptors"} if points.startswith("seal_write:1+") else set()
     assert set(report["left"]) <= kept, report
-    # A worker that always finds work does not sleep.
+    # A worker that always finds work never sleeps.
     if row in TABLE and row.kind != "futex_wait":
         names = [name, *(other for other, case in CASES.items() if case[0] is row)]
         assert any(row.kind in report_of(n)["called"] for n in names), "never called"

@@ -1,4 +1,4 @@
-"""Epochs that survive: a few rounds of `make stress KIND=restarts` and `KIND=soak`, and a real memory limit."""
+"""Epochs that survive deaths: a few rounds of `make stress KIND=restarts` and `KIND=soak`, and a real memory limit."""
 
 import re
 import tempfile
@@ -14,7 +14,7 @@ import rustloader
 
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(400)]
 
-TORCHS = r"DataLoader worker \(pid \d+\) is killed by signal: Killed\. "
+TORCHS_TEXT = r"DataLoader worker \(pid \d+\) is killed by signal: Killed\. "
 OUT_OF_MEMORY = "Its memory cgroup was out of memory."
 
 
@@ -36,7 +36,7 @@ def test_a_soak_with_restarts_stalls_and_bad_samples():
 
 
 class Hungry(Numbers):
-    """Sample 5 takes memory until the kernel ends its process: each time, or only the first time."""
+    """Sample 5 allocates memory until the kernel kills its process: every time, or only the first time."""
 
     def __init__(self, n, marker=None):
         super().__init__(n)
@@ -45,27 +45,27 @@ class Hungry(Numbers):
     def __getitem__(self, i):
         if i == 5 and (self.marker is None or first_time(self.marker)):
             with open("/proc/self/oom_score_adj", "w") as file:
-                file.write("1000")  # this process first
+                file.write("1000")  # the kernel kills this process first
             kept = [bytearray(b"x") * (32 << 20) for _ in range(100)]
             raise AssertionError(f"{len(kept) * 32} MB did not exceed the limit")
         return super().__getitem__(i)
 
 
 def starved(once, max_restarts):
-    """One epoch: the numbers that came, the error, what `stats` says, and how long it took."""
+    """Runs one epoch; returns the numbers delivered, the error, the faults in `stats`, and the time taken."""
     with tempfile.TemporaryDirectory() as folder:
         dataset = Hungry(12, f"{folder}/marker" if once else None)
         loader = DataLoader(dataset, batch_size=None, num_workers=2, max_restarts=max_restarts)
-        got, error, start = [], None, time.monotonic()
+        numbers, error, start = [], None, time.monotonic()
         try:
             for batch in loader:
-                got.append(int(batch))
+                numbers.append(int(batch))
         except rustloader.WorkerDiedError as died:
             error = {"text": str(died), "restarts": died.restarts, "exitcode": died.exitcode, "notes": died.__notes__}
         seconds = time.monotonic() - start
         faults = rustloader.stats(loader).faults
     counts = {"restarts": faults.restarts, "out_of_memory": faults.out_of_memory, "stalls": faults.stalls}
-    return {"got": got, "error": error, "seconds": seconds, "faults": counts, "deaths": faults.deaths}
+    return {"numbers": numbers, "error": error, "seconds": seconds, "faults": counts, "deaths": faults.deaths}
 
 
 def in_small_cgroup(once, max_restarts):
@@ -74,32 +74,32 @@ def in_small_cgroup(once, max_restarts):
         return report["value"], kills(), report["log"]
 
 
-def test_a_worker_that_ran_out_of_memory_is_named_and_started_again_after_a_pause():
-    found, kills, log = in_small_cgroup(True, 2)
-    assert found["got"] == list(range(12)) and found["error"] is None, found
-    assert kills == 1 and found["faults"] == {"restarts": 1, "out_of_memory": 1, "stalls": 0}, found
-    assert len(found["deaths"]) == 1 and "out of memory" in found["deaths"][0], found
+def test_a_worker_that_ran_out_of_memory_is_named_and_replaced_after_a_pause():
+    report, kills, log = in_small_cgroup(True, 2)
+    assert report["numbers"] == list(range(12)) and report["error"] is None, report
+    assert kills == 1 and report["faults"] == {"restarts": 1, "out_of_memory": 1, "stalls": 0}, report
+    assert len(report["deaths"]) == 1 and "out of memory" in report["deaths"][0], report
     assert len(log) == 1 and "out of memory" in log[0], log
-    assert found["seconds"] >= 0.1
+    assert report["seconds"] >= 0.1
 
 
 def test_where_each_restart_runs_out_of_memory_the_epoch_ends_within_max_restarts():
-    found, kills, _ = in_small_cgroup(False, 2)
-    assert found["got"] == list(range(5)), found
-    assert kills == 3 and found["faults"] == {"restarts": 2, "out_of_memory": 2, "stalls": 0}, found
-    error = found["error"]
+    report, kills, _ = in_small_cgroup(False, 2)
+    assert report["numbers"] == list(range(5)), report
+    assert kills == 3 and report["faults"] == {"restarts": 2, "out_of_memory": 2, "stalls": 0}, report
+    error = report["error"]
     assert (
-        re.fullmatch(TORCHS + re.escape(OUT_OF_MEMORY), error["text"])
+        re.fullmatch(TORCHS_TEXT + re.escape(OUT_OF_MEMORY), error["text"])
         and error["restarts"] == 2
         and error["exitcode"] == -9
     ), error
     assert sum(note.count("out of memory") for note in error["notes"]) >= 2, error
     # The pauses before the two restarts.
-    assert found["seconds"] >= 0.3
+    assert report["seconds"] >= 0.3
 
 
 def test_without_restarts_a_death_by_memory_has_torchs_text():
-    """Which does not say why: without an option nothing changes."""
-    found, kills, _ = in_small_cgroup(False, 0)
-    assert kills == 1 and found["got"] == list(range(5)), found
-    assert re.fullmatch(TORCHS, found["error"]["text"]) and found["error"]["restarts"] == 0, found
+    """It does not give the cause: without an option nothing changes."""
+    report, kills, _ = in_small_cgroup(False, 0)
+    assert kills == 1 and report["numbers"] == list(range(5)), report
+    assert re.fullmatch(TORCHS_TEXT, report["error"]["text"]) and report["error"]["restarts"] == 0, report

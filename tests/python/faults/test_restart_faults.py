@@ -1,4 +1,4 @@
-"""What a program sees of restarts: limits, errors, the log, seeds, times."""
+"""Restarts as a program observes them: limits, errors, the log, seeds, times."""
 
 import contextlib
 import os
@@ -32,10 +32,10 @@ def test_beyond_the_limit_the_error_is_torchs_with_a_history(tmp_path):
     deaths = Deaths(tmp_path, {2: 1, 6: 1, 11: 1})
     iterator = iter(loader_of(Mortal(N, deaths), max_restarts=2))
     first_pids = worker_pids(iterator)
-    found = []
+    actual = []
     with pytest.raises(WorkerDiedError) as caught:
-        found.extend(iter(iterator.__next__, None))
-    assert [[sample[0] for sample in batch] for batch in found] == [[2 * n, 2 * n + 1] for n in range(5)]
+        actual.extend(iter(iterator.__next__, None))
+    assert [[sample[0] for sample in batch] for batch in actual] == [[2 * n, 2 * n + 1] for n in range(5)]
     error, pids = caught.value, worker_pids(iterator)
     assert str(error) == f"DataLoader worker (pid {pids[1]}) is killed by signal: Killed. "
     assert (error.worker_id, error.pid, error.exitcode, error.index, error.restarts) == (1, pids[1], -9, [10, 11], 2)
@@ -45,9 +45,9 @@ def test_beyond_the_limit_the_error_is_torchs_with_a_history(tmp_path):
     assert history[1] == f"  worker 1 (pid {first_pids[1]}) was killed by signal: Killed, at batch 1 (index [2, 3])"
     assert history[2].endswith("was killed by signal: Killed, at batch 3 (index [6, 7])")
     assert len(history) == 3 and len(error.__notes__) == 2
-    with pytest.raises(WorkerDiedError) as again:
+    with pytest.raises(WorkerDiedError) as repeated:
         next(iterator)
-    assert str(again.value) == str(error) and again.value.__notes__ == error.__notes__
+    assert str(repeated.value) == str(error) and repeated.value.__notes__ == error.__notes__
 
 
 def test_each_epoch_has_its_own_limit(tmp_path):
@@ -68,7 +68,7 @@ def test_each_epoch_has_its_own_limit(tmp_path):
         for _ in range(N):
             kill(worker_pids(iterator)[1])
             next(iterator)
-    assert len(list(loader)) == N // 2, "the loader begins anew"
+    assert len(list(loader)) == N // 2, "the loader starts over"
 
 
 def test_a_batch_that_kills_each_worker_ends_the_epoch(tmp_path):
@@ -86,7 +86,7 @@ def test_deaths_in_a_replay_do_not_count_against_the_batch_after_it(tmp_path):
     assert dataset.deaths.count() == 5
 
 
-def test_deaths_in_a_replay_count_for_the_limit(tmp_path):
+def test_deaths_in_a_replay_count_toward_the_limit(tmp_path):
     with pytest.raises(WorkerDiedError) as caught:
         epochs(loader_of(DiesAgain([10, 10], tmp_path), max_restarts=4))
     assert caught.value.restarts == 4
@@ -116,7 +116,7 @@ def test_install_sets_the_option(tmp_path):
         assert [sample[0] for sample in loader] == list(range(N))
 
 
-# What a program sees
+# What a program observes
 
 
 def test_the_list_of_workers_stays_the_same_object(tmp_path):
@@ -172,9 +172,9 @@ def test_worker_init_fn_runs_again(tmp_path):
     assert [(tmp_path / f"init-{worker}").read_text() for worker in (0, 1)] == [".", ".."]
 
 
-def test_an_error_of_worker_init_fn_in_the_replacement_comes_in_place_of_each_batch(tmp_path):
+def test_an_error_of_worker_init_fn_in_the_replacement_is_raised_in_place_of_each_batch(tmp_path):
     def init(worker):
-        if worker == 1 and os.listdir(tmp_path):  # the other one may start later than this one dies
+        if worker == 1 and os.listdir(tmp_path):  # the other worker may start after this one has died
             raise KeyError("not twice")
 
     iterator = iter(loader_of(Mortal(8, Deaths(tmp_path, {2: 1})), worker_init_fn=init))
@@ -188,24 +188,24 @@ def test_an_error_of_worker_init_fn_in_the_replacement_comes_in_place_of_each_ba
         next(iterator)
 
 
-def test_seeds_of_workers_go_on_with_new_streams(tmp_path, lines):
+def test_seeds_of_workers_continue_with_new_streams(tmp_path, lines):
     kw = {"seed_by": "worker"}
-    found = epochs(loader_of(Mortal(N, Deaths(tmp_path, {6: 1, 10: 1})), **kw))
+    actual = epochs(loader_of(Mortal(N, Deaths(tmp_path, {6: 1, 10: 1})), **kw))
     expected = epochs(loader_of(Mortal(N), **kw))
-    same_batches = [a == b for a, b in zip(found[0], expected[0], strict=True)]
+    same_batches = [a == b for a, b in zip(actual[0], expected[0], strict=True)]
     assert same_batches == [n % 2 == 0 or n < 3 for n in range(N // 2)]
-    numbers = [number for batch in found[0] for sample in batch for number in sample[1:]]
+    numbers = [number for batch in actual[0] for sample in batch for number in sample[1:]]
     assert len(set(numbers)) == len(numbers)
-    assert [[sample[0] for sample in batch] for batch in found[0]] == [
+    assert [[sample[0] for sample in batch] for batch in actual[0]] == [
         [sample[0] for sample in batch] for batch in expected[0]
     ]
     assert len(lines("uses different random numbers")) == 1
     (tmp_path / "again").mkdir()
-    again = epochs(loader_of(Mortal(N, Deaths(tmp_path / "again", {6: 1, 10: 1})), **kw))
-    assert again == found, "the new streams come from the base seed"
+    repeated = epochs(loader_of(Mortal(N, Deaths(tmp_path / "again", {6: 1, 10: 1})), **kw))
+    assert repeated == actual, "the new streams come from the base seed"
 
 
-def test_timeouts_go_on(tmp_path):
+def test_timeouts_still_apply_after_a_restart(tmp_path):
     deaths = Deaths(tmp_path, {3: 1})
     assert len(list(loader_of(Mortal(N, deaths), timeout=100))) == N // 2
     iterator = iter(loader_of(Slow(4, {1: 3.0}), timeout=0.5, batch_size=None, collate_fn=None))
@@ -217,7 +217,7 @@ def test_timeouts_go_on(tmp_path):
         assert next(iterator) == 1
 
 
-def test_processor_times_go_on(tmp_path):
+def test_processor_times_are_still_measured_after_a_restart(tmp_path):
     loader = loader_of(Mortal(N, Deaths(tmp_path, {3: 1, 12: 1})))
     iterator = iter(loader)
     list(iterator)

@@ -1,4 +1,4 @@
-"""Signal handlers and collate_fn around restarts: no second process in a worker's place, no sample blamed wrongly."""
+"""Signal handlers and collate_fn during restarts: no worker has two processes, no sample is wrongly blamed."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ class Late(Exception):
 
 @pytest.fixture
 def on_fork(monkeypatch):
-    """Sends a signal to this process after a fork, before the pid is known. A handler that does not wait runs there."""
+    """Sends a signal after a fork, before the PID is known. Unless the signal is held back, its handler runs there."""
     fork = os.fork
 
     def begin(number, handler, after):
@@ -55,36 +55,36 @@ def test_a_handler_that_raises_during_a_restart_leaves_one_process_for_each_work
     undo = on_fork(number, late, after=3)
     try:
         iterator = iter(loader_of(Mortal(N, Deaths(tmp_path, {5: 1})), max_restarts=3, dispatch=dispatch))
-        found, interrupted = [], 0
+        delivered, interrupted = [], 0
         with within(60):
             while True:
                 try:
-                    found.extend(sample[0] for sample in next(iterator))
+                    delivered.extend(sample[0] for sample in next(iterator))
                 except Late:
                     interrupted += 1
                     assert {*children()} - others == {worker.pid for worker in iterator._workers}
                 except StopIteration:
                     break
-        assert interrupted == 1 and found == list(range(N))
+        assert interrupted == 1 and delivered == list(range(N))
     finally:
         undo()
 
 
 def test_a_handler_may_call_next_during_a_restart(tmp_path, on_fork):
-    found = []
-    undo = on_fork(signal.SIGUSR1, lambda *_: found.extend(sample[0] for sample in next(iterator)), after=3)
+    delivered = []
+    undo = on_fork(signal.SIGUSR1, lambda *_: delivered.extend(sample[0] for sample in next(iterator)), after=3)
     try:
         iterator = iter(loader_of(Mortal(N, Deaths(tmp_path, {5: 1})), max_restarts=3))
         with within(60):
             for batch in iterator:
-                found.extend(sample[0] for sample in batch)
-        assert sorted(found) == list(range(N))
+                delivered.extend(sample[0] for sample in batch)
+        assert sorted(delivered) == list(range(N))
     finally:
         undo()
 
 
 class DiesCollating:
-    """A collate_fn that ends the first workers that are at one batch."""
+    """A collate_fn that ends the first `times` workers that collate a particular batch."""
 
     def __init__(self, folder, times):
         self.folder, self.times = folder, times
@@ -103,7 +103,7 @@ def collating(folder, times):
     )
 
 
-def test_a_death_in_collate_fn_is_put_down_to_no_sample(tmp_path):
+def test_a_death_in_collate_fn_is_blamed_on_no_sample(tmp_path):
     loader = collating(tmp_path, 2)
     assert list(loader) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert rustloader.stats(loader).faults.failures == ()
@@ -119,7 +119,7 @@ def test_the_third_death_in_collate_fn_of_a_batch_is_final(tmp_path):
 
 
 class Bad(Mortal):
-    """Sample 5 raises an exception, and all others but the first four kill."""
+    """Sample 5 raises an exception, and every later sample ends its process."""
 
     def __getitem__(self, i):
         if i == 5:
@@ -129,7 +129,7 @@ class Bad(Mortal):
         return super().__getitem__(i)
 
 
-def test_a_replacement_that_kills_is_not_tried_for_ever():
+def test_a_replacement_that_kills_is_not_retried_forever():
     loader = rustloader.DataLoader(
         Bad(4000), sampler=[0, 1, 5], num_workers=1, collate_fn=as_list, max_restarts=50, on_error="replace"
     )

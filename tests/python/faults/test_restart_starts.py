@@ -1,4 +1,4 @@
-"""Restarts that fail or are interrupted, ends while a worker is vacant, threads, warnings."""
+"""Restarts that fail or are interrupted, loaders that end while a slot is vacant, threads, warnings."""
 
 import contextlib
 import errno
@@ -33,7 +33,7 @@ N = 24
 
 
 def refusing(times, error):
-    """Lets the next starts of processes fail."""
+    """Makes the next `times` starts of processes fail."""
     real, left = process.start, [times]
 
     def start(worker, name):
@@ -45,14 +45,14 @@ def refusing(times, error):
     return mock.patch.object(process, "start", start)
 
 
-def test_a_refused_start_is_tried_again(tmp_path, lines):
+def test_a_refused_start_is_retried(tmp_path, lines):
     iterator = iter(loader_of(Mortal(N, Deaths(tmp_path, {3: 1})), max_restarts=3))
     with refusing(2, OSError(errno.EAGAIN, "none left")):
-        found = list(iterator)
-    assert len(found) == N // 2 and len(lines("was restarted")) == 1
+        delivered = list(iterator)
+    assert len(delivered) == N // 2 and len(lines("was restarted")) == 1
 
 
-def test_a_start_that_is_always_refused_ends_in_the_death(tmp_path):
+def test_a_start_that_is_always_refused_raises_the_death(tmp_path):
     iterator = iter(loader_of(Mortal(N, Deaths(tmp_path, {3: 1})), max_restarts=3))
     next(iterator)
     with refusing(100, OSError(errno.ENOMEM, "no memory")), pytest.raises(WorkerDiedError) as caught:
@@ -64,12 +64,12 @@ def test_a_start_that_is_always_refused_ends_in_the_death(tmp_path):
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError])
 def test_an_interrupt_during_a_restart_loses_nothing(tmp_path, moment, kind):
-    """Ctrl-C, and what a handler of another signal raises."""
+    """Ctrl-C, or an exception from the handler of another signal."""
     kw = {"max_restarts": 4}
     expected = epochs(loader_of(Mortal(N), **kw))[0]
     torch.manual_seed(3)
     iterator = iter(loader_of(Mortal(N, Deaths(tmp_path, {3: 1})), **kw))
-    found = [next(iterator)]
+    delivered = [next(iterator)]
     real, started = process.start, []
 
     def start(worker, name):
@@ -81,14 +81,14 @@ def test_an_interrupt_during_a_restart_loses_nothing(tmp_path, moment, kind):
     with mock.patch.object(process, "start", start), pytest.raises(kind):
         next(iterator)
     assert all(state_of(pid) == "X" for pid in started) and len(started) == (moment == "after")
-    found += list(iterator)
-    assert found == expected
+    delivered += list(iterator)
+    assert delivered == expected
 
 
 def test_an_interrupt_just_after_a_restart_loses_nothing():
-    """The new process is killed, because the engine may not know it yet: another death."""
+    """The new process is killed, because the engine may not know it yet. That is another death."""
     iterator = iter(loader_of(Mortal(N), max_restarts=4))
-    group, found = iterator._mode.group, [next(iterator)]
+    group, delivered = iterator._mode.group, [next(iterator)]
     real = group.engine
 
     class Registering:
@@ -103,10 +103,10 @@ def test_an_interrupt_just_after_a_restart_loses_nothing():
     group.engine = Registering()
     with contextlib.suppress(KeyboardInterrupt):
         for _ in range(N):
-            found.append(next(iterator))
+            delivered.append(next(iterator))
     group.engine = real
-    found += list(iterator)
-    assert [[sample[0] for sample in batch] for batch in found] == [[2 * n, 2 * n + 1] for n in range(N // 2)]
+    delivered += list(iterator)
+    assert [[sample[0] for sample in batch] for batch in delivered] == [[2 * n, 2 * n + 1] for n in range(N // 2)]
 
 
 # Ends
@@ -114,7 +114,7 @@ def test_an_interrupt_just_after_a_restart_loses_nothing():
 
 @pytest.mark.parametrize("end", ["shut down", "deleted", "goes on"])
 @pytest.mark.parametrize("persistent", [False, True], ids=["", "persistent"])
-def test_a_loader_ends_while_a_worker_is_vacant(tmp_path, persistent, end):
+def test_a_loader_may_end_while_a_slot_is_vacant(tmp_path, persistent, end):
     loader = loader_of(Mortal(N, Deaths(tmp_path, {3: 1})), max_restarts=99, timeout=0.3, persistent_workers=persistent)
     iterator = iter(loader)
     next(iterator)
@@ -125,28 +125,28 @@ def test_a_loader_ends_while_a_worker_is_vacant(tmp_path, persistent, end):
         if end == "shut down":
             iterator._shutdown_workers()
         elif end == "goes on":
-            found = []
-            while len(found) < N // 2 - 1:
+            delivered = []
+            while len(delivered) < N // 2 - 1:
                 with contextlib.suppress(LoaderTimeoutError):
-                    found.append(next(iterator)[0][0])
-            assert found == list(range(2, N, 2))
+                    delivered.append(next(iterator)[0][0])
+            assert delivered == list(range(2, N, 2))
         del iterator, loader
 
 
 def test_threads_share_an_iterator(tmp_path):
     deaths = Deaths(tmp_path, {3: 1, 8: 1, 13: 1, 19: 1})
-    iterator, found = iter(loader_of(Mortal(N, deaths))), []
+    iterator, delivered = iter(loader_of(Mortal(N, deaths))), []
 
     def take():
         for batch in iterator:
-            found.append([sample[0] for sample in batch])
+            delivered.append([sample[0] for sample in batch])
 
     threads = [threading.Thread(target=take) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(STARTED)
-    assert sorted(found) == [[2 * n, 2 * n + 1] for n in range(N // 2)]
+    assert sorted(delivered) == [[2 * n, 2 * n + 1] for n in range(N // 2)]
 
 
 def test_a_restart_in_another_thread(tmp_path):
@@ -157,7 +157,7 @@ def test_a_restart_in_another_thread(tmp_path):
 # Warnings
 
 
-def test_a_fork_beside_threads_is_warned_of_once(tmp_path, lines):
+def test_a_fork_with_other_threads_is_warned_about_once(tmp_path, lines):
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait)
     thread.start()
@@ -170,14 +170,14 @@ def test_a_fork_beside_threads_is_warned_of_once(tmp_path, lines):
     assert 'multiprocessing_context="forkserver"' in line and "other thread" in line
 
 
-def test_a_clean_start_is_not_warned_of(tmp_path, lines):
+def test_a_clean_start_is_not_warned_about(tmp_path, lines):
     with mock.patch.object(restarts, "hazard_of_fork", lambda: "runs 1 other thread"):
         deaths = Deaths(tmp_path, {3: 1})
         assert len(list(loader_of(Mortal(N, deaths), multiprocessing_context="forkserver"))) == N // 2
     assert lines("was restarted") and not lines("by forking")
 
 
-def test_a_loader_on_torchs_iterator_says_that_the_options_are_lost(lines):
+def test_a_loader_on_torchs_iterator_warns_that_the_options_have_no_effect(lines):
     class Context:
         Process = torch.multiprocessing.get_context("fork").Process
 

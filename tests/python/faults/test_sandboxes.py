@@ -1,7 +1,7 @@
 """Small, odd and missing file systems and seccomp filters around the DataLoader.
 
-Each body runs in a forked child with mounts or a filter of its own. Where this machine does not let a test
-make them it is skipped and says why.
+Each body runs in a forked child with mounts or a filter of its own. If this machine permits neither, the test is
+skipped with the reason.
 """
 
 import ctypes
@@ -26,8 +26,8 @@ LATE = ["RuntimeError: DataLoader timed out after 0.2 seconds"] * 2
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def checked(answer, what):
-    if answer != 0:
+def check_call(status, what):
+    if status != 0:
         raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
 
 
@@ -37,21 +37,21 @@ CLONE_NEWNS, MS_RDONLY, MS_REMOUNT, MS_BIND, MS_MOVE, MS_REC, MS_PRIVATE = 0x200
 
 
 def own_mounts():
-    checked(libc.unshare(CLONE_NEWNS), "unshare")
+    check_call(libc.unshare(CLONE_NEWNS), "unshare")
     mount(None, "/", None, MS_REC | MS_PRIVATE)
 
 
 def mount(source, target, kind, flags=0, options=None):
     words = [None if word is None else os.fsencode(word) for word in (source, target, kind, options)]
-    checked(libc.mount(words[0], words[1], words[2], ctypes.c_ulong(flags), words[3]), f"mount {target}")
+    check_call(libc.mount(words[0], words[1], words[2], ctypes.c_ulong(flags), words[3]), f"mount {target}")
 
 
 def one_megabyte():
     mount("shm", "/dev/shm", "tmpfs", 0, "size=1m")
 
 
-def dockers():
-    """What Docker makes it by default."""
+def docker_default():
+    """Docker's default."""
     mount("shm", "/dev/shm", "tmpfs", 0, "size=64m")
 
 
@@ -60,7 +60,7 @@ def read_only():
     mount(None, "/dev/shm", None, MS_REMOUNT | MS_RDONLY)
 
 
-# Of this run alone.
+# Used by this run only.
 EMPTY = f"/tmp/rustloader-empty-{os.getpid()}"
 
 
@@ -86,9 +86,9 @@ def in_own_mounts(change, body, *args, status=0):
         change()
         return {"value": body(*args)}
 
-    try_out = in_child(lambda: own_mounts() or {})
-    if try_out["status"] != 0:
-        pytest.skip(f"cannot create a mount namespace: {try_out['output'].splitlines()[-1]}")
+    trial = in_child(lambda: own_mounts() or {})
+    if trial["status"] != 0:
+        pytest.skip(f"cannot create a mount namespace: {trial['output'].splitlines()[-1]}")
     try:
         report = in_child(inside)
     finally:
@@ -98,7 +98,7 @@ def in_own_mounts(change, body, *args, status=0):
 
 
 class SharesMemory(Numbers):
-    """The dataset calls torch's own shared memory; sample 2 has 2 MB."""
+    """Allocates its samples in torch's own shared memory; sample 2 has 2 MB."""
 
     def __init__(self, how):
         super().__init__(6)
@@ -117,9 +117,9 @@ def shares_memory(how):
     return [error.splitlines()[-1] for error in errors], len(batches)
 
 
-# {how /dev/shm is: what of six samples torch's own share_memory_ refuses, and its words}
+# {change of /dev/shm: (how many of six samples torch's own share_memory_ refuses, the error's text)}
 SHM = {
-    # Some versions of torch name what came of their own clean-up.
+    # Some versions of torch name the error of their own cleanup.
     one_megabyte: (1, "No space left on device|No such file or directory"),
     read_only: (6, "Read-only file system"),
     no_tmpfs: (0, ""),
@@ -129,14 +129,14 @@ SHM = {
 
 @pytest.mark.parametrize("change", SHM, ids=lambda change: change.__name__)
 def test_dev_shm_does_not_matter(change):
-    """Batches, default_collate and what torch allocates for it lie in the arena. Where a dataset uses /dev/shm itself
-    and is refused, that is the sample's error."""
+    """Batches, including what default_collate lets torch allocate, are in the arena. If a dataset's own use of /dev/shm
+    is refused, the sample raises the error."""
     assert in_own_mounts(change, twice)["value"] == []
     assert in_own_mounts(change, shares_memory, "_new_shared")["value"] == [[], 6]
     refused, words = SHM[change]
     errors, batches = in_own_mounts(change, shares_memory, "share_memory_")["value"]
     if OLD_TORCH and change is one_megabyte:
-        # Its file has no pages before they are written to, and then the dataset's worker is killed.
+        # This torch does not reserve the file's pages, and the write to them kills the worker.
         assert any("killed by signal: Bus error" in error for error in errors)
         return
     assert (len(errors), batches) == (refused, 6 - refused)
@@ -151,7 +151,8 @@ class Images(Numbers):
 
 
 def larger_than_dev_shm():
-    """What cannot be put there, and how many batches, all kept, came through the engine and are right."""
+    """Returns the error of allocating a file of a batch's size in /dev/shm, the number of batches, whether they are
+    intact while all are kept, how many the engine delivered, and the files in /dev/shm."""
     with open("/dev/shm/file", "wb") as file:
         try:
             os.posix_fallocate(file.fileno(), 0, 96 << 20)
@@ -160,12 +161,12 @@ def larger_than_dev_shm():
             refused = errno.errorcode[error.errno]
     before = engine_batches()
     batches = list(loader(Images(96), batch_size=32, prefetch_factor=1))
-    right = all(bool((batch[k] == 32 * n + k).all()) for n, batch in enumerate(batches) for k in range(32))
-    return [refused, len(batches), right, engine_batches() - before, os.listdir("/dev/shm")]
+    intact = all(bool((batch[k] == 32 * n + k).all()) for n, batch in enumerate(batches) for k in range(32))
+    return [refused, len(batches), intact, engine_batches() - before, os.listdir("/dev/shm")]
 
 
 def test_batches_larger_than_dockers_dev_shm():
-    assert in_own_mounts(dockers, larger_than_dev_shm)["value"] == ["ENOSPC", 3, True, 3, ["file"]]
+    assert in_own_mounts(docker_default, larger_than_dev_shm)["value"] == ["ENOSPC", 3, True, 3, ["file"]]
 
 
 def no_proc():
@@ -182,23 +183,23 @@ def test_without_proc(program, errors):
 
 
 def refuse(**calls):
-    """Has the kernel refuse system calls of this process and its children from here on: {call: errno}."""
+    """Makes the kernel refuse these calls of this process and its future children: {call: errno}."""
     machine = os.uname().machine
     numbers = {
         "x86_64": dict(memfd_create=319, pidfd_open=434, pidfd_send_signal=424, madvise=28),
         "aarch64": dict(memfd_create=279, pidfd_open=434, pidfd_send_signal=424, madvise=233),
     }[machine]
     allow, fail = 0x7FFF0000, 0x00050000
-    load, equal, answer = 0x20, 0x15, 0x06
+    load, equal, ret = 0x20, 0x15, 0x06
     program = [(load, 0, 0, 0)]
     for call, number in calls.items():
-        program += [(equal, 0, 1, numbers[call]), (answer, 0, 0, fail | number)]
-    program.append((answer, 0, 0, allow))
+        program += [(equal, 0, 1, numbers[call]), (ret, 0, 0, fail | number)]
+    program.append((ret, 0, 0, allow))
     code = b"".join(struct.pack("HBBI", *line) for line in program)
     buffer = ctypes.create_string_buffer(code, len(code))
     filter_ = struct.pack("HxxxxxxP", len(program), ctypes.addressof(buffer))
-    checked(libc.prctl(38, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
-    checked(libc.prctl(22, 2, filter_, 0, 0), "PR_SET_SECCOMP")
+    check_call(libc.prctl(38, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
+    check_call(libc.prctl(22, 2, filter_, 0, 0), "PR_SET_SECCOMP")
 
 
 def under_seccomp(body, **calls):
@@ -207,10 +208,10 @@ def under_seccomp(body, **calls):
         return body()
 
     if os.uname().machine not in ("x86_64", "aarch64"):
-        pytest.skip("numbers of system calls are known for x86_64 and aarch64 alone")
-    try_out = in_child(lambda: refuse(memfd_create=errno.EPERM) or {})
-    if try_out["status"] != 0:
-        pytest.skip(f"cannot install a seccomp filter: {try_out['output'].splitlines()[-1]}")
+        pytest.skip("system call numbers are known only for x86_64 and aarch64")
+    trial = in_child(lambda: refuse(memfd_create=errno.EPERM) or {})
+    if trial["status"] != 0:
+        pytest.skip(f"cannot install a seccomp filter: {trial['output'].splitlines()[-1]}")
     report = in_child(watched, inside)
     assert not report["hangs"] and report["status"] == 0 and report["output"] == "", report
     assert report["left"] == {} and report["processes"] == 0, report
@@ -234,13 +235,13 @@ def test_a_refused_memfd_hands_over_with_one_line(number):
         (stubborn, [], errno.EPERM),
     ],
 )
-def test_without_pidfds_deaths_and_timeouts_are_seen_still(program, errors, number):
+def test_without_pidfds_deaths_and_timeouts_are_still_detected(program, errors, number):
     """Other programs and errors are in test_refusals.py."""
     report = under_seccomp(program, pidfd_open=number, pidfd_send_signal=number)
     assert (report["log"], report["value"]) == ([], errors)
 
 
-def test_workers_leave_when_main_is_killed_though_nothing_tells_its_end():
+def test_workers_exit_when_main_is_killed_although_nothing_reports_its_end():
     """No pidfds, no /proc, and the main process stays a zombie."""
 
     def body():

@@ -26,7 +26,7 @@ from support import (
 pytestmark = pytest.mark.ours
 
 KILLED = "DataLoader worker (pid {}) is killed by signal: Killed. "
-# 300 in the long form.
+# A long run has 300.
 PROGRAMS = int(os.environ.get("RUSTLOADER_TEST_PROGRAMS", "40"))
 
 
@@ -34,13 +34,13 @@ def shared(dataset, workers=2, **kw):
     return DataLoader(dataset, num_workers=workers, dispatch="shared_queue", **kw)
 
 
-def dies(iterator):
+def lasting_error(iterator):
     """The error of `next`, which each later call repeats."""
     with within(SOON), pytest.raises(RuntimeError) as caught:
         next(iterator)
-    with pytest.raises(RuntimeError) as again:
+    with pytest.raises(RuntimeError) as repeated:
         next(iterator)
-    assert str(again.value) == str(caught.value)
+    assert str(repeated.value) == str(caught.value)
     return caught.value
 
 
@@ -48,14 +48,14 @@ def dies(iterator):
 def test_a_death_names_the_task_that_the_worker_held(workers):
     iterator = iter(shared(Dying(20, 7, signal.SIGKILL), workers, batch_size=None))
     pids = worker_pids(iterator)
-    assert [next(iterator).item() for _ in range(7)] == list(range(7)), "what was complete comes first"
-    error = dies(iterator)
+    assert [next(iterator).item() for _ in range(7)] == list(range(7)), "complete batches come first"
+    error = lasting_error(iterator)
     assert str(error) == KILLED.format(pids[error.worker_id])
     assert error.__notes__ == [f"Worker {error.worker_id} was assigned the batch with index 7."]
     assert wait_until(lambda: all(map(gone, pids)))
 
 
-def test_the_tasks_of_other_workers_and_those_that_waited_are_made(tmp_path):
+def test_tasks_of_other_workers_and_waiting_tasks_are_completed(tmp_path):
     dataset = Recorded(40, tmp_path / "sample", held=(0, 1))
     iterator = iter(shared(dataset, 3, batch_size=None, prefetch_factor=2))
     assert wait_until(lambda: dataset.reached(0) and dataset.reached(1))
@@ -63,26 +63,26 @@ def test_the_tasks_of_other_workers_and_those_that_waited_are_made(tmp_path):
     victim = info[1][0]
     assert victim != info[0][0]
     os.kill(worker_pids(iterator)[victim], signal.SIGKILL)
-    # The third worker makes the other four; then the first one lets go.
+    # The third worker completes the other four; then sample 0 is released.
     assert wait_until(lambda: sorted(dataset.made()) == list(range(6)))
     dataset.let_go(0)
     assert next(iterator).item() == 0
-    error = dies(iterator)
+    error = lasting_error(iterator)
     assert (error.worker_id, error.index) == (victim, 1)
-    made = dataset.made()
-    assert len(made) == len(set(made)) and set(range(6)) <= set(made)
+    completed = dataset.made()
+    assert len(completed) == len(set(completed)) and set(range(6)) <= set(completed)
 
 
 def test_out_of_order_every_batch_but_the_lost_one_comes_first(tmp_path):
     dataset = Recorded(40, tmp_path / "sample", held=(2,))
     iterator = iter(shared(dataset, 2, batch_size=None, in_order=False, prefetch_factor=3))
-    got = [next(iterator).item() for _ in range(12)]
-    assert dataset.reached(2) and 2 not in got and len(set(got)) == 12
+    delivered = [next(iterator).item() for _ in range(12)]
+    assert dataset.reached(2) and 2 not in delivered and len(set(delivered)) == 12
     victim = iterator._task_info[2][0]
     os.kill(worker_pids(iterator)[victim], signal.SIGKILL)
     rest = outcomes(iterator, 40)
-    got += [o[1] for o in rest if o[0] == "value"]
-    assert 2 not in got and len(set(got)) == len(got) >= 12
+    delivered += [o[1] for o in rest if o[0] == "value"]
+    assert 2 not in delivered and len(set(delivered)) == len(delivered) >= 12
     assert rest[-1][0] == "error" and "is killed by signal: Killed" in rest[-1][2]
 
 
@@ -98,9 +98,9 @@ def test_the_death_of_all_workers_is_an_error_and_no_hang(at, tmp_path):
     for pid in worker_pids(iterator):
         os.kill(pid, signal.SIGKILL)
     with within(SOON):
-        found = outcomes(iterator, 45)
-    assert [o[0] for o in found].count("value") <= 4 and found[-1][0] == "error"
-    assert "is killed by signal: Killed" in found[-1][2]
+        results = outcomes(iterator, 45)
+    assert [o[0] for o in results].count("value") <= 4 and results[-1][0] == "error"
+    assert "is killed by signal: Killed" in results[-1][2]
 
 
 def test_a_wait_ends_with_the_last_worker(tmp_path):
@@ -108,24 +108,24 @@ def test_a_wait_ends_with_the_last_worker(tmp_path):
     iterator = iter(shared(dataset, batch_size=None))
     pids = worker_pids(iterator)
     thread = while_next_waits(lambda: [os.kill(pid, signal.SIGKILL) for pid in pids])
-    assert "is killed by signal: Killed" in str(dies(iterator))
+    assert "is killed by signal: Killed" in str(lasting_error(iterator))
     thread.join()
 
 
-def test_a_stopped_worker_keeps_one_task_and_the_others_go_on():
+def test_a_stopped_worker_keeps_one_task_and_the_others_continue():
     iterator = iter(shared(Slow(60, dict.fromkeys(range(60), 0.01)), 3, batch_size=None, in_order=False))
-    got = [next(iterator).item() for _ in range(5)]
+    delivered = [next(iterator).item() for _ in range(5)]
     pid = worker_pids(iterator)[0]
     os.kill(pid, signal.SIGSTOP)
     try:
-        got += [next(iterator).item() for _ in range(50)]
+        delivered += [next(iterator).item() for _ in range(50)]
     finally:
         os.kill(pid, signal.SIGCONT)
-    got += values(iterator)
-    assert sorted(got) == list(range(60))
+    delivered += values(iterator)
+    assert sorted(delivered) == list(range(60))
 
 
-def test_a_persistent_loader_starts_anew_after_a_death(tmp_path):
+def test_a_persistent_loader_starts_new_workers_after_a_death(tmp_path):
     dataset = DyingOnce(12, 5, signal.SIGKILL, str(tmp_path / "died"))
     loader = shared(dataset, batch_size=None, persistent_workers=True)
     with pytest.raises(RuntimeError, match="DataLoader worker"):
@@ -193,7 +193,7 @@ def test_the_interpreter_exits_in_mid_epoch(where):
     assert len(pids) == 2 and wait_until(lambda: all(map(gone, pids)))
 
 
-def test_workers_leave_when_the_main_process_is_killed():
+def test_workers_exit_when_the_main_process_is_killed():
     process, pids = started("""
     iterator = told(iter(shared(Numbers(90))))
     next(iterator)
@@ -207,7 +207,7 @@ def test_workers_leave_when_the_main_process_is_killed():
 
 
 class Uneven(Numbers):
-    """Samples take times that depend on their index alone."""
+    """The time that a sample takes depends only on its index."""
 
     def __init__(self, n, scale):
         super().__init__(n)
@@ -247,41 +247,44 @@ class Program:
             try:
                 iterator = iter(loader)
             except RuntimeError as error:
-                # A death that came after the last batch of the epoch before.
+                # A death after the last batch of the previous epoch.
                 assert "is killed by signal: Killed" in str(error)
                 iterator = iter(loader)
-            got, ended = self.epoch(iterator, kind, moment, choice)
+            delivered, ended = self.epoch(iterator, kind, moment, choice)
             if self.in_order:
-                assert got == batches[: len(got)], (kind, got)
+                assert delivered == batches[: len(delivered)], (kind, delivered)
             else:
-                assert len({tuple(b) for b in got}) == len(got) and all(b in batches for b in got), (kind, got)
+                assert len({tuple(b) for b in delivered}) == len(delivered) and all(b in batches for b in delivered), (
+                    kind,
+                    delivered,
+                )
             if ended == "end":
-                assert len(got) == len(batches), (kind, got)
+                assert len(delivered) == len(batches), (kind, delivered)
         if loader._iterator is not None:
             loader._iterator._shutdown_workers()
 
     def epoch(self, iterator, kind, moment, choice):
         """The batches of an epoch, and how it ended."""
-        got = []
+        delivered = []
         while True:
-            if len(got) == moment:
+            if len(delivered) == moment:
                 if kind == "break":
-                    return got, kind
+                    return delivered, kind
                 if kind == "stop":
                     iterator._shutdown_workers()
                     assert outcomes(iterator, 1) == [("end",)]
-                    return got, kind
+                    return delivered, kind
                 if kind == "kill":
                     pids = worker_pids(iterator)
                     os.kill(pids[int(choice * len(pids))], signal.SIGKILL)
                     kind = "killed"
             try:
-                got.append(next(iterator).reshape(-1).tolist())
+                delivered.append(next(iterator).reshape(-1).tolist())
             except StopIteration:
-                return got, "end"
+                return delivered, "end"
             except RuntimeError as error:
                 assert kind == "killed" and "is killed by signal: Killed" in str(error), error
-                return got, kind
+                return delivered, kind
 
 
 @pytest.mark.timeout(STARTED + 2 * PROGRAMS)

@@ -1,4 +1,4 @@
-"""Workers that are stuck are named once, with what their code is at."""
+"""Stuck workers are reported once, with the stack of their code."""
 
 import ctypes
 import os
@@ -27,40 +27,40 @@ LOCK = threading.Lock()
 
 
 @pytest.fixture
-def told(monkeypatch, tmp_path):
-    """The warnings of the loader. A file is created for each batch that a warning names."""
+def warnings(monkeypatch, tmp_path):
+    """The warnings of the loader. Each warning that names a batch creates a file."""
     lines = []
 
     def warning(text, *args):
         lines.append(text % args)
         if named := re.search(r"the batch has index (\d+)\.", lines[-1]):
-            (tmp_path / f"told {named[1]}").touch()
+            (tmp_path / f"warned {named[1]}").touch()
 
     monkeypatch.setattr(rustloader.supervision.stalls.logger, "warning", warning)
     return lines
 
 
-def about(told, index):
-    """The one warning about a batch. On a busy machine there may rightly be others too."""
-    [text] = [text for text in told if f"the batch has index {index}." in text]
+def warning_about(warnings, index):
+    """The one warning about this batch. On a busy machine there may also be warnings about others."""
+    [text] = [text for text in warnings if f"the batch has index {index}." in text]
     return text
 
 
-def taken(loader):
-    """The batches of a loader. One that is stuck is asked for when the worker is in it: before, a slow worker would be
-    named where it waits for its turn."""
-    iterator, got = iter(loader), []
+def take_all(loader):
+    """The batches of a loader. Before a batch that gets stuck is requested, its worker must be in it: otherwise a slow
+    worker would be reported while it has not yet begun the batch."""
+    iterator, batches = iter(loader), []
     for i in range(len(loader.dataset)):
         if i in loader.dataset.items:
             loader.dataset.wait_for(i)
-        got.append(int(next(iterator)))
+        batches.append(int(next(iterator)))
     assert list(iterator) == []
-    return got
+    return batches
 
 
 @pytest.fixture
 def limits(monkeypatch):
-    """Sets the limits: seconds of a start, of an item."""
+    """Sets the limits of a start and of an item, in seconds."""
 
     def set_limits(start, item):
         monkeypatch.setenv("RUSTLOADER_STALL_START_SECONDS", str(start))
@@ -70,7 +70,7 @@ def limits(monkeypatch):
 
 
 class Stuck(Numbers):
-    """Some items report in a file that they have begun, and last until a warning names them, plus some seconds."""
+    """Some items create a file when they begin, and last until a warning names them, plus `more` seconds."""
 
     def __init__(self, n, items, folder, more=0.0):
         super().__init__(n)
@@ -79,7 +79,7 @@ class Stuck(Numbers):
     def __getitem__(self, i):
         if i in self.items:
             self.begins(i)
-            assert wait_until((self.folder / f"told {i}").exists, 240)
+            assert wait_until((self.folder / f"warned {i}").exists, 240)
             time.sleep(self.more)
         return torch.tensor(i)
 
@@ -108,7 +108,7 @@ class WaitsForLock:
         LOCK.acquire()
 
 
-def test_a_lock_held_across_a_fork_is_named(told, limits, monkeypatch, tmp_path):
+def test_a_lock_held_across_a_fork_is_named(warnings, limits, monkeypatch, tmp_path):
     limits(0.3, 0)
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
     with LOCK:
@@ -121,7 +121,7 @@ def test_a_lock_held_across_a_fork_is_named(told, limits, monkeypatch, tmp_path)
             next(iterator)
         iterator._shutdown_workers()
     assert gone(pid)
-    [text] = told
+    [text] = warnings
     text_of_start = r"has not produced its first batch after [\d.]+ s; the batch has index \[0, 1\]\. "
     assert re.match(head(pid) + text_of_start, text), text
     assert "A lock that another thread held at the fork" in text and "RUSTLOADER_STALL_START_SECONDS" in text
@@ -129,14 +129,14 @@ def test_a_lock_held_across_a_fork_is_named(told, limits, monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_an_item_that_sleeps_is_named_once(told, limits, tmp_path, method):
+def test_an_item_that_sleeps_is_named_once(warnings, limits, tmp_path, method):
     limits(0, 0.3)
     dataset = Stuck(6, [1, 4], tmp_path, more=0.8)
-    assert taken(DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context=method)) == [*range(6)]
+    assert take_all(DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context=method)) == [*range(6)]
     for index in (1, 4):
-        text = about(told, index)
-        told_item = rf"has been working on one batch for [\d.]+ s \(state: fetch\); the batch has index {index}\. "
-        assert re.match(head(r"\d+") + told_item, text), text
+        text = warning_about(warnings, index)
+        text_of_item = rf"has been working on one batch for [\d.]+ s \(state: fetch\); the batch has index {index}\. "
+        assert re.match(head(r"\d+") + text_of_item, text), text
         assert "RUSTLOADER_STALL_ITEM_SECONDS" in text
         assert re.search(r"test_stall\.py\", line \d+ in __getitem__\n", text), text
         assert re.search(r"fetch\.py\", line \d+ in fetch$", text) and "in loop" not in text, text
@@ -166,7 +166,7 @@ def test_a_stack_ends_at_the_fetcher():
     assert shown(CALLERS + RECORDED) == (CALLERS + RECORDED).rstrip("\n")
 
 
-def test_of_workers_that_share_a_queue_the_one_that_holds_the_item_is_named(told, limits, tmp_path):
+def test_of_workers_that_share_a_queue_the_one_that_holds_the_item_is_named(warnings, limits, tmp_path):
     limits(0, 0.3)
     dataset = Stuck(6, [3], tmp_path)
     iterator = iter(DataLoader(dataset, batch_size=None, num_workers=2, dispatch="shared_queue"))
@@ -175,7 +175,7 @@ def test_of_workers_that_share_a_queue_the_one_that_holds_the_item_is_named(told
     dataset.wait_for(3)
     holder = iterator._task_info[3][0]
     assert [int(batch) for batch in iterator] == [3, 4, 5]
-    text = about(told, 3)
+    text = warning_about(warnings, 3)
     assert text.startswith(f"DataLoader worker {holder} (pid {pids[holder]}) has been working on one batch for "), text
     assert re.search(r"test_stall\.py\", line \d+ in __getitem__\n", text), text
 
@@ -194,26 +194,26 @@ class KeepsTheGil(Stuck):
         return torch.tensor(i)
 
 
-def test_a_c_call_that_keeps_the_gil_is_named_and_not_disturbed(told, limits, tmp_path):
+def test_a_c_call_that_keeps_the_gil_is_named_and_not_disturbed(warnings, limits, tmp_path):
     limits(0, 0.3)
     reader, writer = os.pipe()
     loader = DataLoader(KeepsTheGil(tmp_path, reader), batch_size=None, num_workers=1)
 
     def release():
-        wait_until(lambda: any("the batch has index 1." in text for text in told), 240)
+        wait_until(lambda: any("the batch has index 1." in text for text in warnings), 240)
         os.write(writer, b"x")
 
     thread = threading.Thread(target=release)
     thread.start()
-    assert taken(loader) == list(range(4))
+    assert take_all(loader) == list(range(4))
     thread.join()
     os.close(reader)
     os.close(writer)
-    text = about(told, 1)
+    text = warning_about(warnings, 1)
     assert re.search(r"the batch has index 1\..*test_stall\.py\", line \d+ in __getitem__\n", text, re.S), text
 
 
-def test_zero_is_never(told, limits):
+def test_a_limit_of_zero_disables_the_warning(warnings, limits):
     limits(0, 0)
 
     def slow_start(_):
@@ -221,7 +221,7 @@ def test_zero_is_never(told, limits):
 
     loader = DataLoader(Slow(2, {0: 0.7}), batch_size=None, num_workers=1, worker_init_fn=slow_start)
     assert values(loader) == [0, 1]
-    assert told == []
+    assert warnings == []
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "nan"])
@@ -234,7 +234,7 @@ def test_a_limit_that_is_no_number_is_an_error(limits, text):
 
 
 class Epochs(IterableDataset):
-    """The second epoch does not begin before a warning names it."""
+    """The second epoch does not begin until a warning names it."""
 
     epoch = 0
 
@@ -245,79 +245,79 @@ class Epochs(IterableDataset):
         self.epoch += 1
         if self.epoch == 2:
             (self.folder / "begins").touch()
-            assert wait_until((self.folder / "told").exists, 240)
+            assert wait_until((self.folder / "warned").exists, 240)
         return iter(range(3))
 
 
 def test_the_start_of_a_later_epoch_is_named(limits, monkeypatch, tmp_path):
     limits(0.3, 0)
-    told = []
+    warnings = []
 
     def warning(text, *args):
-        # A slow machine may have been too slow for the limit before.
+        # A slow machine may have exceeded the limit earlier.
         if "in __iter__" in (line := text % args):
-            told.append(line)
-            (tmp_path / "told").touch()
+            warnings.append(line)
+            (tmp_path / "warned").touch()
 
     monkeypatch.setattr(rustloader.supervision.stalls.logger, "warning", warning)
     loader = DataLoader(Epochs(tmp_path), batch_size=None, num_workers=1, persistent_workers=True)
     assert [list(loader) for _ in range(3)] == [[0, 1, 2]] * 3
-    [text] = told
+    [text] = warnings
     assert re.search(
         r"has not produced its first batch after [\d.]+ s.*test_stall\.py\", line \d+ in __iter__\n", text, re.S
     )
 
 
-def test_a_stuck_worker_is_named_with_pinning_too(told, limits, tmp_path):
+def test_a_stuck_worker_is_named_with_pinning_too(warnings, limits, tmp_path):
     limits(0, 0.3)
     with pinning():
-        assert taken(DataLoader(Stuck(4, [1], tmp_path), batch_size=None, num_workers=1, pin_memory=True)) == [
+        assert take_all(DataLoader(Stuck(4, [1], tmp_path), batch_size=None, num_workers=1, pin_memory=True)) == [
             *range(4)
         ]
-    text = about(told, 1)
+    text = warning_about(warnings, 1)
     assert re.search(r"the batch has index 1\..*test_stall\.py\", line \d+ in __getitem__\n", text, re.S), text
 
 
 class Own(Stuck):
-    """Has a handler of its own from the start, or from before the stuck item; it writes to a file."""
+    """Has its own handler, which writes to a file: from main, from the start, or from just before the stuck item."""
 
     def __init__(self, when, folder):
         super().__init__(4, [2], folder)
         self.when, self.file = when, folder / "file"
 
-    def take(self):
+    def install(self):
         signal.signal(SIGNAL, lambda *_: self.file.write_text("called"))
 
     def __getitem__(self, i):
         if i == 1 and self.when == "item":
-            self.take()
+            self.install()
             time.sleep(0.06)
         return super().__getitem__(i)
 
 
 @pytest.mark.parametrize("when", ["main", "start", "item"])
-def test_a_handler_of_the_users_is_never_called(told, limits, tmp_path, when):
+def test_a_users_handler_is_never_called(warnings, limits, tmp_path, when):
     limits(0, 0.3)
     dataset = Own(when, tmp_path)
     before = signal.getsignal(SIGNAL)
     try:
         if when == "main":
-            dataset.take()
-        start = (lambda _: dataset.take()) if when == "start" else None
+            dataset.install()
+        start = (lambda _: dataset.install()) if when == "start" else None
         loader = DataLoader(dataset, batch_size=None, num_workers=1, prefetch_factor=3, worker_init_fn=start)
         iterator = iter(loader)
-        # No stall check runs before the item is reached: at item 1 the handler may still be called.
+        # Until item 2 is reached, no stall check runs: during item 1 the handler could still be called.
         dataset.wait_for(2)
         assert values(iterator) == [0, 1, 2, 3]
     finally:
         signal.signal(signal.SIGRTMIN + 13, before)
-    text = about(told, 2)
+    text = warning_about(warnings, 2)
     assert text.endswith(f"Stack unavailable: it has its own handler for signal {SIGNAL} (SIGRTMIN+13).")
     assert not dataset.file.exists()
 
 
-class TakesLate(Stuck):
-    """Takes the signal in the very item that then hangs, until a warning names it and the handler has been called."""
+class InstallsLate(Stuck):
+    """Installs a handler in the very item that hangs until the handler has been called and a warning names the item."""
 
     def __init__(self, folder):
         super().__init__(3, [1], folder)
@@ -331,18 +331,18 @@ class TakesLate(Stuck):
         return super().__getitem__(i)
 
 
-def test_a_handler_that_a_hanging_item_has_taken_is_called_once(told, limits, monkeypatch, tmp_path):
-    """What docs/reliability.md does not promise: that the handler is another one cannot be seen from outside."""
+def test_a_handler_that_a_hanging_item_installs_is_called_once(warnings, limits, monkeypatch, tmp_path):
+    """docs/reliability.md does not exclude this: that the handler is another one cannot be detected from outside."""
     limits(0, 0.3)
     monkeypatch.setenv("RUSTLOADER_STALL_STACK_SECONDS", "1")
-    dataset = TakesLate(tmp_path)
-    assert taken(DataLoader(dataset, batch_size=None, num_workers=1)) == [0, 1, 2]
-    assert "Stack unavailable: it did not answer within 1 s" in about(told, 1)
+    dataset = InstallsLate(tmp_path)
+    assert take_all(DataLoader(dataset, batch_size=None, num_workers=1)) == [0, 1, 2]
+    assert "Stack unavailable: it did not answer within 1 s" in warning_about(warnings, 1)
     assert dataset.calls.read_text() == "x"
 
 
-class TakesAway(Stuck):
-    """Takes every handler away in the stuck item itself."""
+class RemovesHandler(Stuck):
+    """Removes the handler in the stuck item itself."""
 
     def __getitem__(self, i):
         if i == 1:
@@ -350,15 +350,15 @@ class TakesAway(Stuck):
         return super().__getitem__(i)
 
 
-def test_a_worker_whose_handler_is_gone_is_not_killed(told, limits, tmp_path):
+def test_a_worker_whose_handler_is_gone_is_not_killed(warnings, limits, tmp_path):
     limits(0, 0.3)
-    assert taken(DataLoader(TakesAway(3, [1], tmp_path), batch_size=None, num_workers=1)) == [0, 1, 2]
-    text = about(told, 1)
+    assert take_all(DataLoader(RemovesHandler(3, [1], tmp_path), batch_size=None, num_workers=1)) == [0, 1, 2]
+    text = warning_about(warnings, 1)
     assert text.endswith(f"it has removed the handler for signal {SIGNAL} (SIGRTMIN+13).")
 
 
 class ClosesAll(Stuck):
-    """Closes all descriptors and opens files that get the numbers."""
+    """Closes all descriptors and opens files that reuse their numbers."""
 
     def __init__(self, folder):
         super().__init__(3, [1], folder)
@@ -370,15 +370,15 @@ class ClosesAll(Stuck):
         return super().__getitem__(i)
 
 
-def test_no_stack_is_written_to_a_file_that_got_the_number(told, limits, tmp_path):
+def test_no_stack_is_written_to_a_file_that_reuses_the_descriptor(warnings, limits, tmp_path):
     limits(0, 0.3)
-    assert taken(DataLoader(ClosesAll(tmp_path), batch_size=None, num_workers=1)) == [0, 1, 2]
-    text = about(told, 1)
+    assert take_all(DataLoader(ClosesAll(tmp_path), batch_size=None, num_workers=1)) == [0, 1, 2]
+    text = warning_about(warnings, 1)
     assert "the file for its stack cannot be read" in text and "now names another file" in text
     assert [file.stat().st_size for file in tmp_path.glob("file *")] == [0] * 60
 
 
-def test_a_stopped_worker_is_named_without_a_stack(told, limits, monkeypatch, tmp_path):
+def test_a_stopped_worker_is_named_without_a_stack(warnings, limits, monkeypatch, tmp_path):
     limits(0, 0.3)
     monkeypatch.setenv("RUSTLOADER_STALL_STACK_SECONDS", "1")
     dataset = Stuck(4, [1], tmp_path)
@@ -389,21 +389,21 @@ def test_a_stopped_worker_is_named_without_a_stack(told, limits, monkeypatch, tm
     os.kill(pid, signal.SIGSTOP)
     assert wait_until(lambda: state_of(pid) == "T")
 
-    def go_on():
-        wait_until((tmp_path / "told 1").exists, 240)
+    def resume():
+        wait_until((tmp_path / "warned 1").exists, 240)
         os.kill(pid, signal.SIGCONT)
 
-    thread = threading.Thread(target=go_on)
+    thread = threading.Thread(target=resume)
     thread.start()
     assert values(iterator) == [1, 2, 3]
     thread.join()
-    text = about(told, 1)
+    text = warning_about(warnings, 1)
     assert re.match(head(pid) + r"has been working on one batch for .*; the batch has index 1\. .*", text)
     assert "Stack unavailable: it did not answer within 1 s: it is stopped" in text
 
 
-def test_waiting_for_the_user_is_no_stall(told, limits):
-    """A worker with nothing to do, and one whose answers lie there, are not stuck."""
+def test_waiting_for_the_user_is_no_stall(warnings, limits):
+    """A worker with nothing to do is not stuck, nor is one whose results wait to be received."""
     limits(0.3, 0.3)
     iterator = iter(DataLoader(Slow(6, {5: 0.1}), batch_size=None, num_workers=2, prefetch_factor=1))
 
@@ -413,9 +413,9 @@ def test_waiting_for_the_user_is_no_stall(told, limits):
     for i in range(6):
         assert next(iterator) == i
         if i == 0:
-            told.clear()  # a busy machine may have started them late
-        # All that they have been given is done: they wait, and not because the machine is busy.
-        given = min(6, i + 3)
-        assert wait_until(lambda given=given: done() == given)
+            warnings.clear()  # a busy machine may have started the workers late
+        # All tasks sent are done: the workers wait for the user, not for a busy machine.
+        sent = min(6, i + 3)
+        assert wait_until(lambda sent=sent: done() == sent)
         time.sleep(0.35)
-    assert told == []
+    assert warnings == []

@@ -1,4 +1,4 @@
-"""stall_timeout: a worker that is in one batch for longer is killed, and counts as dead."""
+"""stall_timeout: a worker that spends longer on one batch is killed, and counts as dead."""
 
 import ctypes
 import functools
@@ -27,12 +27,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*multi-thread:DeprecationWarning"),
 ]
 
-# Seconds that no batch takes here unless it is stuck, seconds for batches that are slow, and of one that is stuck.
+# Seconds: a limit that only stuck batches exceed, a limit for slow batches, and the time of a stuck batch.
 LIMIT, PATIENT, LONG = 1.0, 2.0, 600
 
 
 @pytest.fixture
-def told(monkeypatch):
+def warnings(monkeypatch):
     """The warnings about workers that were killed."""
     lines = []
     log = types.SimpleNamespace(warning=lambda text, *args: lines.append(text % args))
@@ -41,7 +41,7 @@ def told(monkeypatch):
 
 
 def keep_the_gil():
-    # Signals do not end the call.
+    # Signals do not interrupt the call.
     reader, _ = os.pipe()
     ctypes.PyDLL(None).read(reader, ctypes.create_string_buffer(1), 1)
 
@@ -71,7 +71,7 @@ def block_all_signals():
 
 
 class Stuck(Numbers):
-    """Writes the time to a file before it calls a function in the place of one sample."""
+    """At one sample, writes the time to a file and calls a function that gets stuck."""
 
     def __init__(self, file, function, n=8, at=3):
         super().__init__(n)
@@ -97,14 +97,14 @@ def stalled_error(iterator):
 
 
 @pytest.mark.parametrize("way", [keep_the_gil, match_without_end, wait_for_a_lock, stop, block_all_signals])
-def test_a_stuck_worker_is_killed_and_its_batch_raises(told, tmp_path, way):
+def test_a_stuck_worker_is_killed_and_its_batch_raises(warnings, tmp_path, way):
     dataset = Stuck(tmp_path / "began", way)
     iterator = iter(DataLoader(dataset, batch_size=None, num_workers=2, stall_timeout=LIMIT))
     pids = worker_pids(iterator)
     assert [int(next(iterator)) for _ in range(3)] == [0, 1, 2]
     error = stalled_error(iterator)
     took = time.monotonic() - dataset.began()
-    # 0.3 s later, unless the machine is busy.
+    # The kill takes 0.3 s more than the limit, unless the machine is busy.
     assert LIMIT <= took < LIMIT + 30
     text = (
         "DataLoader worker 1 took longer than stall_timeout for one batch and was killed; the log has its stack, and "
@@ -115,36 +115,36 @@ def test_a_stuck_worker_is_killed_and_its_batch_raises(told, tmp_path, way):
     assert error.__notes__ == ["Worker 1 was assigned the batch with index 3."]
     assert str(stalled_error(iterator)) == text
     assert all(wait_until(functools.partial(gone, pid)) for pid in pids)
-    [line] = told
+    [line] = warnings
     what = rf"DataLoader worker 1 \(pid {pids[1]}\) has been working on one batch for [\d.]+ s \(state: fetch\); "
     assert re.match(what + r"the batch has index 3\. It was killed: stall_timeout is 1 s\. ", line), line
 
 
-def test_the_log_has_the_stack(told, tmp_path):
-    """The stack of a worker that is killed is awaited for 0.2 s, in which a busy machine may not write it."""
+def test_the_log_has_the_stack(warnings, tmp_path):
+    """Before the kill, the stack is awaited for 0.2 s, in which a busy machine may not write it."""
 
     def has_stack():
-        told.clear()
+        warnings.clear()
         dataset = Stuck(tmp_path / "began", keep_the_gil, n=1, at=0)
         stalled_error(iter(DataLoader(dataset, batch_size=None, num_workers=1, stall_timeout=0.5)))
-        [line] = told
-        found = re.search(r"Its stack:\n.*most recent call first.*in keep_the_gil\n.*in get_stuck\n", line, re.S)
-        assert found or "Stack unavailable: it did not answer within 0.2 s" in line
-        return found
+        [line] = warnings
+        stack = re.search(r"Its stack:\n.*most recent call first.*in keep_the_gil\n.*in get_stuck\n", line, re.S)
+        assert stack or "Stack unavailable: it did not answer within 0.2 s" in line
+        return stack
 
     assert wait_until(has_stack, 120)
 
 
-def test_a_stopped_worker_has_no_stack(told, tmp_path):
+def test_a_stopped_worker_has_no_stack(warnings, tmp_path):
     stalled_error(iter(DataLoader(Stuck(tmp_path / "b", stop, 1, 0), num_workers=1, stall_timeout=0.5)))
-    [line] = told
+    [line] = warnings
     assert "Stack unavailable: it did not answer within 0.2 s: it is stopped" in line
 
 
-def test_the_stack_can_be_switched_off(told, monkeypatch, tmp_path):
+def test_the_stack_can_be_switched_off(warnings, monkeypatch, tmp_path):
     monkeypatch.setenv("RUSTLOADER_STALL_STACK_SECONDS", "0")
     stalled_error(iter(DataLoader(Stuck(tmp_path / "b", sleep, 1, 0), num_workers=1, stall_timeout=0.5)))
-    [line] = told
+    [line] = warnings
     assert line.endswith("Stack unavailable: RUSTLOADER_STALL_STACK_SECONDS is 0.")
 
 
@@ -163,41 +163,41 @@ def test_the_stack_can_be_switched_off(told, monkeypatch, tmp_path):
     ],
     ids=str,
 )
-def test_a_stuck_worker_is_killed_whatever_the_options(told, tmp_path, options):
+def test_a_stuck_worker_is_killed_whatever_the_options(warnings, tmp_path, options):
     dataset = Stuck(tmp_path / "began", sleep)
     iterator = iter(DataLoader(dataset, batch_size=1, num_workers=2, stall_timeout=LIMIT, **options))
-    got = []
+    delivered = []
     with within(STARTED), pytest.raises(rustloader.WorkerStalledError) as caught:
         for batch in iterator:
-            got.append(int(batch[0]))
+            delivered.append(int(batch[0]))
     error = caught.value
-    assert 3 not in got and set(got) >= {0, 1, 2} and error.exitcode == -signal.SIGKILL
-    assert error.index == [3] and len(told) == 1 and f"(pid {error.pid})" in told[0]
+    assert 3 not in delivered and set(delivered) >= {0, 1, 2} and error.exitcode == -signal.SIGKILL
+    assert error.index == [3] and len(warnings) == 1 and f"(pid {error.pid})" in warnings[0]
     assert str(error).endswith(f". DataLoader worker (pid {error.pid}) is killed by signal: Killed. ")
 
 
-def test_the_other_workers_are_delivered_meanwhile(told, tmp_path):
+def test_batches_of_other_workers_are_delivered_meanwhile(warnings, tmp_path):
     dataset = Stuck(tmp_path / "began", sleep, n=40, at=1)
     iterator = iter(DataLoader(dataset, batch_size=None, num_workers=2, in_order=False, stall_timeout=LIMIT))
-    got = [int(next(iterator)) for _ in range(30)]
-    assert 1 not in got and told == []
+    delivered = [int(next(iterator)) for _ in range(30)]
+    assert 1 not in delivered and warnings == []
     stalled = False
     while not stalled:
         try:
             next(iterator)
         except rustloader.WorkerStalledError:
             stalled = True
-    assert len(told) == 1
+    assert len(warnings) == 1
 
 
-def test_a_stuck_worker_is_killed_with_the_pin_thread(told, tmp_path):
+def test_a_stuck_worker_is_killed_with_the_pin_thread(warnings, tmp_path):
     with pinning():
         dataset = Stuck(tmp_path / "began", keep_the_gil)
         loader = DataLoader(dataset, batch_size=None, num_workers=2, pin_memory=True, stall_timeout=LIMIT)
         iterator = iter(loader)
         assert [int(next(iterator)) for _ in range(3)] == [0, 1, 2]
         assert stalled_error(iterator).index == 3
-    assert len(told) == 1
+    assert len(warnings) == 1
 
 
 class SecondEpoch(Numbers):
@@ -215,42 +215,42 @@ class SecondEpoch(Numbers):
         return super().__getitem__(i)
 
 
-def test_a_later_epoch_of_persistent_workers(told):
+def test_a_later_epoch_of_persistent_workers(warnings):
     options = dict(batch_size=None, num_workers=2, persistent_workers=True, stall_timeout=LIMIT)
     loader = DataLoader(SecondEpoch(1), **options)
     assert values(loader) == [0, 1, 2, 3]
     iterator = iter(loader)
     assert int(next(iterator)) == 0
     assert stalled_error(iterator).index == 1
-    assert len(told) == 1
+    assert len(warnings) == 1
 
 
-def test_a_worker_stuck_in_an_abandoned_epoch_does_not_stop_the_next_one(told, tmp_path):
+def test_a_worker_stuck_in_an_abandoned_epoch_does_not_stop_the_next_one(warnings, tmp_path):
     dataset = Stuck(tmp_path / "began", sleep, n=4, at=1)
     loader = DataLoader(dataset, batch_size=None, num_workers=2, persistent_workers=True, stall_timeout=LIMIT)
     assert int(next(iter(loader))) == 0
     assert wait_until(dataset.file.exists)
     with within(STARTED), pytest.raises(rustloader.WorkerStalledError) as caught:
         iter(loader)
-    assert caught.value.worker_id == 1 and len(told) == 1
+    assert caught.value.worker_id == 1 and len(warnings) == 1
 
 
-class StuckToCollate:
+class StuckInCollate:
     def __call__(self, samples):
         if 3 in map(int, samples):
             sleep()
         return samples
 
 
-def test_a_worker_that_is_stuck_in_collate_fn_is_killed(told):
-    options = dict(num_workers=1, batch_size=2, collate_fn=StuckToCollate(), stall_timeout=LIMIT)
+def test_a_worker_that_is_stuck_in_collate_fn_is_killed(warnings):
+    options = dict(num_workers=1, batch_size=2, collate_fn=StuckInCollate(), stall_timeout=LIMIT)
     iterator = iter(DataLoader(Numbers(4), **options))
     assert values(next(iterator)) == [0, 1]
     assert stalled_error(iterator).index == [2, 3]
-    assert "(state: collate)" in told[0]
+    assert "(state: collate)" in warnings[0]
 
 
-def test_a_stopped_worker_that_does_not_take_its_task_is_killed(told):
+def test_a_stopped_worker_that_does_not_take_its_task_is_killed(warnings):
     options = dict(batch_size=None, num_workers=1, persistent_workers=True, stall_timeout=LIMIT)
     loader = DataLoader(Numbers(2), **options)
     iterator = iter(loader)
@@ -265,15 +265,15 @@ def test_a_stopped_worker_that_does_not_take_its_task_is_killed(told):
 # Workers that are left alone
 
 
-def test_slow_batches_within_the_limit(told):
-    """Together they take longer."""
+def test_slow_batches_within_the_limit(warnings):
+    """Together they take longer than the limit."""
     slow = Slow(10, dict.fromkeys(range(10), 0.3))
     assert values(DataLoader(slow, batch_size=None, num_workers=1, stall_timeout=PATIENT)) == [*range(10)]
-    assert told == []
+    assert warnings == []
 
 
 class OneStream(IterableDataset):
-    """The stream of worker 0 alone has samples. They take longer than the limit, together."""
+    """Only the stream of worker 0 has samples. Together they take longer than the limit."""
 
     def __iter__(self):
         for i in range(10 if worker_id() == 0 else 0):
@@ -281,22 +281,22 @@ class OneStream(IterableDataset):
             yield i
 
 
-def test_a_worker_without_a_task_is_not_killed(told):
+def test_a_worker_without_a_task_is_not_killed(warnings):
     options = dict(batch_size=None, num_workers=2, persistent_workers=True, stall_timeout=PATIENT)
     loader = DataLoader(OneStream(), **options)
     assert [list(loader) for _ in range(2)] == [[*range(10)]] * 2
     iterator = iter(loader)
     assert next(iterator) == 0
-    # The program takes its time.
+    # The program itself takes longer than the limit.
     time.sleep(PATIENT + 0.5)
-    assert list(iterator) == [*range(1, 10)] and told == []
+    assert list(iterator) == [*range(1, 10)] and warnings == []
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_start_does_not_count(told, method):
+def test_a_start_does_not_count(warnings, method):
     options = dict(batch_size=None, num_workers=1, multiprocessing_context=method, stall_timeout=PATIENT)
     loader = DataLoader(Numbers(2), worker_init_fn=SlowStart(), **options)
-    assert values(loader) == [0, 1] and told == []
+    assert values(loader) == [0, 1] and warnings == []
 
 
 class SlowStart:
@@ -312,10 +312,10 @@ class SlowIter(IterableDataset):
         return iter(range(2))
 
 
-def test_the_start_of_a_later_epoch_does_not_count(told):
+def test_the_start_of_a_later_epoch_does_not_count(warnings):
     options = dict(batch_size=None, num_workers=1, persistent_workers=True, stall_timeout=PATIENT)
     loader = DataLoader(SlowIter(), **options)
-    assert [list(loader), list(loader)] == [[0, 1]] * 2 and told == []
+    assert [list(loader), list(loader)] == [[0, 1]] * 2 and warnings == []
 
 
 class SlowStream(IterableDataset):
@@ -331,16 +331,16 @@ def workers(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["map", "iterable"])
-def test_a_replay_is_not_one_batch(told, workers, kind):
+def test_a_replay_is_not_one_batch(warnings, workers, kind):
     options = dict(batch_size=None, num_workers=1, collate_fn=untouched, stall_timeout=PATIENT)
     if kind == "map":
         workers.set(WorkerStart(replay=[*range(10)]), first_ordinal=10)
-        dataset, wanted = Slow(12, dict.fromkeys(range(12), 0.3)), [*range(12)]
+        dataset, expected = Slow(12, dict.fromkeys(range(12), 0.3)), [*range(12)]
     else:
         workers.set(WorkerStart(replay=10))
-        dataset, wanted = SlowStream(), [10, 11]
-    assert values(DataLoader(dataset, **options)) == wanted
-    assert told == []
+        dataset, expected = SlowStream(), [10, 11]
+    assert values(DataLoader(dataset, **options)) == expected
+    assert warnings == []
 
 
 class StuckStream(IterableDataset):
@@ -350,7 +350,7 @@ class StuckStream(IterableDataset):
 
 
 @pytest.mark.parametrize("kind", ["map", "iterable"])
-def test_a_batch_of_a_replay_has_its_limit(told, workers, kind, tmp_path):
+def test_a_batch_of_a_replay_has_its_limit(warnings, workers, kind, tmp_path):
     if kind == "map":
         workers.set(WorkerStart(replay=[0, 3]), first_ordinal=2)
         dataset = Stuck(tmp_path / "began", sleep)
@@ -358,13 +358,13 @@ def test_a_batch_of_a_replay_has_its_limit(told, workers, kind, tmp_path):
         workers.set(WorkerStart(replay=4))
         dataset = StuckStream()
     stalled_error(iter(DataLoader(dataset, batch_size=None, num_workers=1, stall_timeout=PATIENT)))
-    [line] = told
+    [line] = warnings
     assert f"(state: {'starting' if kind == 'map' else 'fetch'})" in line
 
 
-def test_without_the_option_no_worker_is_killed(told):
+def test_without_the_option_no_worker_is_killed(warnings):
     assert values(DataLoader(Slow(2, {1: 1.0}), batch_size=None, num_workers=1)) == [0, 1]
-    assert told == []
+    assert warnings == []
 
 
 SUSPENDED = """
@@ -374,7 +374,7 @@ class Busy:
     def __len__(self): return 1
     def __getitem__(self, i):
         Path({file!r}).touch()
-        # The process may be stopped in the midst of it.
+        # The process may be stopped in the middle of this.
         for _ in range(20):
             time.sleep(0.05)
         return i
@@ -382,8 +382,8 @@ print(list(DataLoader(Busy(), batch_size=None, num_workers=1, stall_timeout={lim
 """
 
 
-def test_a_job_that_was_suspended_as_a_whole_goes_on(tmp_path):
-    """The worker has half of the limit to finish its batch."""
+def test_a_job_that_was_suspended_as_a_whole_continues(tmp_path):
+    """After that, the worker has half of the limit to finish its batch."""
     file, limit = tmp_path / "began", 4
     script = start_script(SUSPENDED.format(file=str(file), limit=limit))
     assert wait_until(file.exists, STARTED)
@@ -397,7 +397,7 @@ def test_a_job_that_was_suspended_as_a_whole_goes_on(tmp_path):
 
 
 class StuckOnce(Numbers):
-    """Gets stuck at some samples, at each of them once."""
+    """Gets stuck once at each of some samples."""
 
     def __init__(self, folder, at, function=sleep, n=8):
         super().__init__(n)
@@ -426,24 +426,24 @@ def get_stuck_once(folder, i, at, function=sleep):
     ids=str,
 )
 @pytest.mark.parametrize("way", [sleep, keep_the_gil, stop])
-def test_a_stuck_worker_is_replaced_and_no_batch_is_lost(told, tmp_path, way, options):
+def test_a_stuck_worker_is_replaced_and_no_batch_is_lost(warnings, tmp_path, way, options):
     options = dict(num_workers=2, batch_size=None, stall_timeout=LIMIT, max_restarts=2) | options
     loader = DataLoader(StuckOnce(tmp_path, (2, 5), way), **options)
     with within(STARTED):
         assert values(loader) == [*range(8)]
     faults = rustloader.stats(loader).faults
     assert (faults.restarts, faults.stalls, faults.out_of_memory) == (2, 2, 0)
-    assert len(told) == 2 and len(faults.deaths) == 2
+    assert len(warnings) == 2 and len(faults.deaths) == 2
     assert all("stall_timeout" in line for line in faults.deaths)
     if options.get("persistent_workers"):
-        assert values(loader) == [*range(8)] and len(told) == 2
+        assert values(loader) == [*range(8)] and len(warnings) == 2
 
 
-def test_a_stuck_worker_is_replaced_with_the_pin_thread(told, tmp_path):
+def test_a_stuck_worker_is_replaced_with_the_pin_thread(warnings, tmp_path):
     with pinning():
         options = dict(num_workers=2, batch_size=None, pin_memory=True, stall_timeout=LIMIT, max_restarts=1)
         assert values(DataLoader(StuckOnce(tmp_path, (3,)), **options)) == [*range(8)]
-    assert len(told) == 1
+    assert len(warnings) == 1
 
 
 class StuckOnceStream(IterableDataset):
@@ -459,36 +459,36 @@ class StuckOnceStream(IterableDataset):
             yield i
 
 
-def test_the_replay_after_a_restart_takes_longer_than_the_limit(told, tmp_path):
+def test_the_replay_after_a_restart_takes_longer_than_the_limit(warnings, tmp_path):
     options = dict(num_workers=1, batch_size=None, stall_timeout=PATIENT, max_restarts=1)
     assert values(DataLoader(StuckOnceStream(tmp_path), **options)) == [*range(12)]
-    assert len(told) == 1
+    assert len(warnings) == 1
 
 
-def test_beyond_max_restarts_the_stall_is_an_error(told, tmp_path):
+def test_beyond_max_restarts_the_stall_is_an_error(warnings, tmp_path):
     dataset = Stuck(tmp_path / "began", sleep, n=2, at=1)
     iterator = iter(DataLoader(dataset, num_workers=1, batch_size=None, stall_timeout=0.5, max_restarts=1))
     assert int(next(iterator)) == 0
     error = stalled_error(iterator)
-    assert (error.restarts, error.index, len(told)) == (1, 1, 2)
+    assert (error.restarts, error.index, len(warnings)) == (1, 1, 2)
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_a_batch_that_is_always_too_slow_costs_three_workers_wherever_they_are(told, tmp_path, on_error):
+def test_a_batch_that_is_always_too_slow_costs_three_workers_wherever_they_get_stuck(warnings, tmp_path, on_error):
     dataset = StuckOnce(tmp_path, range(4))
     options = dict(num_workers=1, batch_size=4, stall_timeout=0.5, max_restarts=100, on_error=on_error)
     loader = DataLoader(dataset, **options)
     error = stalled_error(iter(loader))
-    assert (error.restarts, error.index, len(told)) == (2, [0, 1, 2, 3], 3)
+    assert (error.restarts, error.index, len(warnings)) == (2, [0, 1, 2, 3], 3)
     assert error.__notes__[-1] == "The batch is not retried: 3 workers died while fetching it."
     assert rustloader.stats(loader).faults.skipped == 0
 
 
-def test_a_crash_is_no_stall(told):
+def test_a_crash_is_no_stall(warnings):
     options = dict(num_workers=1, batch_size=None, stall_timeout=60, max_restarts=1)
     with pytest.raises(rustloader.WorkerDiedError) as caught:
         list(DataLoader(Dying(2, 1, signal.SIGKILL), **options))
-    assert type(caught.value) is rustloader.WorkerDiedError and told == []
+    assert type(caught.value) is rustloader.WorkerDiedError and warnings == []
 
 
 # The error, the log, the option
@@ -515,20 +515,20 @@ def test_the_warning_goes_to_the_logger(caplog, tmp_path):
     assert "stall_timeout is 0.5 s" in record.getMessage()
 
 
-def test_a_worker_that_cannot_be_killed_is_named_otherwise(told):
+def test_a_worker_that_cannot_be_killed_has_its_own_text(warnings):
     stalls.warn(1, 7, False, 12.0, "fetch", [3], None, "why", (10.0, False))
-    assert told == [
+    assert warnings == [
         "DataLoader worker 1 (pid 7) has been working on one batch for 12 s (state: fetch); the batch has index [3]. "
         "stall_timeout is 10 s, but this process kills only its own descendants. "
         "Stack unavailable: why."
     ]
 
 
-def test_the_error_survives_a_pickle(told, tmp_path):
+def test_the_error_survives_a_pickle(warnings, tmp_path):
     error = stalled_error(iter(DataLoader(Stuck(tmp_path / "b", stop, 1, 0), num_workers=1, stall_timeout=0.5)))
-    again = pickle.loads(pickle.dumps(error))
-    assert type(again) is rustloader.WorkerStalledError and str(again) == str(error)
-    assert (again.worker_id, again.index) == (0, [0])
+    copied = pickle.loads(pickle.dumps(error))
+    assert type(copied) is rustloader.WorkerStalledError and str(copied) == str(error)
+    assert (copied.worker_id, copied.index) == (0, [0])
 
 
 def test_a_loader_from_torch_has_the_option_of_install(tmp_path):

@@ -1,4 +1,4 @@
-"""A worker that is stopped (SIGSTOP) at random moments: what it holds is late, nothing else is (P19, S3)."""
+"""A worker that is stopped (SIGSTOP) at a random moment: only the batches that it holds are late (P19, S3)."""
 
 import os
 import random
@@ -24,8 +24,8 @@ TIMEOUT, LATE = 0.3, 3
 
 
 class Numbered(WhoAmI):
-    """(i, worker, a tensor that lies in a block of its own). No item takes time: a worker spends its time on
-    publishing and ringing."""
+    """Samples are (i, worker, a tensor in a block of its own). They take no time: a worker spends it on publishing
+    results and ringing the doorbell."""
 
     def __getitem__(self, i):
         return *super().__getitem__(i), torch.full((5000,), float(i))
@@ -42,14 +42,14 @@ def checked(batch):
     return i, worker
 
 
-def take(iterator, got, count=N, late=1000):
+def take(iterator, batches, count=N, late=1000):
     """Takes up to `count` batches; stops after `late` timeouts in a row without one. A timeout loses nothing, and can
     occur at any time on a busy machine."""
     end, row = time.monotonic() + 120, 0
     while count and row < late:
         assert time.monotonic() < end, "the epoch does not end"
         try:
-            got.append(checked(next(iterator)))
+            batches.append(checked(next(iterator)))
             count, row = count - 1, 0
         except StopIteration:
             return
@@ -59,29 +59,29 @@ def take(iterator, got, count=N, late=1000):
 
 
 def stopped_at_random(rng, iterator):
-    """Takes batches, and stops a worker after a while: (its number, what was taken)."""
-    got = []
-    take(iterator, got, rng.randrange(40))
+    """Takes batches and then stops a worker; returns (its ID, the batches)."""
+    batches = []
+    take(iterator, batches, rng.randrange(40))
     victim = rng.randrange(WORKERS)
-    for _ in range(rng.randrange(3000)):  # it publishes and rings during this
+    for _ in range(rng.randrange(3000)):  # the worker publishes and rings during this
         pass
     os.kill(worker_pids(iterator)[victim], signal.SIGSTOP)
-    return victim, got
+    return victim, batches
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_others_batches_arrive_and_then_its_own(seed):
     rng = random.Random(seed)
     iterator = iter(loader_of(in_order=False))
-    victim, got = stopped_at_random(rng, iterator)
-    take(iterator, got, N - PREFETCH - len(got))
-    take(iterator, got, late=LATE)
-    missing = set(range(N)) - {i for i, _ in got}
-    assert len({i for i, _ in got}) == len(got), "a batch came twice"
-    assert 0 < len(missing) <= PREFETCH, f"only what worker {victim} was given may be missing: {missing}"
+    victim, batches = stopped_at_random(rng, iterator)
+    take(iterator, batches, N - PREFETCH - len(batches))
+    take(iterator, batches, late=LATE)
+    missing = set(range(N)) - {i for i, _ in batches}
+    assert len({i for i, _ in batches}) == len(batches), "a batch was delivered twice"
+    assert 0 < len(missing) <= PREFETCH, f"only tasks of worker {victim} may be missing: {missing}"
     os.kill(worker_pids(iterator)[victim], signal.SIGCONT)
-    take(iterator, got)
-    assert sorted(i for i, _ in got) == list(range(N))
+    take(iterator, batches)
+    assert sorted(i for i, _ in batches) == list(range(N))
 
 
 @pytest.mark.parametrize("pinned", [False, True], ids=["plain", "pinned"])
@@ -90,18 +90,18 @@ def test_in_order_the_timeout_works_and_loses_nothing(seed, pinned):
     rng = random.Random(100 + seed)
     with pinning() as host:
         iterator = iter(loader_of(pin_memory=pinned))
-        victim, got = stopped_at_random(rng, iterator)
-        # The next batch may be another worker's for a while, where the machine is busy.
+        victim, batches = stopped_at_random(rng, iterator)
+        # On a busy machine, the next batch may be another worker's for a while.
         end = time.monotonic() + 120
         while True:
-            take(iterator, got, late=LATE)
-            if len(got) % WORKERS == victim:
+            take(iterator, batches, late=LATE)
+            if len(batches) % WORKERS == victim:
                 break
-            assert len(got) < N and time.monotonic() < end, "it is another worker's batch that does not come"
-        assert [i for i, _ in got] == list(range(len(got)))
+            assert len(batches) < N and time.monotonic() < end, "a batch of another worker does not arrive"
+        assert [i for i, _ in batches] == list(range(len(batches)))
         os.kill(worker_pids(iterator)[victim], signal.SIGCONT)
-        take(iterator, got)
-        assert [i for i, _ in got] == list(range(N))
+        take(iterator, batches)
+        assert [i for i, _ in batches] == list(range(N))
         del iterator
         assert wait_until(lambda: not host.live)
 
@@ -114,11 +114,11 @@ def test_shutdown_ends_it_within_its_deadline(seed, late, pinned, monkeypatch):
     rng = random.Random(200 + seed)
     with pinning() as host:
         iterator = iter(loader_of(pin_memory=pinned, persistent_workers=True))
-        _, got = stopped_at_random(rng, iterator)
+        _, batches = stopped_at_random(rng, iterator)
         if late:
-            take(iterator, got, late=LATE)
+            take(iterator, batches, late=LATE)
         pids = worker_pids(iterator)
-        # 0.3 s to leave, 0.5 s after SIGTERM, then SIGKILL.
+        # 0.3 s to exit, 0.5 s after SIGTERM, then SIGKILL.
         with within(20):
             iterator._shutdown_workers()
         assert all(map(gone, pids))
@@ -139,8 +139,8 @@ def test_the_interpreter_exits_with_a_stopped_worker():
     assert wait_until(lambda: all(gone(int(pid)) for pid in out.split()))
 
 
-# What a worker calls from its start to its first sleep. Between populate and eventfd_write it publishes: it looks
-# whether the doorbell is still its own (fstat), and rings.
+# Calls of a worker from its start to its first sleep. Between populate and eventfd_write it publishes a result: it
+# checks that the doorbell is still its own (fstat), and rings it.
 PLACES = [
     f"{kind}:{nth}" for kind, calls in [("populate", 4), ("fstat", 4), ("eventfd_write", 2)] for nth in range(1, calls)
 ]
@@ -149,13 +149,13 @@ PLACES += ["memfd_create:1", "sigaction:2", "thread:1", "ppoll:1", "futex_wait:1
 
 @pytest.mark.parametrize("program", ["stopped", "stopped_for_good"])
 @pytest.mark.parametrize("place", PLACES)
-def test_wherever_a_worker_stands_still_nothing_is_lost_and_a_shutdown_ends_it(place, program):
-    """By a failpoint, so that it is this very call."""
+def test_wherever_a_worker_stops_nothing_is_lost_and_a_shutdown_ends_it(place, program):
+    """A failpoint stops it, so that it stops at this very call."""
     report = refusals.report_of(program, f"{place}:stop", "worker")
     assert not report["hangs"] and report["status"] == 0 and report["output"] == "", report
     assert report["processes"] == 0 and not report["left"] and report["bytes"] == 0, report
     assert re.fullmatch(r"[012] stopped", report["value"][0]) and len(report["value"]) == 1, report
-    # The other calls a worker may or may not make, which is a matter of time.
+    # Whether a worker makes the other calls depends on timing.
     if place in ("populate:1", "memfd_create:1", "thread:1", "sigaction:2"):
         assert report["value"] != ["0 stopped"]
 
@@ -174,7 +174,7 @@ class Waits(Numbers):
 
 
 def is_asked_for_its_stack(pid):
-    """Whether the signal for it has been sent and not yet been handled."""
+    """True if the signal that requests the stack is pending."""
     with open(f"/proc/{pid}/status") as file:
         pending = [int(line.split()[1], 16) for line in file if line.startswith(("SigPnd", "ShdPnd"))]
     return any(mask >> (signal.SIGRTMIN + 13 - 1) & 1 for mask in pending)
@@ -182,29 +182,29 @@ def is_asked_for_its_stack(pid):
 
 @pytest.mark.warns
 def test_a_worker_that_was_named_while_a_batch_waited_for_it_is_named_again_where_it_hangs(monkeypatch, tmp_path):
-    told = []
+    warnings = []
 
     def warning(text, *args):
-        told.append(text % args)
-        if "state: fetch" in told[-1]:
-            (tmp_path / "told").touch()
+        warnings.append(text % args)
+        if "state: fetch" in warnings[-1]:
+            (tmp_path / "warned").touch()
 
     monkeypatch.setattr(rustloader.supervision.stalls.logger, "warning", warning)
     monkeypatch.setenv("RUSTLOADER_STALL_START_SECONDS", "0")
     monkeypatch.setenv("RUSTLOADER_STALL_ITEM_SECONDS", "1")
-    iterator = iter(DataLoader(Waits(3, tmp_path / "told"), batch_size=None, num_workers=1, prefetch_factor=1))
+    iterator = iter(DataLoader(Waits(3, tmp_path / "warned"), batch_size=None, num_workers=1, prefetch_factor=1))
     [pid] = worker_pids(iterator)
     assert wait_until(lambda: iterator._core.worker_status(0)["state"] == "idle")
     os.kill(pid, signal.SIGSTOP)
 
-    def go_on():
+    def resume():
         assert wait_until(lambda: is_asked_for_its_stack(pid))
         os.kill(pid, signal.SIGCONT)
 
-    wakes = threading.Thread(target=go_on)
-    wakes.start()
+    resumer = threading.Thread(target=resume)
+    resumer.start()
     assert [x.item() for x in iterator] == [0, 1, 2]
-    wakes.join()
-    idle, fetch = (text for text in told if "the batch has index 1." in text)
+    resumer.join()
+    idle, fetch = (text for text in warnings if "the batch has index 1." in text)
     assert "state: idle" in idle and "state: fetch" in fetch
     assert re.search(r"test_stopped\.py\", line \d+ in __getitem__\n", fetch), fetch

@@ -1,4 +1,4 @@
-"""The loader's own errors, what they keep alive, and batches whose unpickling fails or is cut off."""
+"""The loader's own errors, what they keep alive, and batches whose unpickling fails or is interrupted."""
 
 import gc
 import os
@@ -36,7 +36,7 @@ def raised_by(function, *args, kind=Exception):
     [(signal.SIGKILL, -9, "is killed by signal: Killed. "), (3, 3, "exited unexpectedly with exit code 3. ")],
 )
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_a_death_is_an_error_with_all_that_is_known(rustloader, how, exitcode, text, method):
+def test_a_death_is_an_error_with_all_known_details(rustloader, how, exitcode, text, method):
     loader = DataLoader(Dying(4, 1, how), num_workers=1, batch_size=None, multiprocessing_context=method)
     iterator = iter(loader)
     pid = worker_pids(iterator)[0]
@@ -51,7 +51,7 @@ def test_a_death_is_an_error_with_all_that_is_known(rustloader, how, exitcode, t
 
 
 class Rebinding(Failing):
-    """Its frame no longer shows the index."""
+    """The frame of `__getitem__` no longer holds the index."""
 
     def __getitem__(self, index):
         index = index % 3 + 4
@@ -90,14 +90,14 @@ def test_the_error_of_a_sample_has_a_note(method, options):
         ),
     ],
 )
-def test_a_note_names_no_sample_that_it_is_not_sure_of(dataset, arguments, note):
+def test_a_note_names_no_uncertain_sample(dataset, arguments, note):
     iterator = iter(DataLoader(dataset(), num_workers=1, **arguments))
     with pytest.raises(ValueError) as caught:
         list(iterator)
     assert caught.value.__notes__ == [f"Worker 0 was fetching {note}"]
 
 
-def test_the_batches_of_a_note_count_from_the_begin_of_their_epoch():
+def test_batch_numbers_in_notes_count_from_the_start_of_their_epoch():
     loader = DataLoader(Failing(6, {5: ValueError}), 2, num_workers=2, persistent_workers=True)
     for _ in range(2):
         iterator = iter(loader)
@@ -138,7 +138,7 @@ def test_a_handler_that_raises_while_an_exit_code_is_awaited_is_not_swallowed():
     def handler(*_):
         raise TimeoutError("handler")
 
-    # What the engine reports where the fork server alone knows how a worker ended.
+    # What the engine reports when only the fork server knows how a worker ended.
     death = types.SimpleNamespace(worker_id=0, pid=1, exitcode=None, signal=None, index=None, stalled=False)
     before = signal.signal(signal.SIGUSR1, handler)
     try:
@@ -149,8 +149,8 @@ def test_a_handler_that_raises_while_an_exit_code_is_awaited_is_not_swallowed():
     assert deaths.error_of(death, None)().exitcode is None
 
 
-def test_an_error_of_the_sampler_that_nobody_has_seen_keeps_no_iterator():
-    """Its traceback refers to the iterator, which the garbage collector must find."""
+def test_an_unraised_error_of_the_sampler_keeps_no_iterator_alive():
+    """Its traceback refers to the iterator, which the garbage collector must be able to collect."""
 
     class Sampler:
         rest = 6
@@ -192,7 +192,7 @@ class FailsToCollate:
 
 class FailsToDraw:
     def __iter__(self):
-        # Beyond the tasks that begin an epoch, whose errors are iter()'s.
+        # Beyond the tasks that begin an epoch: iter() raises the errors of those.
         yield from [0] * 6
         raise LookupError("drawn")
 
@@ -242,7 +242,7 @@ def test_an_error_keeps_no_worker_without_the_garbage_collector(way, persistent,
     gc.disable()
     try:
         assert run() >= 1
-        # The destructor has waited for them.
+        # The destructor has waited for the workers.
         assert all(map(gone, pids))
     finally:
         gc.enable()
@@ -260,7 +260,7 @@ def test_the_traceback_of_a_dataset_error_shows_torchs_frames():
     assert [name for name in names if name in TORCHS_FRAMES] == list(TORCHS_FRAMES)
 
 
-# A batch whose unpickling runs `hook`, in the main process.
+# Batches whose unpickling in the main process runs `hook`.
 UNPICKLED = """
     from sample_data import Given, untouched
     main, calls = os.getpid(), []
@@ -304,7 +304,7 @@ def test_user_code_that_fails_to_unpickle_a_batch_runs_once(kind):
     ["handler", "functools.partial(handler, 1)", "Handler()", "Handler().method", "signal.default_int_handler"],
 )
 @pytest.mark.parametrize("in_context", [False, True])
-def test_a_handler_cuts_off_an_unpickling_and_the_batch_comes_with_the_next_call(handler, in_context):
+def test_a_handler_interrupts_an_unpickling_and_the_next_call_returns_the_batch(handler, in_context):
     source = f"""
     import functools
     class Handler:

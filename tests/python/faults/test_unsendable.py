@@ -1,4 +1,4 @@
-"""Batches and errors that cannot be sent are errors at their place (torch hangs on most of them)."""
+"""For a batch or an error that cannot be sent, an error is raised in its place (torch hangs on most of them)."""
 
 import sys
 
@@ -12,33 +12,33 @@ from support import BOTH, DataLoader, epoch, outcomes, worker_pids
 @pytest.mark.ours
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("what", ["lambda", "reduce", "generator", "nested"])
-def test_an_unpicklable_batch_is_an_error_and_the_next_one_comes(what, persistent):
-    thing = {
+def test_an_unpicklable_batch_is_an_error_and_the_next_one_is_delivered(what, persistent):
+    unpicklable = {
         "lambda": lambda: 0,
         "reduce": Unpicklable(),
         "generator": (i for i in ()),
         "nested": {"tensor": torch.zeros(100_000), "list": [1, {"deep": Unpicklable()}]},
     }[what]
-    samples = Given([0, 1, thing, 3, thing, 5])
+    samples = Given([0, 1, unpicklable, 3, unpicklable, 5])
     loader = DataLoader(samples, num_workers=2, batch_size=None, collate_fn=untouched, persistent_workers=persistent)
     for _ in range(2):
         iterator = iter(loader)
         pid = worker_pids(iterator)[0]
-        got = []
+        results = []
         for _ in range(7):
             try:
-                got.append(next(iterator))
+                results.append(next(iterator))
             except StopIteration:
-                got.append("end")
+                results.append("end")
             except Exception as e:
-                got.append(str(e))
-        for text in (got.pop(4), got.pop(2)):
-            assert "worker process 0" in text and str(pid) in text and type(thing).__name__ in text, text
-        assert got == [0, 1, 3, 5, "end"]
+                results.append(str(e))
+        for text in (results.pop(4), results.pop(2)):
+            assert "worker process 0" in text and str(pid) in text and type(unpicklable).__name__ in text, text
+        assert results == [0, 1, 3, 5, "end"]
 
 
 @pytest.mark.ours
-def test_a_batch_larger_than_any_memory_is_a_memory_error_and_the_next_one_comes():
+def test_a_batch_larger_than_any_memory_is_a_memory_error_and_the_next_one_is_delivered():
     # 64 TiB of one byte.
     endless = np.broadcast_to(np.zeros(1, np.uint8), (1 << 46,))
     loader = DataLoader(Given([0, endless, 2]), num_workers=1, batch_size=None, collate_fn=untouched)
@@ -55,13 +55,13 @@ def test_an_exception_class_that_cannot_be_pickled():
         pass
 
     iterator = iter(DataLoader(Failing(5, {2: lambda: Local("mine")}), num_workers=2, batch_size=None))
-    got = outcomes(iterator, 6)
-    assert [o[1] for o in got if o[0] == "value"] == [0, 1, 3, 4] and got[-1] == ("end",)
-    assert got[2][0] == "error" and "Local" in got[2][2] and "worker process 0" in got[2][2]
+    results = outcomes(iterator, 6)
+    assert [o[1] for o in results if o[0] == "value"] == [0, 1, 3, 4] and results[-1] == ("end",)
+    assert results[2][0] == "error" and "Local" in results[2][2] and "worker process 0" in results[2][2]
 
 
 @pytest.mark.ours
-def test_its_traceback_is_not_lost():
+def test_the_traceback_of_an_unpicklable_exception_is_not_lost():
     class Local(Exception):
         pass
 
@@ -82,26 +82,26 @@ def test_an_exception_with_unpicklable_arguments():
     def trace(cls):
         return outcomes(iter(cls(Failing(4, {1: lambda: HoldsUnpicklable("x")}), num_workers=2, batch_size=None)), 5)
 
-    theirs, ours = map(trace, BOTH)
-    assert ours == theirs
-    assert ours[1][0] == "error" and ours[2:] == [("value", 2), ("value", 3), ("end",)]
+    expected, actual = map(trace, BOTH)
+    assert actual == expected
+    assert actual[1][0] == "error" and actual[2:] == [("value", 2), ("value", 3), ("end",)]
 
 
-def test_an_exception_whose_text_cannot_be_made():
+def test_an_exception_whose_str_raises():
     def trace(cls):
         return outcomes(iter(cls(Failing(4, {1: BadText}), num_workers=2, batch_size=None)), 5)
 
-    theirs, ours = map(trace, BOTH)
-    assert [o[0] for o in ours] == [o[0] for o in theirs] == ["value", "error", "value", "value", "end"]
-    assert ours[1][1] is theirs[1][1]
+    expected, actual = map(trace, BOTH)
+    assert [o[0] for o in actual] == [o[0] for o in expected] == ["value", "error", "value", "value", "end"]
+    assert actual[1][1] is expected[1][1]
 
 
 @pytest.mark.ours
-def test_base_exceptions_of_a_sample_are_no_silent_loss():
-    def leave():
+def test_a_base_exception_of_a_sample_is_not_lost():
+    def exit_error():
         return SystemExit(3)
 
-    iterator = iter(DataLoader(Failing(4, {1: leave}), num_workers=1, batch_size=None))
+    iterator = iter(DataLoader(Failing(4, {1: exit_error}), num_workers=1, batch_size=None))
     assert next(iterator) == 0
     with pytest.raises(RuntimeError, match=r"DataLoader worker .* exited unexpectedly"):
         next(iterator)
@@ -110,8 +110,8 @@ def test_base_exceptions_of_a_sample_are_no_silent_loss():
 @pytest.mark.ours
 def test_a_batch_that_fails_to_load_in_main_is_an_error_there():
     iterator = iter(DataLoader(Given([0, FailsToLoad(), 2]), num_workers=1, batch_size=None, collate_fn=untouched))
-    got = outcomes(iterator, 4)
-    assert got[0] == ("value", 0) and got[1][0] == "error" and got[2:] == [("value", 2), ("end",)]
+    results = outcomes(iterator, 4)
+    assert results[0] == ("value", 0) and results[1][0] == "error" and results[2:] == [("value", 2), ("end",)]
 
 
 def fail_to_load():
@@ -140,8 +140,8 @@ def test_reducers_that_users_registered_are_used():
 
 def test_an_error_object_as_a_batch_is_a_batch():
     sent = [KeyError("a"), ValueError("b", 1)]
-    got = epoch(DataLoader(Given(sent), num_workers=1, batch_size=None, collate_fn=untouched))
-    assert [(type(e), e.args) for e in got] == [(type(e), e.args) for e in sent]
+    results = epoch(DataLoader(Given(sent), num_workers=1, batch_size=None, collate_fn=untouched))
+    assert [(type(e), e.args) for e in results] == [(type(e), e.args) for e in sent]
 
 
 def test_errors_of_large_text():
@@ -152,8 +152,8 @@ def test_errors_of_large_text():
     assert next(iterator) == 1
 
 
-class RaisesAtItsEnd:
-    """In the worker, which drops what it has sent, and in main, which drops what it has received."""
+class RaisesInDel:
+    """Raises in the worker, when it drops a batch that it sent, and in main, when it drops one that it received."""
 
     def __init__(self, i):
         self.i, self.tensor = i, torch.full((5000,), float(i))
@@ -164,7 +164,7 @@ class RaisesAtItsEnd:
 
 class Endings(Numbers):
     def __getitem__(self, i):
-        return RaisesAtItsEnd(i)
+        return RaisesInDel(i)
 
 
 @pytest.mark.ours

@@ -16,12 +16,12 @@ if not TORCH_MODE:
     from rustloader.system import procfs
 
 MIB = 1 << 20
-# About 112 MB of strings; ten of them are in a page.
+# About 112 MB of strings; ten of them fit in a page.
 COUNT, LENGTH = 250_000, 400
 
 
 class Names(torch.utils.data.Dataset):
-    """Its samples are lengths of strings."""
+    """Its samples are the lengths of the strings."""
 
     def __init__(self, names):
         self.names = names
@@ -38,7 +38,7 @@ def names():
 
 
 def read(dataset, **settings):
-    """A loader after an epoch."""
+    """Runs an epoch; returns the loader."""
     loader = DataLoader(
         dataset, batch_size=5000, num_workers=1, collate_fn=sum, multiprocessing_context="fork", **settings
     )
@@ -80,7 +80,7 @@ def test_a_shared_list_is_not_copied(plain):
 
 
 class Keeping(torch.utils.data.Dataset):
-    """It keeps memory in the worker, and has tensors only."""
+    """Keeps memory in the worker; its own large attributes are only tensors."""
 
     def __init__(self):
         self.numbers = torch.arange(40_000_000)
@@ -132,7 +132,7 @@ def test_a_process_that_is_gone_has_no_memory(monkeypatch):
 
 
 class Kernel:
-    """Page faults and private bytes of made-up processes. Each reading takes a tenth of a second."""
+    """Page faults and private bytes of simulated processes. Each reading takes a tenth of a second."""
 
     def __init__(self, monkeypatch):
         self.now, self.faults, self.own, self.read = 0.0, {}, {}, []
@@ -169,7 +169,7 @@ def test_readings_take_a_hundredth_of_the_time(kernel):
     both = [(1, "a"), (2, "b")]
     kernel.faults, kernel.own = {1: 20 * MIB, 2: 30 * MIB}, {1: 7, 2: 8}
     workers.update(both)
-    # The one with more faults.
+    # The worker with more faults is read first.
     assert workers.sizes() == [None, 8] and kernel.read == [2]
     kernel.now += 5
     workers.update(both)
@@ -179,7 +179,7 @@ def test_readings_take_a_hundredth_of_the_time(kernel):
     assert workers.sizes() == [7, 8] and kernel.read == [2, 1]
     kernel.now += 100
     workers.update(both)
-    assert kernel.read == [2, 1], "no page faults since"
+    assert kernel.read == [2, 1], "no page faults since the last reading"
     kernel.faults, kernel.own = {1: 36 * MIB, 2: 45 * MIB}, {1: 70, 2: 80}
     workers.update(both)
     assert workers.sizes() == [70, 8] and kernel.read == [2, 1, 1]
@@ -196,7 +196,7 @@ def test_loaders_epochs_share_an_allowance():
     assert first is not second and first._memory._allowance is second._memory._allowance
 
 
-def test_another_process_begins_anew(kernel):
+def test_another_process_starts_from_its_own_memory(kernel):
     workers = memory.WorkerMemory(1, memory.Allowance())
     kernel.faults, kernel.own = {1: 50 * MIB, 2: 2 * MIB}, {1: 40 * MIB}
     workers.update([(1, "a")])
@@ -205,13 +205,13 @@ def test_another_process_begins_anew(kernel):
     assert workers.sizes() == [40 * MIB], "an ended worker keeps its figure"
     workers.update([(2, "b")])
     assert workers.sizes() == [2 * MIB]
-    # What faults alone have said is not shown when it may be far off.
+    # An estimate from faults alone is not shown when it may be far off.
     kernel.faults[2] = 50 * MIB
     workers.update([(2, "b")])
     assert workers.sizes() == [None] and kernel.read == [1]
 
 
-def test_faults_of_a_process_that_has_another_ones_pid():
+def test_faults_of_a_process_with_a_reused_pid():
     pid = os.getpid()
     start = procfs.stat(pid)[procfs.STARTED]
     assert memory._faulted(pid, start) > MIB and memory._faulted(pid, "1") is None
@@ -304,10 +304,10 @@ def test_paths():
     inner = Holder(rows=rows, parts={"train": rows, 3: texts(length=90), (1, 2): texts()})
     inner.again = inner
     concat = torch.utils.data.ConcatDataset([torch.utils.data.TensorDataset(torch.zeros(4)), Slotted(more)])
-    found = copied.find(torch.utils.data.Subset(Holder(first=inner, second=concat.datasets), range(4)))
-    # Each object once, the largest first.
+    attributes = copied.find(torch.utils.data.Subset(Holder(first=inner, second=concat.datasets), range(4)))
+    # Each object is named once, the largest first.
     paths = ["dataset.dataset.first.parts[3]", "dataset.dataset.second[1].rows", "dataset.dataset.first.rows"]
-    assert [large.path for large in found] == paths
+    assert [large.path for large in attributes] == paths
     assert copied.find(Holder(rows={"train": rows}))[0].path == "dataset.rows['train']"
     assert copied.find(rows)[0].path == "dataset"
 

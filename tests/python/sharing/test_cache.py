@@ -1,4 +1,4 @@
-"""`rustloader.cache`: what a dataset makes is made once, and comes out as it was made."""
+"""`rustloader.cache`: a dataset builds each sample once, and the cache returns it unchanged from then on."""
 
 import copy
 import logging
@@ -30,16 +30,16 @@ Point = namedtuple("Point", "x y")
 
 
 class Kept(Dataset):
-    """Items of a list, or what they return. Notes which were made, in this process."""
+    """Samples are the items of a list, called if callable. `built` has the indices of those built in this process."""
 
     def __init__(self, items):
-        self.items, self.made = items, []
+        self.items, self.built = items, []
 
     def __len__(self):
         return len(self.items)
 
     def __getitem__(self, index):
-        self.made.append(index)
+        self.built.append(index)
         item = self.items[index]
         return item() if callable(item) else item
 
@@ -50,7 +50,7 @@ class KeptBatches(Kept):
 
 
 class Noted(Numbers):
-    """Writes a byte for each sample that any process makes."""
+    """Appends a byte to a file for each sample that any process builds."""
 
     def __init__(self, length, file):
         super().__init__(length)
@@ -114,22 +114,22 @@ def items():
     ]
 
 
-def test_samples_come_out_as_they_were_made():
+def test_samples_are_returned_unchanged():
     data = Kept(items())
     cached = cache(data, "64MiB")
     for index, item in enumerate(data.items):
         for _ in range(3):
-            found = cached[index]
+            sample = cached[index]
             if type(item).__name__ == "Image":
-                assert type(found) is type(item) and (found.mode, found.tobytes()) == (item.mode, item.tobytes())
+                assert type(sample) is type(item) and (sample.mode, sample.tobytes()) == (item.mode, item.tobytes())
             else:
-                assert same(found, item), (index, item, found)
-    # One of them is made twice, to see whether it is random.
-    assert sorted(set(data.made)) == list(range(len(data))) and len(data.made) == len(data) + 1
+                assert same(sample, item), (index, item, sample)
+    # One of them is built twice, to check that it is not random.
+    assert sorted(set(data.built)) == list(range(len(data))) and len(data.built) == len(data) + 1
     assert cached.usage().hits == 2 * len(data) and cached.usage().misses == len(data)
 
 
-def test_objects_that_come_twice_in_a_sample_still_do():
+def test_objects_that_occur_twice_in_a_sample_still_do():
     tensor, text = torch.arange(5), ["a"]
     cached = cache(Kept([[tensor, tensor, text, text]]))
     for _ in range(2):
@@ -142,11 +142,11 @@ def test_a_sample_may_be_changed_in_place():
     cached = cache(data)
     for _ in range(2):
         cached[0].add_(1), cached[1].add_(1), cached[2]["list"].append(2)
-        assert [found.sum().item() for found in (cached[0], cached[1])] == [0, 0]
+        assert [tensor.sum().item() for tensor in (cached[0], cached[1])] == [0, 0]
         assert cached[2] == {"list": [1]}
 
 
-def test_it_stands_for_its_dataset():
+def test_it_acts_as_its_dataset():
     data = Kept([torch.ones(3)] * 5)
     data.classes = ["cat", "dog"]
     cached = cache(data)
@@ -155,11 +155,11 @@ def test_it_stands_for_its_dataset():
     assert len(list(cached)) == 5
     assert "Kept" in repr(cached) and "bytes" in repr(cached)
     assert hasattr(cache(NotedBatches(3, "")), "__getitems__")
-    # torch's Subset makes batches only where its dataset does.
+    # torch's Subset uses `__getitems__` only if its dataset has it.
     assert not hasattr(cache(Subset(data, [0, 1])), "__getitems__")
 
 
-def test_attributes_are_set_at_the_dataset():
+def test_attributes_are_set_on_the_dataset():
     data = Kept([torch.ones(3)] * 5)
     data.table = "its own"
     cached = cache(data)
@@ -170,7 +170,7 @@ def test_attributes_are_set_at_the_dataset():
 
 
 class WholeBatches(Kept):
-    """``__getitems__`` makes the batch."""
+    """``__getitems__`` returns a whole batch."""
 
     def __getitem__(self, index):
         return self.__getitems__([index])
@@ -193,7 +193,7 @@ def as_is(batch):
 @pytest.mark.parametrize(
     "make", [columns, lambda rows: {"a": rows}, lambda rows: rows * 2, lambda rows: [rows, rows, rows]]
 )
-def test_batches_that_are_no_lists_of_samples_are_left_alone(make):
+def test_batches_that_are_not_lists_of_samples_are_left_alone(make):
     data = WholeBatches(make)
     cached = cache(data)
     for order in (range(8), [3, 0, 1, 2, 7, 7]):
@@ -212,7 +212,7 @@ class Unloadable:
         return int, ("no number",)
 
 
-def test_pickles_that_cannot_be_loaded_are_made_each_time():
+def test_samples_whose_pickles_cannot_be_loaded_are_built_each_time():
     data = Kept([Unloadable(), torch.ones(3)])
     cached = cache(data)
     assert all(type(cached[0]) is Unloadable for _ in range(5)) and cached[1].sum() == cached[1].sum() == 3
@@ -226,18 +226,18 @@ def test_indices_of_other_kinds():
     for index in (3, np.int64(3), torch.tensor(3)):
         assert cached[index] == 3
     assert cached.usage().hits == 2
-    # Those beyond the table are the dataset's business.
+    # Indices beyond the table are passed to the dataset.
     assert cached[-1] == 4 and cached[-1] == 4
     with pytest.raises(IndexError):
         cached[5]
     with pytest.raises(TypeError):
         cached["a"]
-    assert [type(made) for made in data.made if type(made) is not int] == [str]
+    assert [type(index) for index in data.built if type(index) is not int] == [str]
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver", None])
 @pytest.mark.parametrize("kind", [Noted, NotedBatches])
-def test_each_sample_is_made_once_whatever_the_workers(method, kind, tmp_path):
+def test_each_sample_is_built_once_whatever_the_workers(method, kind, tmp_path):
     data = kind(200, tmp_path / "made")
     cached = cache(data, "16MiB")
     expected = [(torch.full((50,), float(n)), n) for n in range(200)]
@@ -249,13 +249,13 @@ def test_each_sample_is_made_once_whatever_the_workers(method, kind, tmp_path):
         multiprocessing_context=method,
         persistent_workers=method in ("spawn", "forkserver"),
     )
-    made = []
+    counts = []
     for _ in range(3):
         rows = {index.item(): row for rows, indices in loader for row, index in zip(rows, indices, strict=True)}
         assert all(torch.equal(rows[n], expected[n][0]) for n in range(200)) and len(rows) == 200
-        made.append(data.count())
-    # Two more, to see whether they are random.
-    assert made == [202, 202, 202]
+        counts.append(data.count())
+    # Two are built twice, to check that they are not random.
+    assert counts == [202, 202, 202]
     assert (cached.usage().hits, cached.usage().misses) == (400, 200)
 
 
@@ -275,7 +275,7 @@ def test_under_and_over_other_datasets(tmp_path):
     assert shared[3][1] == 3 and cached.usage().hits == 101
 
 
-def test_a_full_cache_goes_on_with_what_it_has(caplog):
+def test_a_full_cache_still_serves_what_it_has(caplog):
     data = Kept([torch.full((1000,), n) for n in range(100)])
     size = 8 * 1000 + 100
     with caplog.at_level(logging.INFO, "rustloader"):
@@ -289,7 +289,7 @@ def test_a_full_cache_goes_on_with_what_it_has(caplog):
     assert record.levelname == "INFO" and str(usage.limit) in record.message
 
 
-def test_memory_that_cannot_be_had_is_refused():
+def test_a_size_that_is_unavailable_is_refused():
     data = Kept([0] * 1000)
     with pytest.raises(ValueError, match=r"memory=1125899906842624 bytes is too large: \d+ bytes of memory"):
         cache(data, 1 << 50)
@@ -326,7 +326,7 @@ def test_limits_of_the_process(name):
     assert "bytes is too large" in report["refused"]
 
 
-def test_what_cannot_be_cached_says_the_way_out():
+def test_errors_for_what_cannot_be_cached_name_a_remedy():
     class Stream(IterableDataset):
         def __iter__(self):
             return iter(())
@@ -363,34 +363,34 @@ def test_copies_have_the_same_cache():
     assert (cached.usage().hits, cached.usage().misses) == (1, 1)
 
 
-def test_it_goes_through_a_queue():
+def test_it_can_be_sent_through_a_queue():
     cached = cache(Kept([torch.ones(3)] * 3))
     context = multiprocessing.get_context("fork")
-    there, back = context.Queue(), context.Queue()
+    requests, answers = context.Queue(), context.Queue()
 
     def child():
-        back.put(int(there.get()[1].sum()))
+        answers.put(int(requests.get()[1].sum()))
 
     process = context.Process(target=child)
     process.start()
-    there.put(cached)
-    assert back.get(timeout=60) == 3
+    requests.put(cached)
+    assert answers.get(timeout=60) == 3
     process.join()
     multiprocessing.resource_sharer.stop()
     assert cached.usage().misses == 1 and cached[1].sum() == 3 and cached.usage().hits == 1
 
 
 @pytest.mark.warns
-def test_samples_that_cannot_be_pickled_are_made_each_time(caplog):
+def test_samples_that_cannot_be_pickled_are_built_each_time(caplog):
     class Odd(Kept):
         def __getitem__(self, index):
-            self.made.append(index)
+            self.built.append(index)
             return Unpicklable() if index == 1 else index
 
     data = Odd([0, 0, 0])
     cached = cache(data)
     assert [type(cached[n]) for _ in range(3) for n in range(3)] == [int, Unpicklable, int] * 3
-    assert data.made.count(1) == 3 and cached.usage().refused == 1
+    assert data.built.count(1) == 3 and cached.usage().refused == 1
     (record,) = [record for record in caplog.records if "cannot be kept" in record.message]
     assert "sample 1 (Unpicklable)" in record.message
 
@@ -398,8 +398,8 @@ def test_samples_that_cannot_be_pickled_are_made_each_time(caplog):
 def test_a_failed_sample_is_not_kept():
     class Failing(Kept):
         def __getitem__(self, index):
-            self.made.append(index)
-            if self.made.count(index) < 3 and index == 2:
+            self.built.append(index)
+            if self.built.count(index) < 3 and index == 2:
                 raise ValueError("not yet")
             return index
 
@@ -409,7 +409,7 @@ def test_a_failed_sample_is_not_kept():
     for _ in range(2):
         with pytest.raises(ValueError, match="not yet"):
             cached[2]
-    assert [cached[2], cached[2]] == [2, 2] and data.made.count(2) == 3
+    assert [cached[2], cached[2]] == [2, 2] and data.built.count(2) == 3
     loader = DataLoader(cache(Failing(range(4))), batch_size=2, on_error="skip", num_workers=1, persistent_workers=True)
     epochs = [[batch.tolist() for batch in loader] for _ in range(4)]
     assert epochs[0] == [[0, 1], [3]] and epochs[-1] == [[0, 1], [2, 3]]
@@ -429,7 +429,7 @@ class Random(Numbers):
 
 @pytest.mark.warns
 @pytest.mark.parametrize("draw", [random.random, lambda: torch.rand(2), lambda: np.random.rand()])
-def test_a_random_dataset_is_found_out(draw, caplog):
+def test_a_random_dataset_is_detected(draw, caplog):
     cached = cache(Random(1000, draw))
     first = [cached[n] for n in range(20)]
     (record,) = caplog.records
@@ -440,29 +440,29 @@ def test_a_random_dataset_is_found_out(draw, caplog):
 @pytest.mark.warns
 @pytest.mark.parametrize("number", range(len(items())) if rustloader is not None else [])
 def test_samples_that_are_equal_are_not_called_random(number, caplog):
-    """Made anew each time: with other addresses, and other identities of its parts."""
+    """Each sample is built again, so its parts have other addresses and identities."""
     cached = cache(Kept([lambda: items()[number]] * 800))
     kept = [cached[n] for n in range(8)]
-    assert len(cached.dataset.made) == 16 and len(kept) == 8
-    random_ones = {14, 15, 16}
-    assert bool(caplog.records) == (number in random_ones), [record.message for record in caplog.records]
+    assert len(cached.dataset.built) == 16 and len(kept) == 8
+    random_items = {14, 15, 16}
+    assert bool(caplog.records) == (number in random_items), [record.message for record in caplog.records]
 
 
-def test_an_error_when_a_sample_is_made_a_second_time_is_not_raised():
-    class Once(Kept):
+def test_an_error_when_a_sample_is_built_a_second_time_is_not_raised():
+    class FailsSecondTime(Kept):
         def __getitem__(self, index):
-            self.made.append(index)
-            if self.made.count(index) == 2:
+            self.built.append(index)
+            if self.built.count(index) == 2:
                 raise OSError("once only")
             return torch.ones(3)
 
-    cached = cache(Once(range(3)))
+    cached = cache(FailsSecondTime(range(3)))
     assert [int(cached[0].sum()) for _ in range(3)] == [3, 3, 3] and cached.usage().hits == 2
 
 
 @pytest.mark.warns
-def test_the_second_sample_draws_from_no_stream():
-    """Programs that draw random numbers after the first samples draw the same with a cache."""
+def test_building_a_sample_twice_advances_no_random_stream():
+    """A program that draws random numbers after the first samples draws the same ones with a cache."""
     states = []
     for wrap in (lambda data: data, cache):
         torch.manual_seed(0), random.seed(0), np.random.seed(0)
@@ -495,8 +495,8 @@ def test_then_draws_the_same_with_a_cold_a_half_filled_and_a_full_cache(seed_by,
     for n in range(0, 60, 2):
         half[n]
     expected = epoch(Plain(plain.items))
-    for got in (epoch(cached), epoch(cached), epoch(half)):
-        assert same(got, expected)
+    for batches in (epoch(cached), epoch(cached), epoch(half)):
+        assert same(batches, expected)
     assert cached.usage().hits == 60 and half.usage().hits == 30
 
 
@@ -519,8 +519,8 @@ def test_what_the_dataset_draws_does_not_change_what_then_draws(kind):
 
 @pytest.mark.parametrize("before", range(3))
 @pytest.mark.parametrize("draws", ["randn()", "rand()", "randn(3)", "get_state()"])
-def test_numpys_generator_is_where_it_was(before, draws):
-    """A normal number may be left over from a pair: before, behind, or neither."""
+def test_numpys_generator_is_restored(before, draws):
+    """Normal numbers are drawn in pairs: one may be left over before the draw, after it, or neither."""
     np.random.seed(3)
     for _ in range(before):
         np.random.randn()
@@ -532,8 +532,8 @@ def test_numpys_generator_is_where_it_was(before, draws):
         assert repr(np.random.get_state()) == state
 
 
-def test_a_number_that_is_left_over_from_a_pair_is_kept_apart():
-    """The words of the generator are the same before and behind it."""
+def test_a_number_that_is_left_over_from_a_pair_is_restored():
+    """The words of the generator are the same before and after it is drawn."""
     np.random.seed(3)
     np.random.randn(2)
     GeneratorStates()
@@ -546,7 +546,7 @@ def test_a_number_that_is_left_over_from_a_pair_is_kept_apart():
     assert repr(np.random.get_state()) == state
 
 
-def test_another_generator_of_numpy_is_where_it_was():
+def test_another_generator_of_numpy_is_restored():
     mersenne = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(3))
     try:
@@ -577,7 +577,7 @@ def test_then_is_called_each_time_and_may_fail():
 # Processes
 
 
-def test_a_forked_child_goes_on_with_it():
+def test_a_forked_child_uses_the_same_cache():
     data = Kept([torch.full((100,), n) for n in range(50)])
     cached = cache(data)
     cached[0]
@@ -590,7 +590,7 @@ def test_a_forked_child_goes_on_with_it():
 
 
 @pytest.mark.warns
-def test_a_worker_that_dies_and_comes_back(tmp_path):
+def test_the_replacement_of_a_dead_worker_uses_the_same_cache(tmp_path):
     class Dying(Noted):
         def __getitem__(self, index):
             if index == 30 and not os.path.exists(self.file + "-died"):
@@ -603,11 +603,11 @@ def test_a_worker_that_dies_and_comes_back(tmp_path):
     loader = DataLoader(cached, batch_size=5, num_workers=2, max_restarts=2)
     for _ in range(2):
         assert torch.cat([batch[1] for batch in loader]).tolist() == list(range(100))
-    # What was made before the death is read; one more to see whether it is random.
+    # Samples built before the death are read. One is built twice, to check that it is not random.
     assert data.count() == 101
 
 
-def test_a_resumed_loader_goes_on_with_it(tmp_path):
+def test_a_resumed_loader_uses_the_same_cache(tmp_path):
     data = Noted(60, tmp_path / "made")
     cached = cache(data)
     loader = rustloader.StatefulDataLoader(cached, batch_size=4, num_workers=2)
@@ -655,7 +655,7 @@ def test_a_closed_descriptor_ends_filling_and_nothing_else():
     file = os.open("/dev/null", os.O_WRONLY)
     try:
         assert all(torch.equal(cached[n], data.items[n]) for _ in range(2) for n in range(20))
-        assert data.made.count(0) == 2 and data.made.count(1) == 2
+        assert data.built.count(0) == 2 and data.built.count(1) == 2
         with pytest.raises(OSError, match="closed by other code"):
             cached.table.fileno()
     finally:
@@ -691,7 +691,7 @@ if LENGTH == 100:
 """
 
 
-def ends_of_ranks(lengths, notes):
+def outputs_of_ranks(lengths, notes):
     """(output, errors) of two ranks with datasets of these lengths."""
     environment = {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": str(notes), "NOTES": str(notes)}
     processes = [
@@ -703,13 +703,13 @@ def ends_of_ranks(lengths, notes):
     return [process.communicate(timeout=120) for process in processes]
 
 
-def test_the_ranks_of_a_machine_share_one(tmp_path):
-    (one, errors), (other, more) = ends_of_ranks([100, 100], tmp_path / "notes")
+def test_the_ranks_of_a_machine_share_one_cache(tmp_path):
+    (one, errors), (other, more) = outputs_of_ranks([100, 100], tmp_path / "notes")
     assert one == other and one.split()[1:] == ["200", "100"], (one, other, errors, more)
 
 
-def test_ranks_with_other_datasets_are_refused(tmp_path):
-    ends = ends_of_ranks([98, 99], tmp_path / "notes")
+def test_ranks_with_different_datasets_are_refused(tmp_path):
+    ends = outputs_of_ranks([98, 99], tmp_path / "notes")
     assert sum("all ranks must make the same calls with a key" in end[1] for end in ends) == 1, ends
 
 
@@ -753,7 +753,7 @@ def test_batches_equal_those_of_the_dataset(shape):
     assert cached.usage().misses == 50 and cached.usage().hits == 6 * len(order) - 50
 
 
-def test_samples_of_other_forms_in_a_batch_are_torchs_business():
+def test_batches_of_mixed_samples_are_left_to_torch():
     def outcome(data):
         try:
             return list(DataLoader(data, batch_size=2, num_workers=1))
@@ -774,8 +774,8 @@ def test_samples_of_other_forms_in_a_batch_are_torchs_business():
             assert same(outcome(cached), outcome(data)), items
 
 
-def test_a_batch_is_gathered_and_a_changed_default_collate_is_heeded(tmp_path):
-    """What is gathered makes no sample: a dataset's way through Python is not taken."""
+def test_a_batch_is_gathered_and_a_changed_default_collate_is_respected(tmp_path):
+    """A gathered batch builds no samples: it does not call `__getitem__`."""
     cached = cache(Kept([(torch.full((100, 100), n), n) for n in range(40)]))
     list(DataLoader(cached, batch_size=8))
     file = tmp_path / "calls"
@@ -809,7 +809,7 @@ def test_a_batch_is_gathered_and_a_changed_default_collate_is_heeded(tmp_path):
         type(cached).__getitem__ = real
 
 
-def test_statistics_tell_hits_and_what_a_cache_would_take():
+def test_statistics_have_hits_and_the_size_of_a_possible_cache():
     data = Kept([torch.zeros(100, 100) for _ in range(400)])
     loader = DataLoader(data, batch_size=4, num_workers=1)
     list(loader)
@@ -848,7 +848,7 @@ def test_the_verdict_on_a_dataset_names_the_cache():
     assert "cache(" not in sentence(None) and "cache(" not in sentence(CacheEstimate(12 * 10**9, 10**9))
 
 
-def test_workers_elsewhere_have_one_cache_for_each_machine(tmp_path):
+def test_workers_on_other_machines_have_one_cache_per_machine(tmp_path):
     from remote_support import LoopbackContext
 
     data = Noted(100, tmp_path / "made")
@@ -865,5 +865,5 @@ def test_workers_elsewhere_have_one_cache_for_each_machine(tmp_path):
         batches = list(loader)
         assert sorted(torch.cat([batch[1] for batch in batches]).tolist()) == list(range(100))
         assert all((rows[:, 0] == indices).all() for rows, indices in batches)
-    # They share it with each other, and not with this process.
+    # They share it with each other, but not with this process.
     assert data.count() == 101 and cached.usage().misses == 0

@@ -1,4 +1,4 @@
-"""`rustloader.cache(path=...)`: a file that later runs, and other programs, use again."""
+"""`rustloader.cache(path=...)`: a file that later runs and other programs reuse."""
 
 import os
 import re
@@ -14,17 +14,17 @@ pytestmark = pytest.mark.ours
 
 class Rows(Dataset):
     def __init__(self, length=200):
-        self.length, self.made = length, 0
+        self.length, self.built = length, 0
 
     def __len__(self):
         return self.length
 
     def __getitem__(self, index):
-        self.made += 1
+        self.built += 1
         return torch.full((1000,), float(index)), index
 
 
-# Samples that are made when a file is opened, to compare them.
+# Samples that are built when a file is opened, to compare them with those in it.
 COMPARED = 2
 
 
@@ -36,8 +36,8 @@ def cached(path, data=None, memory="16MiB", version="1"):
     return rustloader.cache(Rows() if data is None else data, memory, path=path, version=version)
 
 
-def all_right(found):
-    return all(found[n][1] == n and (found[n][0] == n).all() for n in range(len(found)))
+def is_correct(samples):
+    return all(samples[n][1] == n and (samples[n][0] == n).all() for n in range(len(samples)))
 
 
 @pytest.fixture
@@ -47,18 +47,18 @@ def path(tmp_path):
 
 @pytest.fixture
 def filled(path):
-    assert all_right(cached(path))
+    assert is_correct(cached(path))
     return path
 
 
-def test_a_file_is_used_again(filled):
+def test_a_file_is_reused(filled):
     data = Rows()
-    assert all_right(cached(filled, data)) and data.made == COMPARED
-    # Its limit stays where nothing else is asked for.
+    assert is_correct(cached(filled, data)) and data.built == COMPARED
+    # It keeps its limit unless another one is requested.
     assert cached(filled, memory=None).usage().limit == 16 << 20
 
 
-def test_a_run_of_its_own_uses_it(path):
+def test_another_run_uses_it(path):
     source = f"""
     import torch, rustloader
     class Rows(torch.utils.data.Dataset):
@@ -71,7 +71,7 @@ def test_a_run_of_its_own_uses_it(path):
     assert [n for batch in loader for n in batch[1].tolist()] == list(range(200))
     print(found.usage().hits, found.usage().misses)
     """
-    # Counters are the file's. Two samples are read to compare them with the dataset's.
+    # The file has the counters. Two samples are read, to compare them with the dataset's.
     assert [run_script(source)[1] for _ in range(2)] == ["0 200\n", "202 200\n"]
 
 
@@ -91,10 +91,10 @@ def test_the_file_of_another_dataset_is_refused(filled, given, text):
     before = os.stat(filled)
     with pytest.raises(ValueError, match=text + r".*give another path, or remove the file"):
         cached(filled, **given)
-    assert os.stat(filled).st_mtime_ns == before.st_mtime_ns and all_right(cached(filled))
+    assert os.stat(filled).st_mtime_ns == before.st_mtime_ns and is_correct(cached(filled))
 
 
-def test_files_that_are_no_caches_are_left_alone(path, tmp_path):
+def test_files_that_are_not_caches_are_left_alone(path, tmp_path):
     with open(path, "w") as file:
         file.write("precious " * 2000)
     with pytest.raises(ValueError, match="is not a cache of rustloader: give another path, or remove the file"):
@@ -117,7 +117,7 @@ def test_files_that_are_no_caches_are_left_alone(path, tmp_path):
         cached(path, version="x" * 900)
 
 
-def test_other_samples_are_noticed_and_a_text_in_many_bytes_is_none(tmp_path):
+def test_other_samples_are_detected_and_a_version_of_many_bytes_is_accepted(tmp_path):
     data = Rows()
     one, other = Subset(data, range(100)), Subset(data, range(100, 200))
     path, version = str(tmp_path / "half"), "\N{SNOWMAN}" * 400
@@ -139,16 +139,16 @@ class Elsewhere:
 
 
 @pytest.mark.warns
-def test_what_could_not_be_kept_is_tried_again_by_the_next_program(path):
+def test_the_next_program_retries_samples_that_could_not_be_kept(path):
     data = [Elsewhere()] * 5
-    found = cached(path, data)
-    found[0], found[1]
-    assert found.usage().refused == 2
+    samples = cached(path, data)
+    samples[0], samples[1]
+    assert samples.usage().refused == 2
     Elsewhere.refuses = False
     try:
-        found = cached(path, data)
-        assert found.usage().refused == 0 and type(found[0]) is type(found[0]) is Elsewhere
-        assert found.usage().samples_bytes > 0
+        samples = cached(path, data)
+        assert samples.usage().refused == 0 and type(samples[0]) is type(samples[0]) is Elsewhere
+        assert samples.usage().samples_bytes > 0
     finally:
         Elsewhere.refuses = True
 
@@ -161,53 +161,53 @@ def test_the_format_of_another_version_is_named(filled):
         cached(filled)
 
 
-def test_a_file_whose_maker_was_killed_at_once_begins_anew(path):
+def test_a_file_whose_creator_was_killed_at_once_is_created_again(path):
     for content in (b"", bytes(50), bytes(1 << 20), b"RLCACHE1" + bytes(3000)):
         with open(path, "wb") as file:
             file.write(content)
         data = Rows()
-        assert all_right(cached(path, data)) and data.made == 202
+        assert is_correct(cached(path, data)) and data.built == 202
         os.unlink(path)
 
 
 @pytest.mark.parametrize("length", [9000, 100_000, 400_000])
-def test_a_file_that_was_cut_off_is_used_as_far_as_it_is_whole(filled, length):
+def test_a_truncated_file_is_used_as_far_as_it_is_intact(filled, length):
     with open(filled, "r+b") as file:
         file.truncate(length)
     data = Rows()
-    found = cached(filled, data)
-    assert all_right(found) and 0 < data.made <= 202
-    # Two are compared with those in the file.
-    assert length < 10_000 or data.made < 190, data.made
-    found = cached(filled, data)
-    data.made = 0
-    assert all_right(found) and data.made == 0
+    samples = cached(filled, data)
+    assert is_correct(samples) and 0 < data.built <= 202
+    # Two are built only to compare them with those in the file.
+    assert length < 10_000 or data.built < 190, data.built
+    samples = cached(filled, data)
+    data.built = 0
+    assert is_correct(samples) and data.built == 0
 
 
-def test_damaged_bytes_are_made_again(filled):
+def test_damaged_samples_are_built_again(filled):
     size = os.stat(filled).st_blocks * 512
     with open(filled, "r+b") as file:
         for at in range(20_000, size, 50_000):
             file.seek(at)
             file.write(b"\xaa" * 64)
     data = Rows()
-    found = cached(filled, data)
-    assert all_right(found) and found.usage().damaged == data.made - COMPARED > 5
-    data.made = 0
-    assert all_right(cached(filled, data)) and data.made == COMPARED
+    samples = cached(filled, data)
+    assert is_correct(samples) and samples.usage().damaged == data.built - COMPARED > 5
+    data.built = 0
+    assert is_correct(cached(filled, data)) and data.built == COMPARED
 
 
 def test_a_larger_limit_enlarges_a_file(path):
     data = Rows()
-    found = cached(path, data, "200KiB")
-    assert all_right(found) and found.usage().samples_bytes < 200 << 10
+    samples = cached(path, data, "200KiB")
+    assert is_correct(samples) and samples.usage().samples_bytes < 200 << 10
     larger = cached(path, data, "16MiB")
-    data.made = 0
-    assert all_right(larger) and 100 < data.made < 200
-    data.made = 0
-    assert all_right(cached(path, data)) and data.made == COMPARED
-    # The first program goes on with what it can see.
-    assert all_right(found)
+    data.built = 0
+    assert is_correct(larger) and 100 < data.built < 200
+    data.built = 0
+    assert is_correct(cached(path, data)) and data.built == COMPARED
+    # The first program keeps using what it can see.
+    assert is_correct(samples)
 
 
 def test_more_than_the_disk_has_is_refused(path):
@@ -237,7 +237,7 @@ def test_two_programs_fill_one_file(path):
     ends = [process.communicate(timeout=120) for process in processes]
     assert [end[0] for end in ends] == ["ready\nfilled\n"] * 3, ends
     data = Rows()
-    assert all_right(cached(path, data)) and data.made == COMPARED
+    assert is_correct(cached(path, data)) and data.built == COMPARED
 
 
 def test_a_program_that_is_killed_leaves_a_file_for_the_next_one(path):
@@ -247,7 +247,7 @@ def test_a_program_that_is_killed_leaves_a_file_for_the_next_one(path):
         wait_until(lambda: os.path.exists(path) and os.path.getsize(path) > 0, 60)
         os.kill(process.pid, signal.SIGKILL)
         process.communicate(timeout=60)
-        assert all_right(cached(path))
+        assert is_correct(cached(path))
 
 
 def test_the_repr_names_its_bytes(filled):

@@ -1,4 +1,4 @@
-"""`rustloader.share`: values, types and errors as the original's."""
+"""`rustloader.share`: values, types and errors are those of the original."""
 
 import collections
 import collections.abc
@@ -53,16 +53,16 @@ class Loud(str):
         return isinstance(other, str) and str(self).lower() == str(other).lower()
 
 
-def exactly(a, b):
-    """Whether two values are equal with the same types, bits of floats included."""
+def identical(a, b):
+    """True if two values are equal and have the same types. Signs of zeros count, and NaNs are equal."""
     if type(a) is not type(b):
         return False
     if isinstance(a, float):
         return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (a != a and b != b)
     if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(exactly, a, b))
+        return len(a) == len(b) and all(map(identical, a, b))
     if isinstance(a, dict):
-        return exactly(list(a.items()), list(b.items()))
+        return identical(list(a.items()), list(b.items()))
     return a == b
 
 
@@ -85,32 +85,32 @@ VALUES = st.recursive(
 
 @settings(max_examples=150, deadline=None)
 @for_all(st.lists(VALUES, max_size=12))
-def test_lists_and_tuples_of_any_values_come_back(given):
+def test_lists_and_tuples_of_any_values_are_returned_unchanged(given):
     for original, copied in ((given, "to_list"), (tuple(given), "to_tuple")):
         shared = share(original)
         assert len(shared) == len(original)
         for index in range(-len(original), len(original)):
-            assert exactly(shared[index], original[index])
-        assert exactly(list(shared), list(original))
-        assert exactly(list(reversed(shared)), list(reversed(original)))
-        assert exactly(getattr(shared, copied)(), original)
+            assert identical(shared[index], original[index])
+        assert identical(list(shared), list(original))
+        assert identical(list(reversed(shared)), list(reversed(original)))
+        assert identical(getattr(shared, copied)(), original)
         for part in (slice(None), slice(1, None, 2), slice(None, None, -1), slice(-3, 100), slice(5, 2)):
-            assert exactly(shared[part], original[part])
+            assert identical(shared[part], original[part])
 
 
 @settings(max_examples=150, deadline=None)
 @for_all(st.dictionaries(KEYS | st.floats() | st.binary(), VALUES, max_size=12))
-def test_dicts_of_any_values_come_back(given):
+def test_dicts_of_any_values_are_returned_unchanged(given):
     shared = share(given)
-    assert exactly(shared.to_dict(), given) and exactly(list(shared), list(given))
-    assert exactly(list(shared.values()), list(given.values()))
-    assert exactly(list(reversed(shared.items())), list(reversed(given.items())))
+    assert identical(shared.to_dict(), given) and identical(list(shared), list(given))
+    assert identical(list(shared.values()), list(given.values()))
+    assert identical(list(reversed(shared.items())), list(reversed(given.items())))
     for key, value in given.items():
         if key == key:
-            assert key in shared and exactly(shared[key], value) and exactly(shared.get(key), value)
+            assert key in shared and identical(shared[key], value) and identical(shared.get(key), value)
 
 
-# Dicts with the same keys, which the image has once
+# Dicts with the same keys, which the image stores once
 
 TABLES = st.lists(st.text(max_size=5), min_size=1, max_size=4, unique=True).flatmap(
     lambda keys: st.lists(st.tuples(*(VALUES for _ in keys)).map(lambda row: dict(zip(keys, row, strict=True))))
@@ -119,14 +119,14 @@ TABLES = st.lists(st.text(max_size=5), min_size=1, max_size=4, unique=True).flat
 
 @settings(max_examples=100, deadline=None)
 @for_all(TABLES, TABLES)
-def test_rows_of_tables_come_back(one, two):
+def test_rows_of_tables_are_returned_unchanged(one, two):
     rows = [*one, *two, *[dict(reversed(row.items())) for row in one]]
-    assert exactly(list(share(rows)), rows)
+    assert identical(list(share(rows)), rows)
     pairs = dict(enumerate(rows))
-    assert exactly(share(pairs).to_dict(), pairs)
+    assert identical(share(pairs).to_dict(), pairs)
 
 
-def test_dicts_of_every_shape_come_back():
+def test_dicts_of_every_shape_are_returned_unchanged():
     one, text = [1], "x" * 100
     tied = {"a": one, "b": (one, text), "c": {"a": one, "d": text}}
     rows = [
@@ -145,17 +145,17 @@ def test_dicts_of_every_shape_come_back():
         {"a": 1, "b": 2.5},
     ]
     shared = share(rows)
-    for row, found in zip(rows, shared, strict=True):
-        assert type(found) is type(row) and list(found) == list(row)
-        assert list(map(type, found)) == list(map(type, row)) and str(found) == str(row)
+    for row, item in zip(rows, shared, strict=True):
+        assert type(item) is type(row) and list(item) == list(row)
+        assert list(map(type, item)) == list(map(type, row)) and str(item) == str(row)
     assert np.array_equal(shared[7]["a"], rows[7]["a"]) and shared[7]["a"].flags.writeable
     back = shared[9]
     assert back["a"] is back["b"][0] is back["c"]["a"]
     assert shared[0] is not shared[0] and shared[0] == shared[-1]
     circle = {"a": 1}
     circle["b"] = circle
-    (found,) = share([circle])
-    assert found["b"] is found and found["a"] == 1
+    (item,) = share([circle])
+    assert item["b"] is item and item["a"] == 1
 
 
 def test_keys_of_equal_dicts_take_no_memory():
@@ -175,18 +175,18 @@ def test_a_damaged_shape_is_an_error():
         damaged = bytearray(image)
         for offset, byte in change.items():
             damaged[places[0] + offset] = byte
-        found = kind(type(share([])), bytes(damaged))
+        shared = kind(type(share([])), bytes(damaged))
         with pytest.raises((ValueError, RuntimeError), match=r"damaged|corrupt"):
-            found[0]
-        assert found[1] == {"key": 2}
-    # The keys.
+            shared[0]
+        assert shared[1] == {"key": 2}
+    # Damaged keys.
     damaged = image.replace(b"key", b"\xff\xff\xff")
-    found = kind(type(share([])), damaged)
+    shared = kind(type(share([])), damaged)
     with pytest.raises((ValueError, RuntimeError)):
-        found[0]
+        shared[0]
 
 
-def test_equality_membership_and_places_are_a_lists():
+def test_equality_membership_and_positions_are_those_of_a_list():
     items = ["a", 1, 1.0, True, None, b"a", "b", Named("c"), (1, "x"), [2], 0.5, "a", *range(3000)]
     shared, pair = share(items), share(tuple(items))
     assert shared == items and items == shared and shared == share(items) and not shared != items
@@ -199,11 +199,11 @@ def test_equality_membership_and_places_are_a_lists():
             assert shared.index(value) == items.index(value)
     assert shared.index("a", 1) == items.index("a", 1) and shared.index(5, -2999) == items.index(5, -2999)
     for args in (("zz",), ("b", 7), ("b", 0, 6)):
-        for ours, theirs in ((shared, items), (pair, tuple(items))):
+        for sequence, plain in ((shared, items), (pair, tuple(items))):
             with pytest.raises(ValueError) as expected:
-                theirs.index(*args)
+                plain.index(*args)
             with pytest.raises(ValueError) as raised:
-                ours.index(*args)
+                sequence.index(*args)
             if "not in list" in str(raised.value):
                 assert str(raised.value) == f"{args[0]!r} is not in list"
             else:
@@ -227,7 +227,7 @@ def test_index_errors_have_pythons_texts(kind, key):
     assert str(raised.value) == str(expected.value)
 
 
-def test_indices_are_what_a_list_takes():
+def test_indices_are_those_that_a_list_accepts():
     shared = share([10, 11, 12])
     assert shared[np.int64(1)] == shared[torch.tensor(-2)] == shared[True] == 11
     assert operator.length_hint(iter(shared)) == 3 and list(zip(shared, reversed(shared), strict=True))[2] == (12, 10)
@@ -297,7 +297,7 @@ class Salted(int):
         return hash((self.salt, int(self)))
 
 
-def test_a_number_whose_hash_is_of_another_process_is_found(monkeypatch):
+def test_a_number_whose_hash_differs_in_another_process_is_found(monkeypatch):
     shared = share({Salted(5): "a", 6: "b"})
     monkeypatch.setattr(Salted, "salt", 2)
     assert shared[Salted(5)] == "a" and Salted(7) not in shared and shared[6] == shared[6.0] == "b"
@@ -494,7 +494,7 @@ def test_a_tensor_is_shared_whatever_the_default_device(shape):
     assert shared.device.type == "cpu" and torch.equal(shared, torch.zeros(shape))
 
 
-def test_a_write_to_a_shared_tensor_reaches_nobody_else():
+def test_a_write_to_a_shared_tensor_is_private():
     shared = share(torch.zeros(10_000))
     other = SharedStore(os.dup(shared.store.fileno()))
     array = torch.from_numpy(np.frombuffer(other.data(), np.float32).copy())
@@ -504,13 +504,13 @@ def test_a_write_to_a_shared_tensor_reaches_nobody_else():
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
-def test_a_write_behind_a_shared_array_is_no_crash():
+def test_a_write_that_bypasses_a_shared_arrays_flag_does_not_crash():
     shared = share(np.zeros(5000))
     torch.from_numpy(shared)[0] = 1
     assert share(shared) is shared
 
 
-# Copies, pickles and descriptors from elsewhere
+# Copies, pickles and foreign descriptors
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
@@ -547,7 +547,7 @@ def test_descriptors_of_other_files_are_refused():
         SharedStore(-1)
 
 
-def test_nobody_can_write_to_it():
+def test_its_memory_cannot_be_written():
     store = share(["a"]).store
     for write in (lambda: os.pwrite(store.fileno(), b"x", 0), lambda: os.ftruncate(store.fileno(), 0)):
         with pytest.raises(PermissionError):
@@ -592,7 +592,7 @@ def test_dropped_objects_leave_nothing():
 
 
 class Pairs(collections.abc.Mapping):
-    """Equal to a dict that is never made."""
+    """Equal to a dict that is never built."""
 
     def __init__(self, length):
         self.length = length
@@ -611,16 +611,16 @@ class Pairs(collections.abc.Mapping):
 
 
 @pytest.mark.parametrize(
-    ("make", "count", "most"),
+    ("make", "count", "megabytes"),
     [
         (lambda count: (bytes([number % 256]) * 10_000 for number in range(count)), 20_000, 6),
         (lambda count: (torch.full((5000,), number) for number in range(count)), 5_000, 6),
-        # 16 bytes for each key until the table is made, and 16 for the table.
+        # 16 bytes for each key until the table is built, and 16 for the table.
         (Pairs, 1 << 20, 38),
     ],
     ids=["bytes", "tensors", "dict"],
 )
-def test_building_holds_no_second_copy(make, count, most):
+def test_building_holds_no_second_copy(make, count, megabytes):
     """The data are in a file in memory, which counts as resident only where it is mapped and read."""
 
     def peak():
@@ -628,14 +628,14 @@ def test_building_holds_no_second_copy(make, count, most):
             return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
 
     def body():
-        # What the first calls take: code, the allocators' pools.
+        # The first calls load code and fill the allocators' pools.
         share(make(count // 50))
         before = peak()
         size = share(make(count)).nbytes
         return {"size": size, "growth": peak() - before}
 
     report = in_child(body)
-    assert report["size"] > 30 << 20 and report["growth"] < most << 20, report
+    assert report["size"] > 30 << 20 and report["growth"] < megabytes << 20, report
 
 
 # Limits
@@ -652,9 +652,9 @@ def error_of(make, *args):
 def test_a_memory_cgroup_that_is_too_small_is_an_error_with_sizes():
     def body():
         big = np.broadcast_to(np.zeros(1), (1 << 27,))
-        found = [error_of(share, big), error_of(share, (b"x" * (1 << 20) for _ in range(1000)))]
-        found.append(error_of(share, (str(number) * 100 for number in range(2_000_000))))
-        return [*found, share(["a"]) == ["a"]]
+        errors = [error_of(share, big), error_of(share, (b"x" * (1 << 20) for _ in range(1000)))]
+        errors.append(error_of(share, (str(number) * 100 for number in range(2_000_000))))
+        return [*errors, share(["a"]) == ["a"]]
 
     with cgroups.cgroup_of_400_mb() as (join, limit, kills):
         *errors, works = cgroups.in_cgroup(join, body)
@@ -690,8 +690,8 @@ def test_an_address_space_that_is_too_small_is_a_memory_error():
         with open("/proc/self/statm") as file:
             size = int(file.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (size + (64 << 20),) * 2)
-        found = [error_of(share, (b"x" * (1 << 20) for _ in range(100))), error_of(share, big), error_of(share, half)]
-        return [*found, len(share(half[: 1 << 20]))]
+        errors = [error_of(share, (b"x" * (1 << 20) for _ in range(100))), error_of(share, big), error_of(share, half)]
+        return [*errors, len(share(half[: 1 << 20]))]
 
     report = in_child(lambda: {"value": body()})
     *errors, works = report["value"]
@@ -703,18 +703,18 @@ def test_an_address_space_that_is_too_small_is_a_memory_error():
     )
     sizes = []
     for kind, text in errors:
-        found = re.fullmatch(pattern, text)
-        assert kind == "MemoryError" and found, text
-        wanted, written, left = (int(found[number]) for number in (1, 2, 4))
-        times = 2 if found[3] else 1
+        match = re.fullmatch(pattern, text)
+        assert kind == "MemoryError" and match, text
+        wanted, written, left = (int(match[number]) for number in (1, 2, 4))
+        times = 2 if match[3] else 1
         assert times * (wanted + written) > left and left <= 64 << 20
         sizes.append((wanted, written, times))
     assert sizes[0][0] > 1 << 20 and 30 << 20 < sizes[0][1] < 64 << 20
-    # Before anything is written. The last one would have room for one mapping.
+    # These fail before anything is written. The last one would fit if it were mapped once.
     assert sizes[1:] == [(8 << 30, 0, 2), (40 << 20, 0, 2)]
 
 
-def test_a_limit_of_file_sizes_is_no_signal():
+def test_a_file_size_limit_causes_no_signal():
     def body():
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         return error_of(share, (b"x" * (1 << 16) for _ in range(100)))

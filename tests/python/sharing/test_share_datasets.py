@@ -70,10 +70,10 @@ def test_large_attributes_are_shared_on_a_copy(caplog):
     assert np.array_equal(shared.array, given["array"]) and not shared.array.flags.writeable
     assert torch.equal(shared.tensor, given["tensor"]) and shared.small is given["small"]
     assert not lines(caplog, logging.WARNING)
-    told = lines(caplog)
-    assert len(told) == 5 and all(" in shared memory" in line for line in told)
-    assert told[0].startswith("share(dataset): Images."), told
-    # Once more: there is nothing left to do.
+    messages = lines(caplog)
+    assert len(messages) == 5 and all(" in shared memory" in line for line in messages)
+    assert messages[0].startswith("share(dataset): Images."), messages
+    # A second call has nothing left to share.
     caplog.clear()
     assert share(shared) is shared
     assert lines(caplog) == ["share(dataset): everything large in Images is already shared"]
@@ -81,7 +81,7 @@ def test_large_attributes_are_shared_on_a_copy(caplog):
 
 
 @pytest.mark.warns
-def test_the_threshold_counts_what_objects_take():
+def test_the_threshold_counts_the_memory_of_objects():
     size = sys.getsizeof(LARGE) + sum(map(sys.getsizeof, LARGE))
     assert type(share(Images(), threshold=int(size * 0.9)).paths) is SharedList
     assert type(share(Images(), threshold=int(size * 1.1)).paths) is list
@@ -113,7 +113,7 @@ def test_many_datasets_in_a_list():
     assert sum(new is old for new, old in zip(shared.datasets, parts, strict=True)) == 297
 
 
-def test_circles_and_bound_methods():
+def test_cycles_and_bound_methods():
     class Circular(Images):
         def __init__(self):
             super().__init__()
@@ -141,29 +141,29 @@ def test_the_same_list_twice_is_shared_once():
 @pytest.mark.parametrize("kind", ["frozen", "property", "slots", "copied", "getattr", "state", "list"])
 def test_every_way_to_hold_attributes(kind):
     if kind == "frozen":
-        made = Frozen(LARGE)
+        dataset = Frozen(LARGE)
     elif kind == "property":
-        made = Guarded(LARGE)
+        dataset = Guarded(LARGE)
     elif kind == "slots":
-        made = Slots(LARGE)
+        dataset = Slots(LARGE)
     elif kind == "copied":
-        made = Copied(LARGE)
+        dataset = Copied(LARGE)
     elif kind == "getattr":
-        made = Delegating(Images())
+        dataset = Delegating(Images())
     elif kind == "state":
-        made = Handle(LARGE)
+        dataset = Handle(LARGE)
     else:
-        made = Listed([1, 2])
-        made.paths = LARGE
-    shared = share(made)
-    assert shared is not made and type(shared) is type(made)
-    assert shared.paths == LARGE and type(shared.paths) is SharedList and type(made.paths) is list
+        dataset = Listed([1, 2])
+        dataset.paths = LARGE
+    shared = share(dataset)
+    assert shared is not dataset and type(shared) is type(dataset)
+    assert shared.paths == LARGE and type(shared.paths) is SharedList and type(dataset.paths) is list
     if kind == "slots":
-        assert shared.slot == made.slot == 5
+        assert shared.slot == dataset.slot == 5
     if kind == "copied":
         assert shared.copies == 1
     if kind == "state":
-        assert shared.handle is made.handle
+        assert shared.handle is dataset.handle
     if kind == "list":
         assert list(shared) == [1, 2]
 
@@ -192,9 +192,9 @@ class Copied(Images):
     copies = 0
 
     def __copy__(self):
-        made = Copied(self.paths)
-        made.copies = self.copies + 1
-        return made
+        copied = Copied(self.paths)
+        copied.copies = self.copies + 1
+        return copied
 
 
 class Delegating(Dataset):
@@ -248,7 +248,7 @@ def test_a_copy_whose_original_closes_things_is_refused():
 
 
 @pytest.mark.warns
-def test_nothing_to_share_is_told(caplog):
+def test_nothing_to_share_is_reported(caplog):
     small = Images(["a", "bc"], transform=len)
     assert share(small) is small
     (line,) = lines(caplog, logging.WARNING)
@@ -264,7 +264,7 @@ class Item:
 
 
 @pytest.mark.warns
-def test_what_cannot_be_shared_stays_and_is_named(caplog, tmp_path):
+def test_what_cannot_be_shared_is_kept_and_named(caplog, tmp_path):
     common = {number: "x" * 100 for number in range(1000)}
     np.save(tmp_path / "array.npy", np.zeros(300_000))
     mapped = np.load(tmp_path / "array.npy", mmap_mode="r")
@@ -282,15 +282,17 @@ def test_what_cannot_be_shared_stays_and_is_named(caplog, tmp_path):
     shared = share(dataset)
     assert type(shared.paths) is SharedList
     assert all(getattr(shared, name) is value for name, value in given.items())
-    told = lines(caplog, logging.WARNING)
+    messages = lines(caplog, logging.WARNING)
     for name, reason in (
         ("functions", "pickle"),
         ("common", "its items refer to common objects, and each item would get a copy of them"),
         ("objects", "dtype object holds Python objects"),
         ("grad", "requires grad cannot be shared"),
     ):
-        assert any(f"Images.{name}, a " in line and "is not shared: " in line and reason in line for line in told), told
-    assert len(told) == 4
+        assert any(
+            f"Images.{name}, a " in line and "is not shared: " in line and reason in line for line in messages
+        ), messages
+    assert len(messages) == 4
     assert any("Images.ordered, a Own of about" in line and "its class would be lost" in line for line in lines(caplog))
 
 
@@ -329,12 +331,12 @@ def test_too_little_memory_names_the_attribute():
 @pytest.mark.parametrize("loader", BOTH)
 def test_workers_read_it(loader, method):
     dataset = share(Subset(Images(), list(range(0, 20_000, 20))), threshold=50_000)
-    got = [
+    paths = [
         path
         for batch in loader(dataset, batch_size=100, num_workers=2, multiprocessing_context=method)
         for path in batch
     ]
-    assert got == LARGE[::20]
+    assert paths == LARGE[::20]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -1,4 +1,4 @@
-"""Order between shared sequences, and with plain ones: as lists and tuples compare."""
+"""Shared sequences compare with each other and with plain ones as lists and tuples do."""
 
 import operator
 
@@ -47,7 +47,7 @@ def test_errors_are_those_of_lists():
 
 
 def test_the_first_items_that_differ_decide():
-    """NaN is equal to nothing, and less than nothing; what the items' comparison returns is the answer."""
+    """NaN is neither equal to nor less than anything. The result is that of the items' comparison."""
     nan = float("nan")
     assert not share([nan, 1]) < share([nan, 2]) and not share([nan]) >= share([nan])
     assert share([{"a": 1}, 1]) < [{"a": 1}, 2]

@@ -59,7 +59,7 @@ KILLED = -signal.SIGKILL
 
 @pytest.fixture
 def run(tmp_path, request):
-    """Starts ranks: run(body) gives their processes. The notes of all are in run.notes()."""
+    """Starts ranks: run(body) returns their processes, and run.notes() the notes of all ranks."""
     notes = tmp_path / "notes"
     notes.touch()
     run_id = f"{os.getpid()}-{request.node.name}"
@@ -75,14 +75,14 @@ def run(tmp_path, request):
     return start
 
 
-def ended(processes, seconds=120):
-    """The exit statuses and stderrs."""
-    found = [process.communicate(timeout=seconds)[1] for process in processes]
-    return [process.returncode for process in processes], found
+def wait_for_end(processes, seconds=120):
+    """Waits for the processes; returns their exit statuses and stderrs."""
+    errors = [process.communicate(timeout=seconds)[1] for process in processes]
+    return [process.returncode for process in processes], errors
 
 
-def said(run, word):
-    """What ranks have noted after a word, in order."""
+def noted(run, word):
+    """The notes that begin with a word, without their ranks, in order."""
     return [line.split(" ", 1)[1] for line in run.notes() if line.split()[1] == word]
 
 
@@ -90,17 +90,17 @@ SHARE = "told(rustloader.share(build, key='train'))"
 
 
 def test_the_first_rank_builds_and_all_have_the_same_memory(run):
-    status, errors = ended(run(SHARE, 3))
+    status, errors = wait_for_end(run(SHARE, 3))
     assert status == [0, 0, 0], errors
-    # A rank may come when the others have ended.
-    assert len(said(run, "has")) == 3, run.notes()
+    # A rank may arrive after the others have ended.
+    assert len(noted(run, "has")) == 3, run.notes()
 
 
 def test_one_copy_while_all_live(run):
     body = SHARE + "\nwhile sum(' has ' in line for line in lines()) < 3: time.sleep(0.01)"
-    status, errors = ended(run(body, 3))
+    status, errors = wait_for_end(run(body, 3))
     assert status == [0, 0, 0] and errors == ["", "", ""]
-    assert len(said(run, "builds")) == 1 and len(set(said(run, "has"))) == 1, run.notes()
+    assert len(noted(run, "builds")) == 1 and len(set(noted(run, "has"))) == 1, run.notes()
 
 
 def test_every_kind_and_several_keys(run):
@@ -119,15 +119,15 @@ def test_every_kind_and_several_keys(run):
     told(rustloader.share(iter(["a"]), key="generator"))
     while sum(" has " in line for line in lines()) < 2: time.sleep(0.01)
     """
-    status, errors = ended(run(body))
+    status, errors = wait_for_end(run(body))
     assert status == [0, 0], errors
-    notes = said(run, "kind")
+    notes = noted(run, "kind")
     assert len(notes) == 24 and all(notes.count(line) in (2, 4) for line in notes), notes
     assert [line for line in notes if "[[" in line and notes.count(line) == 2] and "kind [[3, 4, 5]]" in notes
     assert "kind [[0, 3], [1, 4], [2, 5]]" in notes and "kind [[3, 4, 5], [0, 1, 2]]" in notes
 
 
-def test_keys_in_different_orders_and_a_rank_that_goes_first(run):
+def test_keys_in_different_orders_and_a_rank_that_is_ahead(run):
     """A rank that has built an object does not wait for the others."""
     body = """
     for key in ("ab" if rank == "0" else "ba"):
@@ -141,9 +141,9 @@ def test_keys_in_different_orders_and_a_rank_that_goes_first(run):
         told(rustloader.share(["first"], key="c"))
         note("second is done")
     """
-    status, errors = ended(run(body))
+    status, errors = wait_for_end(run(body))
     assert status == [0, 0], errors
-    notes = said(run, "has")
+    notes = noted(run, "has")
     assert len(notes) == 6 and all(notes.count(line) == 2 for line in notes), notes
 
 
@@ -157,32 +157,32 @@ STAGES = {
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_rank_that_is_killed(run, stage):
-    """The next one builds."""
+    """The next rank builds."""
     stop = """
 def stop(word):
     note("stops")
     wait_for("1 " + word)
     end()
 """
-    # When it is killed while it answers, it has its own object already.
+    # A rank that is killed while it answers has its own object already.
     early = stage == "answering"
     body = SHARE + f"\nwhile sum(' has ' in line for line in lines()) < {3 + early}: time.sleep(0.01)"
     first = run(stop + STAGES[stage] + "\n" + body, 3, only=[0])
-    assert wait_until(lambda: said(run, "has" if early else "stops"), 60)
+    assert wait_until(lambda: noted(run, "has" if early else "stops"), 60)
     second = run(body, 3, only=[1])
-    status, errors = ended(first)
+    status, errors = wait_for_end(first)
     assert status == [KILLED], errors
     if not early:
-        # Whichever comes first builds: the one that is started again is to come later.
+        # The rank that arrives first builds: the restarted one must arrive later.
         assert wait_until(lambda: "1 builds" in run.notes(), 60)
-    # As an elastic launcher starts it again.
-    status, errors = ended(second + run(body, 3, only=[0, 2]))
+    # An elastic launcher restarts the rank like this.
+    status, errors = wait_for_end(second + run(body, 3, only=[0, 2]))
     assert status == [0, 0, 0], errors
-    notes = said(run, "has")[early:]
+    notes = noted(run, "has")[early:]
     assert len(notes) == 3 and len(set(notes)) == 1 and notes[0].endswith("item 0 of 1"), run.notes()
 
 
-def test_a_rank_that_is_killed_while_others_are_to_come(run):
+def test_a_rank_that_is_killed_before_others_arrive(run):
     """Those that have the object keep it; a later one builds its own."""
     body = """
     shared = rustloader.share(build, key="train")
@@ -196,14 +196,14 @@ def test_a_rank_that_is_killed_while_others_are_to_come(run):
     second = run(body, 3, only=[1])
     assert wait_until(lambda: "1 is served" in run.notes(), 60)
     os.kill(first[0].pid, signal.SIGKILL)
-    assert ended(first)[0] == [KILLED]
-    status, errors = ended(second + run(body, 3, only=[2]))
+    assert wait_for_end(first)[0] == [KILLED]
+    status, errors = wait_for_end(second + run(body, 3, only=[2]))
     assert status == [0, 0], errors
-    notes = said(run, "has")
+    notes = noted(run, "has")
     assert notes[0] == notes[1] and [line[-1] for line in notes] == ["0", "0", "2"]
 
 
-def test_a_waiting_rank_that_is_killed_and_comes_again(run):
+def test_a_waiting_rank_that_is_killed_and_restarted(run):
     builder = """
     def build():
         note("builds")
@@ -217,15 +217,15 @@ def test_a_waiting_rank_that_is_killed_and_comes_again(run):
     second = run(SHARE, 3, only=[1])
     assert wait_until(lambda: "1 waits" in run.notes(), 60)
     os.kill(second[0].pid, signal.SIGKILL)
-    assert ended(second)[0] == [KILLED]
+    assert wait_for_end(second)[0] == [KILLED]
     others = run("note('again')\n" + SHARE, 3, only=[1, 2])
-    status, errors = ended(first + others)
-    assert status == [0, 0, 0] and len(set(said(run, "has"))) == 1, errors
-    assert len(said(run, "builds")) == 1
+    status, errors = wait_for_end(first + others)
+    assert status == [0, 0, 0] and len(set(noted(run, "has"))) == 1, errors
+    assert len(noted(run, "builds")) == 1
 
 
-def test_an_error_while_building_is_every_ranks(run):
-    status, errors = ended(run("rustloader.share(lambda: 1 // 0, key='train')"))
+def test_an_error_while_building_is_raised_in_every_rank(run):
+    status, errors = wait_for_end(run("rustloader.share(lambda: 1 // 0, key='train')"))
     assert status == [1, 1] and all("ZeroDivisionError" in text for text in errors), errors
 
 
@@ -238,7 +238,7 @@ def test_a_rank_that_never_finishes_is_a_timeout(run):
     """
     run(body, only=[0])
     assert wait_until(lambda: "0 builds" in run.notes(), 60)
-    status, errors = ended(run(body, only=[1]))
+    status, errors = wait_for_end(run(body, only=[1]))
     text = "TimeoutError: share(key='train'): the rank of this machine that builds the object did not finish within 2 s"
     assert status == [1] and text in errors[0], errors
 
@@ -254,12 +254,12 @@ def test_a_rank_waits_without_a_limit(run):
     """
     first = run(body, only=[0])
     assert wait_until(lambda: "0 builds" in run.notes(), 60)
-    status, errors = ended([*first, *run(body, only=[1])])
+    status, errors = wait_for_end([*first, *run(body, only=[1])])
     assert status == [0, 0], errors
-    assert len(set(said(run, "has"))) == 1 and said(run, "builds") == ["builds"], run.notes()
+    assert len(set(noted(run, "has"))) == 1 and noted(run, "builds") == ["builds"], run.notes()
 
 
-def test_a_long_wait_is_made_of_shorter_ones(run):
+def test_a_long_wait_consists_of_shorter_ones(run):
     body = """
     def build():
         note("builds")
@@ -272,13 +272,13 @@ def test_a_long_wait_is_made_of_shorter_ones(run):
     """
     first = run(body, only=[0])
     assert wait_until(lambda: "0 builds" in run.notes(), 60)
-    status, errors = ended([*first, *run(body, only=[1])])
+    status, errors = wait_for_end([*first, *run(body, only=[1])])
     assert status == [0, 0], errors
-    assert said(run, "builds") == ["builds"], run.notes()
+    assert noted(run, "builds") == ["builds"], run.notes()
 
 
 @pytest.mark.parametrize("timeout", [-1, -0.001, float("nan"), float("-inf")])
-def test_timeouts_that_are_none(timeout):
+def test_invalid_timeouts_are_refused(timeout):
     text = f"timeout must be a number of seconds, 0 or more, got {timeout!r}"
     with pytest.raises(ValueError, match=f"^{text}$"):
         share(["a"], timeout=timeout)
@@ -306,14 +306,14 @@ def test_forked_children_do_not_hold_the_name(run, when):
     forked()
     """
     first = run(body, only=[0])
-    assert wait_until(lambda: said(run, "child"), 60)
-    (pid,) = (int(line.split()[1]) for line in said(run, "child"))
+    assert wait_until(lambda: noted(run, "child"), 60)
+    (pid,) = (int(line.split()[1]) for line in noted(run, "child"))
     try:
         with run.file.open("a") as file:
             file.write("x go\n")
-        assert ended(first)[0] == [KILLED]
-        status, errors = ended(run(body, only=[1]))
-        assert status == [0] and said(run, "has")[-1].endswith("1 1"), errors
+        assert wait_for_end(first)[0] == [KILLED]
+        status, errors = wait_for_end(run(body, only=[1]))
+        assert status == [0] and noted(run, "has")[-1].endswith("1 1"), errors
     finally:
         os.kill(pid, signal.SIGKILL)
 
@@ -346,9 +346,9 @@ def test_datasets_share_each_attribute_by_its_name(run):
         told(part.names)
     while sum(" has " in line for line in lines()) < 4: time.sleep(0.01)
     """
-    status, errors = ended(run(body))
+    status, errors = wait_for_end(run(body))
     assert status == [0, 0], errors
-    notes = said(run, "has")
+    notes = noted(run, "has")
     assert len(set(notes)) == 2 and all(notes.count(line) == 2 for line in notes), notes
 
 
@@ -364,10 +364,10 @@ def two(monkeypatch, request):
     yield
     ranks._at_exit()
     ranks._uses.clear()
-    assert threads() == 0 and not ranks._own and not ranks._servers
+    assert count_threads() == 0 and not ranks._own and not ranks._servers
 
 
-def threads():
+def count_threads():
     return sum(thread.name == "rustloader-share" for thread in threading.enumerate())
 
 
@@ -378,12 +378,12 @@ def address(key):
     return name
 
 
-def connected(name, word=b""):
+def connected(name, data=b""):
     client = socket.socket(socket.AF_UNIX)
     try:
         client.settimeout(60)
         client.connect(name)
-        client.sendall(word)
+        client.sendall(data)
     except OSError:
         client.close()
         raise
@@ -391,31 +391,31 @@ def connected(name, word=b""):
 
 
 def is_dropped(client):
-    """Whether the other end closes the connection without a word."""
+    """True if the other end closes the connection without an answer."""
     try:
         return client.recv(1) == b""
     except ConnectionResetError:
         return True
 
 
-def test_peers_that_say_nothing_or_garbage_stop_nobody(two):
+def test_peers_that_send_nothing_or_garbage_block_no_rank(two):
     name = address("x")
     shared = share(["a"], key="x")
-    assert threads() == 1
+    assert count_threads() == 1
     silent, gone = connected(name), connected(name)
     gone.close()
     with silent, connected(name, b"GET / HTTP/1.0\r\n") as garbage, connected(name, ranks._HELLO + b"1") as good:
         assert is_dropped(garbage)
-        word, fds, _, _ = socket.recv_fds(good, 1, 1)
-        assert word == b"1" and os.fstat(fds[0]).st_ino == os.fstat(shared.store.fileno()).st_ino
+        answer, fds, _, _ = socket.recv_fds(good, 1, 1)
+        assert answer == b"1" and os.fstat(fds[0]).st_ino == os.fstat(shared.store.fileno()).st_ino
         os.close(fds[0])
-        # All have come.
-        assert is_dropped(silent) and wait_until(lambda: threads() == 0)
+        # All ranks have connected.
+        assert is_dropped(silent) and wait_until(lambda: count_threads() == 0)
     with pytest.raises(ConnectionRefusedError):
         connected(name)
 
 
-def test_a_rank_that_comes_twice_counts_once(two, monkeypatch):
+def test_a_rank_that_connects_twice_counts_once(two, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     name = address("x")
     assert share(["a"], key="x") == ["a"]
@@ -423,7 +423,7 @@ def test_a_rank_that_comes_twice_counts_once(two, monkeypatch):
         with connected(name, ranks._HELLO + rank) as client:
             _, fds, _, _ = socket.recv_fds(client, 1, 1)
             os.close(fds[0])
-    assert wait_until(lambda: threads() == 0)
+    assert wait_until(lambda: count_threads() == 0)
 
 
 def test_many_silent_peers_are_dropped_oldest_first(two, monkeypatch):
@@ -440,9 +440,9 @@ def test_many_silent_peers_are_dropped_oldest_first(two, monkeypatch):
 
 
 @pytest.mark.warns
-def test_ranks_that_do_not_come_are_told(two, caplog):
+def test_ranks_that_do_not_connect_are_reported(two, caplog):
     share(["a"], key="x", timeout=0.05)
-    assert wait_until(lambda: threads() == 0)
+    assert wait_until(lambda: count_threads() == 0)
     text = "share(key='x'): only 1 of 2 ranks of this machine connected within 0 s; later ranks build their own copies"
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [text]
 
@@ -453,7 +453,7 @@ def test_without_the_name_of_a_run_each_rank_has_a_copy(two, caplog, monkeypatch
     for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "PMIX_NAMESPACE"):
         monkeypatch.delenv(name, raising=False)
     assert share(lambda: ["a"], key="x") == ["a"]
-    assert "nothing in the environment names the run" in caplog.text and threads() == 0
+    assert "nothing in the environment names the run" in caplog.text and count_threads() == 0
 
 
 def test_runs_users_keys_and_uses_have_names_of_their_own(two, monkeypatch):
@@ -462,13 +462,13 @@ def test_runs_users_keys_and_uses_have_names_of_their_own(two, monkeypatch):
         ranks._uses.clear()
         return names
 
-    found = [*both(), address("b"), address("a1"), address("\udcff")]
+    names = [*both(), address("b"), address("a1"), address("\udcff")]
     for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID"):
         monkeypatch.setenv(name, "17")
-        found += both()
+        names += both()
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
-    found += both()
-    assert len(set(found)) == len(found) == 17
+    names += both()
+    assert len(set(names)) == len(names) == 17
 
 
 def test_a_process_of_another_user_is_refused(two, monkeypatch):
@@ -481,11 +481,11 @@ def test_a_process_of_another_user_is_refused(two, monkeypatch):
             share(["a"], key="squatted")
     name = address("asked")
     assert share(["a"], key="asked") == ["a"]
-    # It says nothing: the other end may be closed before it could.
+    # The client sends nothing: the other end may close first.
     with connected(name) as client:
         assert is_dropped(client)
         # The thread that has dropped it ends by itself.
-        assert wait_until(lambda: threads() == 1, 60)
+        assert wait_until(lambda: count_threads() == 1, 60)
 
 
 def test_the_kernel_names_the_peer():
@@ -495,7 +495,7 @@ def test_the_kernel_names_the_peer():
 
 
 def answering(name, answer):
-    """Takes one connection at a name, and answers it."""
+    """Accepts one connection at a name, and calls answer(client)."""
     server = socket.socket(socket.AF_UNIX)
     server.bind(name)
     server.listen()
@@ -520,7 +520,7 @@ def test_answers_that_are_no_shared_object(two, monkeypatch):
     with pytest.raises(OSError, match=f"process {os.getpid()} sent no usable descriptor: use another key"):
         share(["a"], key="x")
     thread.join()
-    # It leaves without an answer, and the name is free.
+    # The server exits without an answer, and the name is free.
     thread = answering(address("x"), lambda client: None)
     assert share(["a"], key="x") == ["a"]
     thread.join()
@@ -530,13 +530,13 @@ def test_no_free_descriptor_is_an_error_with_a_remedy(two):
     def body():
         import resource
 
-        mine, _ = os.pipe()
+        sent, _ = os.pipe()
         ready, limited = threading.Event(), threading.Event()
 
         def answer(client):
             ready.set()
             limited.wait()
-            socket.send_fds(client, [b"1"], [mine])
+            socket.send_fds(client, [b"1"], [sent])
 
         thread = answering(address("x"), answer)
         real = ranks.socket.recv_fds
@@ -561,9 +561,9 @@ def test_no_free_descriptor_is_an_error_with_a_remedy(two):
 
 
 def test_different_objects_for_a_key_are_an_error():
-    def differ(mine, shared):
+    def differ(own, shared):
         with pytest.raises(ValueError, match=r"share\(key='k'\): this rank passes .* must make the same calls"):
-            agreement.check("k", mine, shared)
+            agreement.check("k", own, shared)
 
     names = [str(number) for number in range(100)]
     differ(names, share(names[1:]))
@@ -600,7 +600,7 @@ def test_other_ranks_objects_are_compared(run):
         raise
     wait_for("differs")
     """
-    status, errors = ended(run(body))
+    status, errors = wait_for_end(run(body))
     assert sorted(status) == [0, 1] and "Disagreement: share(key='k'): this rank passes " in "".join(errors), errors
 
 
@@ -618,7 +618,7 @@ def test_attributes_of_other_ranks_datasets_are_compared(run):
         raise
     wait_for("differs")
     """
-    status, errors = ended(run(body))
+    status, errors = wait_for_end(run(body))
     assert sorted(status) == [0, 1], errors
     assert "share(key='k/Data.names'): this rank passes " in "".join(errors), errors
     assert "rustloader.share() failed at Data.names" in "".join(errors), errors
@@ -628,7 +628,7 @@ def test_without_a_launcher_a_key_does_nothing(monkeypatch):
     for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert share(lambda: ["a"], key="x") == ["a"] == share(["a"], key="x")
-    assert threads() == 0
+    assert count_threads() == 0
     with pytest.raises(TypeError, match="the function returns a dataset, a TensorDataset"):
         share(lambda: torch.utils.data.TensorDataset(torch.zeros(2)), key="x")
 
@@ -649,7 +649,7 @@ def test_without_a_launcher_a_key_does_nothing(monkeypatch):
         ({"WORLD_SIZE": "2"}, (None, f"pid {os.getpid()}")),
     ],
 )
-def test_what_launchers_say(monkeypatch, environment, expected):
+def test_local_ranks_are_those_of_the_launcher(monkeypatch, environment, expected):
     for name in list(os.environ):
         if name.startswith(("SLURM_", "OMPI_", "MPI_", "LOCAL_", "WORLD_")):
             monkeypatch.delenv(name)

@@ -24,18 +24,18 @@ ORIGINAL = [f"images/{number:05d}.jpg" for number in range(1200)]
 
 
 def inodes():
-    """The shared objects that this process has mapped: inode and bytes of private memory."""
-    found, private = [], 0
+    """The inodes of the shared objects that this process has mapped, and the KiB of them that are private and dirty."""
+    numbers, private = [], 0
     with open("/proc/self/smaps") as file:
         current = False
         for line in file:
             if "-" in line.split()[0]:
                 current = "memfd:rustloader-shared" in line
                 if current:
-                    found.append(int(line.split()[4]))
+                    numbers.append(int(line.split()[4]))
             elif current and line.startswith("Private_Dirty"):
                 private += int(line.split()[1])
-    return sorted(set(found)), private
+    return sorted(set(numbers)), private
 
 
 class Shared(torch.utils.data.Dataset):
@@ -67,7 +67,7 @@ def dataset():
 def test_workers_read_the_same_memory(loader, method):
     data = dataset()
     expected, _ = inodes()
-    own = {os.fstat(thing.store.fileno()).st_ino for thing in (data.paths, data.labels, data.tensor, data.pair)}
+    own = {os.fstat(item.store.fileno()).st_ino for item in (data.paths, data.labels, data.tensor, data.pair)}
     assert own < set(expected)
     settings = dict(num_workers=2, multiprocessing_context=method, collate_fn=as_it_is)
     seen = 0
@@ -94,8 +94,8 @@ class Views(torch.utils.data.Dataset):
         return 10
 
     def __getitem__(self, index):
-        things = self.all[index], self.features[index], self.labels[index], self.names[index], self.same[index]
-        return [*map(np.copy, things[:2]), *things[2:], inodes()[0]]
+        objects = self.all[index], self.features[index], self.labels[index], self.names[index], self.same[index]
+        return [*map(np.copy, objects[:2]), *objects[2:], inodes()[0]]
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
@@ -103,42 +103,42 @@ class Views(torch.utils.data.Dataset):
 def test_several_objects_of_one_memory_reach_a_worker(loader, method):
     data = Views()
     own = {os.fstat(store.fileno()).st_ino for store in (data.names.store, data_of(data.all).store)}
-    got = loader(data, batch_size=None, num_workers=1, multiprocessing_context=method)
-    for index, (row, features, label, name, same, mapped) in enumerate(got):
+    samples = loader(data, batch_size=None, num_workers=1, multiprocessing_context=method)
+    for index, (row, features, label, name, same, mapped) in enumerate(samples):
         assert row.tolist() == [*features, label] == [4 * index + at for at in range(4)]
-        # A forked worker has what other tests have left, too.
+        # A forked worker also has mappings that other tests left behind.
         assert name == same == str(index) and own <= set(mapped) and (method == "fork" or len(mapped) == 2)
 
 
 def test_too_many_objects_for_the_fork_server_are_named():
-    things = Whole(*(share([number]) for number in range(250)))
+    objects = Whole(*(share([number]) for number in range(250)))
     text = "shared object of a dataset needs one: share one list of many objects .* or use the start method 'fork'"
     for loader in BOTH:
         with pytest.raises(ValueError, match=text):
-            iter(loader(things, num_workers=1, multiprocessing_context="forkserver"))
-        (first,) = next(iter(loader(things, num_workers=1, multiprocessing_context="spawn", collate_fn=as_it_is)))
+            iter(loader(objects, num_workers=1, multiprocessing_context="forkserver"))
+        (first,) = next(iter(loader(objects, num_workers=1, multiprocessing_context="spawn", collate_fn=as_it_is)))
         assert first == [0]
 
 
 class Whole(torch.utils.data.Dataset):
     """Its samples are the shared objects themselves."""
 
-    def __init__(self, *things):
-        self.things = things
+    def __init__(self, *objects):
+        self.objects = objects
 
     def __len__(self):
-        return len(self.things)
+        return len(self.objects)
 
     def __getitem__(self, index):
-        return self.things[index]
+        return self.objects[index]
 
 
 @pytest.mark.parametrize("loader", BOTH)
 def test_shared_objects_travel_in_batches(loader):
-    things = [share(ORIGINAL), share({"a": [1]}), share(torch.arange(5)), share((1, 2))]
-    got = [batch[0] for batch in loader(Whole(*things), batch_size=1, num_workers=1, collate_fn=as_it_is)]
-    assert [type(thing) for thing in got] == [type(thing) for thing in things]
-    assert got[0] == ORIGINAL and got[1] == {"a": [1]} and torch.equal(got[2], things[2]) and got[3] == (1, 2)
+    objects = [share(ORIGINAL), share({"a": [1]}), share(torch.arange(5)), share((1, 2))]
+    items = [batch[0] for batch in loader(Whole(*objects), batch_size=1, num_workers=1, collate_fn=as_it_is)]
+    assert [type(item) for item in items] == [type(item) for item in objects]
+    assert items[0] == ORIGINAL and items[1] == {"a": [1]} and torch.equal(items[2], objects[2]) and items[3] == (1, 2)
 
 
 def as_text(array):
@@ -149,9 +149,9 @@ def test_pickled_batches_with_arrays_are_as_without_sharing():
     from rustloader.workers import serialize
 
     share(np.ones(3))
-    # 1j: no plain tree, so that the batch is pickled.
-    payload, beside, _ = serialize.dumps([1j, np.ones(50_000)])
-    assert len(payload) < 1000 and len(beside) == 1
+    # With 1j the batch is not a plain tree, so it is pickled.
+    payload, out_of_band, _ = serialize.dumps([1j, np.ones(50_000)])
+    assert len(payload) < 1000 and len(out_of_band) == 1
     copyreg.pickle(np.ndarray, as_text)
     try:
         for loader in (torch.utils.data.DataLoader, DataLoader):
@@ -163,7 +163,7 @@ def test_pickled_batches_with_arrays_are_as_without_sharing():
 
 @pytest.mark.parametrize("loader", BOTH)
 def test_batches_of_arrays_are_as_without_sharing(loader):
-    """ForkingPickler has a reducer for arrays after the first shared one."""
+    """Sharing the first array registers a reducer for arrays with ForkingPickler."""
     array = share(np.arange(90_000.0).reshape(3, 30_000))
     for batch in loader(
         Whole(array, array[1:], np.ones(3), np.ones(30_000)), batch_size=2, collate_fn=as_it_is, num_workers=2
@@ -215,7 +215,7 @@ if __name__ == "__main__":
     assert done.returncode == -signal.SIGKILL, done.stderr
     inode, *pids = map(int, done.stdout.split())
     assert wait_until(lambda: all(gone(pid) for pid in pids), 60)
-    # Other programs have semaphores there.
+    # Other programs have semaphores in it.
     assert not [name for name in set(os.listdir("/dev/shm")) - before if not name.startswith("sem.mp-")]
     assert wait_until(lambda: not users_of(inode), 60), users_of(inode)
 
@@ -223,7 +223,7 @@ if __name__ == "__main__":
 def users_of(inode):
     """The processes that have mapped or opened a shared object, by its inode."""
     name = "memfd:rustloader-shared"
-    found = []
+    pids = []
     for pid in procfs.pids():
         maps = [line.split() for line in (procfs.read(f"/proc/{pid}/maps") or "").splitlines() if name in line]
         files = []
@@ -233,15 +233,15 @@ def users_of(inode):
                 with contextlib.suppress(OSError):
                     files += [os.stat(path).st_ino] if name in os.readlink(path) else []
         if inode in files or any(words[4] == str(inode) for words in maps):
-            found.append(pid)
-    return found
+            pids.append(pid)
+    return pids
 
 
 def test_users_of_a_shared_object_are_found():
     shared = share(["a"])
     inode = os.fstat(shared.store.fileno()).st_ino
     assert users_of(inode) == [os.getpid()]
-    # The mapping alone.
+    # Only the mapping is left.
     os.close(shared.store.fileno())
     assert users_of(inode) == [os.getpid()]
     del shared
@@ -249,7 +249,7 @@ def test_users_of_a_shared_object_are_found():
 
 
 @pytest.mark.warns
-def test_a_killed_worker_harms_no_other():
+def test_a_killed_worker_does_not_harm_others():
     data = dataset()
     iterator = iter(DataLoader(data, batch_size=10, num_workers=2, collate_fn=as_it_is, max_restarts=1))
     next(iterator)
