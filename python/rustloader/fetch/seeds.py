@@ -56,7 +56,7 @@ def ordinal_of(number: int, first_ordinal: int, ahead: Sequence[int]) -> int:
 
 
 class SampleAccess(Enum):
-    """How the samples of a batch are accessed, which determines where the generators can be seeded."""
+    """The way in which the samples of a batch are accessed. It determines where the generators can be seeded."""
 
     TOGETHER = 0  # the dataset makes the batch in one call
     ONE = 1  # the batch is a single sample, or threads make its samples at the same time

@@ -11,7 +11,7 @@ import torch
 from sample_data import Failing, Held, Numbers, runtime_error
 from stateful import datasets
 from stateful.datasets import unchanged
-from support import in_thread, run_script, wait_until, while_next_waits
+from support import in_thread, run_script, wait_until, while_next_waits, workers_report
 from torch.utils.data import IterableDataset, get_worker_info
 
 from rustloader import LoaderTimeoutError
@@ -373,7 +373,7 @@ def test_what_waits_in_main_is_not_delivered(host, kind, pinned):
     running = loader()
     iterator = iter(running)
     take(iterator, 5)
-    assert wait_until(lambda: running.state_dict() is not None)
+    assert workers_report(iterator, state="idle"), "the workers must have sent the batches after the five"
     resumed = loader()
     resumed.load_state_dict(running.state_dict())
     assert [batch.tolist() for batch in resumed] == everything[5:]

@@ -42,7 +42,7 @@ def test_settings_are_named_with_their_variable_and_what_they_do():
     text = "expandable_segments:True, pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
     found, advice = host_allocator.allocator({"PYTORCH_CUDA_ALLOC_CONF": text})
     assert found.startswith("PYTORCH_CUDA_ALLOC_CONF has pinned_use_cuda_host_register:True (new memory is mapped")
-    assert "pinned_num_register_threads:8 (threads that register" in found and "expandable" not in found
+    assert "pinned_num_register_threads:8 (number of threads that register" in found and "expandable" not in found
     assert advice == ""
 
 
