@@ -382,6 +382,6 @@ if __name__ == "__main__":
     status = program.run(measure)
     for mark, names in MARKS.items():
         if program.options.docs and all(name in tables for name in names):
-            about = f"`make compare KIND=reliability`, on {sentence()}; {program.options.rounds} trials each."
+            about = f"`make compare KIND=reliability`, on {sentence()}."
             report.write(DOCS, "\n\n".join([about, *(tables[name].strip() for name in names)]), mark)
     sys.exit(status)
