@@ -235,7 +235,7 @@ def test_the_switch(text, value, monkeypatch):
 
 def test_a_switch_that_is_neither_on_nor_off_is_an_error(monkeypatch):
     monkeypatch.setenv(FORKSERVER_PRELOAD.name, "perhaps")
-    with pytest.raises(ValueError, match=r"^RUSTLOADER_FORKSERVER_PRELOAD must be 1 or 0, got 'perhaps'; correct it, or unset it"):
+    with pytest.raises(ValueError, match=r"^RUSTLOADER_FORKSERVER_PRELOAD must be 1 or 0, got 'perhaps'; correct"):
         FORKSERVER_PRELOAD.get()
 
 

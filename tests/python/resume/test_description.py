@@ -169,7 +169,7 @@ def test_a_state_with_workers_and_states_of_the_dataset():
         (
             {},
             500,
-            "500 batches delivered of 500; the end was not reached, and the next iter() begins an epoch without batches",
+            "500 batches delivered of 500; the end was not reached, and the next iter() begins an epoch without",
         ),
         ({"drop_last": False, "length": 16001}, 500, "500 batches delivered of 501; the next one is batch 500"),
         ({"drop_last": True, "length": 16001}, 500, "500 batches delivered of 500; the end was not reached"),
