@@ -1,5 +1,5 @@
-//! The codec, which encodes a batch (a plain tree of Python values, tensors and arrays) as bytes and leaves, and decodes
-//! it again.
+//! The codec, which encodes a batch (a plain tree of Python values, tensors and arrays) as bytes and leaves, and
+//! decodes it again.
 //!
 //! [`crate::tree`] defines the bytes. A batch that is not a plain tree (with subclasses, cycles, ...) is pickled, and
 //! the codec encodes the pickle with its out-of-band tensors and arrays. A container, a leaf, or a long string or bytes
