@@ -1,4 +1,5 @@
-//! A cache of samples that processes share: records in one file, which all of them map. No call waits or takes a lock.
+//! A cache of samples that processes share: records in one file, which all of them map. No call takes a lock, or waits
+//! for another process.
 //!
 //! ```text
 //! file     := header (4 KiB), counters (4 KiB), index, heap

@@ -97,7 +97,7 @@ pub struct Usage {
     pub refused: u64,
     /// Number of records whose bytes were found to have changed since they were written.
     pub damaged: u64,
-    /// Bytes of whole records.
+    /// Bytes of published records.
     pub stored: u64,
     /// Bytes of the heap that were taken but hold no record: the space of killed writers, and of rows that two
     /// processes wrote at the same time.
@@ -290,7 +290,7 @@ impl Cache {
         self.rows
     }
 
-    /// Returns the length of this mapping in bytes, which is the limit when the table was opened.
+    /// Returns the length of this mapping in bytes, which was the limit when the table was opened.
     pub fn limit(&self) -> u64 {
         self.map.len() as u64
     }

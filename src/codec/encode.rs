@@ -80,7 +80,7 @@ pub fn encode<S: Sink>(bridge: &Bridge, batch: &Bound<'_, PyAny>, out: &mut Vec<
     Ok(true)
 }
 
-/// Appends an index batch to `out`. Returns false if it must be pickled, and leaves `out` unchanged.
+/// Appends an index batch to `out`. If it must be pickled instead, returns false and leaves `out` unchanged.
 pub fn encode_indices(index: &Bound<'_, PyAny>, out: &mut Vec<u8>) -> bool {
     let before = out.len();
     let is_plain = write_plain(None, index, out, false).is_ok();

@@ -71,8 +71,8 @@ impl Sample {
         Ok((!sample.is_other && is_whole && is_one && !sample.parts.is_empty()).then_some(sample))
     }
 
-    /// Returns the address of a contiguous tensor's bytes; `None` if it shares a storage, is empty, or reaches beyond
-    /// the record.
+    /// Returns the address of a contiguous tensor's bytes; `None` if it is in a storage, has no elements but an offset,
+    /// or reaches beyond the record.
     fn bytes(&self, leaf: &Leaf<'_>) -> Option<*const u8> {
         match leaf.place {
             Place::Inline(bytes) => Some(bytes.as_ptr()),

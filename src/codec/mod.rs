@@ -1,9 +1,10 @@
-//! The codec, which encodes a batch (a plain tree of Python values, tensors and arrays) as bytes and memory leaves, and
+//! The codec, which encodes a batch (a plain tree of Python values, tensors and arrays) as bytes and leaves, and
 //! decodes it again.
 //!
 //! [`crate::tree`] defines the bytes. A batch that is not a plain tree (with subclasses, cycles, ...) is pickled, and
-//! the codec encodes the pickle with its out-of-band tensors and arrays. An object that occurs twice in a batch is
-//! decoded to one object, and tensors that share memory share it after decoding, too.
+//! the codec encodes the pickle with its out-of-band tensors and arrays. A container, a leaf, or a long string or bytes
+//! object that occurs twice in a batch is decoded to one object, and tensors that share memory share it after decoding,
+//! too.
 //!
 //! The first pass of encoding (`draft`, `seen`) writes as if no object were repeated; the second pass (`aliases`)
 //! resolves the repetitions. Both passes compile without the feature `python`, so that they can be tested without it.
@@ -73,7 +74,7 @@ pub enum Hold {
 
 /// The encoder's destination for large leaves, which are indexed from 0 in the order in which the sink gets them.
 pub trait Sink {
-    /// Allocates a page-aligned leaf of `len` bytes. Returns its index and its memory.
+    /// Allocates a leaf of `len` bytes, aligned for every dtype. Returns its index and its memory.
     fn reserve(&mut self, len: usize) -> Result<(u32, *mut u8)>;
 
     /// Returns true if the sink can adopt arrays to which only the batch refers.

@@ -19,7 +19,7 @@ pub struct Pinned<'py, M> {
     /// True if tuples become lists, as in older versions of torch.
     tuples_become_lists: bool,
     /// The slab (the common memory of all small tensors) and the number of its bytes in use; `None` before the first
-    /// tensor.
+    /// small tensor.
     slab: Option<(PinnedMemory, usize)>,
     /// Size of the slab in bytes.
     slab_len: usize,

@@ -63,8 +63,8 @@ impl PinnedDecoder {
         call(&self.callbacks.begin.bind(py), PyTuple::empty(py)).map(drop)
     }
 
-    /// Builds the batch of a message. The tensors of a plain batch are in pinned memory, and the returned copies fill
-    /// the large ones. torch's function pins any other batch, and no copies are returned.
+    /// Builds the batch of a message in pinned memory, with its large tensors still unfilled: the returned copies fill
+    /// them. If torch's function must pin the batch, no copies are returned, and the batch is complete.
     fn build<'py>(
         &self,
         py: Python<'py>,

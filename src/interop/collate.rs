@@ -12,7 +12,7 @@ use crate::copy::copy;
 use crate::tree::dtype::Dtype;
 use crate::tree::layout::is_contiguous;
 
-/// Stacks a list or tuple of plain tensors of the same dtype and shape as `torch.stack` does, into a contiguous tensor
+/// Stacks, as `torch.stack` does, a list or tuple of plain tensors of the same dtype and shape into a contiguous tensor
 /// of shape `(len(batch), *shape)`. If the result has at least [`INLINE_LIMIT`] bytes, its memory comes from `alloc`,
 /// unless that returns `None`. Returns `None` for any other batch.
 pub fn stack<M: Memory>(

@@ -17,7 +17,7 @@ pyo3::create_exception!(
     "Ends a fetch between two samples when the loader shuts down."
 );
 
-/// The index that a trace shows for a sample whose index is not an int.
+/// The index that a trace records for a sample whose index is not an int, or does not fit into a u64.
 const NO_INDEX: u64 = u64::MAX;
 
 /// An index batch whose iteration raises `WorkerStopped` when the loader shuts down. torch's fetcher only iterates over

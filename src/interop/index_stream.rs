@@ -21,8 +21,8 @@ use super::exit_guard::{call, next_item};
 pub struct IndexStream {
     /// torch's own iterator, which is used instead of arrays if `begin` returns `None`. It must not have been started.
     torch_iterator: Py<PyAny>,
-    /// The BatchSampler, whose `batch_size` is read for each batch, as in torch. `None` if single indices are
-    /// yielded.
+    /// The BatchSampler, whose `batch_size` is read for each batch, as in torch, unless an incomplete last batch is
+    /// dropped. `None` if single indices are yielded.
     batches: Option<Py<PyAny>>,
     begin: Py<PyAny>,
     size_of: Py<PyAny>,

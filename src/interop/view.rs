@@ -7,7 +7,8 @@ use crate::tree::Kind;
 use crate::tree::dtype::Dtype;
 use crate::tree::layout::{Dims, extent, is_contiguous};
 
-/// The memory of a plain CPU tensor. The pointer is valid until the tensor is freed or resized.
+/// The memory of a plain CPU tensor. The pointer is valid until the tensor is freed, or until its storage is resized or
+/// moved.
 #[derive(Clone, Copy, Debug)]
 pub struct TensorView<'a> {
     pub ptr: *const u8,

@@ -31,7 +31,7 @@ pub struct Builder {
     rows: u64,
     /// The first row and the `place` word of each chunk.
     table: Vec<(u64, u64)>,
-    /// True if all chunks so far are full.
+    /// True if all chunks so far are full, except perhaps the last.
     uniform: bool,
     /// The hash and index of each row that has a hash.
     hashes: Vec<(u64, u64)>,
@@ -312,7 +312,7 @@ impl Builder {
         let head = [MAGIC, VERSION, kind, self.rows, if self.uniform { ROWS } else { 0 }];
         let header = head.into_iter().chain([table, slots, unhashed, meta_at, data].into_iter().flatten());
         let mut header: Vec<u8> = header.flat_map(u64::to_le_bytes).collect();
-        // The header is padded, because readers reject a file that is shorter than a full header.
+        // The rest of the header's page is zero.
         header.resize(HEADER as usize, 0);
         sealed::write_at(self.fd.as_fd(), &header, 0)?;
         sealed::seal_all(self.fd.as_fd())?;

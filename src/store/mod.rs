@@ -10,12 +10,13 @@
 //! chunk  := (form 1) i64 ...  (form 2) f64 ...  (form 3) end:u32 for each row, bytes
 //!           (form 4) length:u64, bytes of one row
 //! slots  := words of an open-addressed table: 0, or row + 1 (bits 0-39) and the hash's top bits (bits 40-63)
-//! unhashed := row:u64 of each row without a hash
+//! unhashed := row:u64 of each key row without a hash
 //! ```
 //! Numbers are little-endian. A chunk has 1,024 rows, or fewer if 1,024 rows would exceed 1 MiB; `chunk_rows` is 1,024
-//! if all chunks but the last have 1,024 rows, otherwise 0. `python` defines the meaning of a row's bytes, the kind and
-//! the meta. The seals guarantee that the file's length and contents never change; everything else is checked at each
-//! access, because the descriptor may come from another program.
+//! if all chunks but the last have 1,024 rows, otherwise 0. `codec` defines the meaning of a row's bytes and of the
+//! meta of rows; `python/rustloader/sharing` defines the kinds and the meta of raw data. The seals guarantee that the
+//! file's length and contents never change; everything else is checked at each access, because the descriptor may come
+//! from another program.
 
 mod builder;
 mod reader;
@@ -51,7 +52,7 @@ mod form {
     pub const LONE: u64 = 4;
 }
 
-/// Returns the hash of a row's key, which is the same in every process.
+/// Returns the hash of a key's bytes, which is the same in every process.
 pub fn hash(bytes: &[u8]) -> u64 {
     wire::checksum(bytes)
 }

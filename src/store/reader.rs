@@ -114,7 +114,7 @@ impl Store {
         self.rows
     }
 
-    /// Returns the `meta` that was passed to `Builder::finish`: a description of the object.
+    /// Returns the `meta` that was passed to `Builder::finish`.
     pub fn meta(&self) -> &[u8] {
         self.section(self.meta)
     }
@@ -168,7 +168,7 @@ impl Store {
         low.checked_sub(1)
     }
 
-    /// Returns the rows whose keys may have the hash `hash`, in the order in which the hash table is probed. There are
+    /// Returns the key rows that may have the hash `hash`, in the order in which the hash table is probed. There are
     /// none if the image has no hash table.
     pub fn candidates(&self, hash: u64) -> impl Iterator<Item = u64> + '_ {
         let slots = self.section(self.slots);

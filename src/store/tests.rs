@@ -184,7 +184,7 @@ fn values() -> impl Strategy<Value = Value> {
     ]
 }
 
-/// Returns a strategy for runs of equal rows, which are long enough to fill chunks of each form.
+/// Returns a strategy for runs of equal rows, which may be long enough to fill chunks.
 fn rows() -> impl Strategy<Value = Vec<Value>> {
     prop::collection::vec((values(), 1usize..1500), 0..5)
         .prop_map(|runs| runs.into_iter().flat_map(|(row, count)| vec![row; count]).collect())

@@ -26,7 +26,7 @@ struct Inner {
     buffer: Vec<u8>,
     /// The time at which the current file's turn started; 0 before the first event.
     since: u64,
-    /// The latest epoch event of each source. A file that is used again starts with these events.
+    /// The latest epoch event of each source. Every turn of a file but the very first starts with these events.
     epochs: BTreeMap<u32, Event>,
     /// Number of events that could not be written, or were lost because a ring was full.
     lost: u64,

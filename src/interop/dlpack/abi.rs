@@ -47,9 +47,9 @@ pub struct DLManagedTensor {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct DLPackVersion {
-    /// Incremented by incompatible changes of the layout.
+    /// Incremented for incompatible changes to the layout.
     pub major: u32,
-    /// Incremented by additions that keep the layout.
+    /// Incremented for additions that keep the layout.
     pub minor: u32,
 }
 
