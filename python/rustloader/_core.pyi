@@ -340,8 +340,8 @@ class Engine:
         """Returns the number of running workers. Lock-free."""
 
     def wait_gone(self, seconds: float) -> bool:
-        """Waits until the workers have ended, but for no longer than ``seconds`` or 0.25 s. Returns True if all have
-        ended. Lock-free."""
+        """Waits until the workers have ended, for at most ``seconds`` and never longer than 0.25 s. Returns True if all
+        have ended. Lock-free."""
 
     def signal_all(self, signal: int) -> None:
         """Sends a signal to all running workers. Lock-free."""
@@ -1071,8 +1071,8 @@ class TraceSink:
     `TRACE_PINNER`."""
 
     def __new__(cls, files: list[int], seconds: float) -> TraceSink:
-        """Takes the descriptors of empty files. If there are two files, the sink switches between them every
-        ``seconds`` seconds."""
+        """Takes ownership of the descriptors of empty files. If there are two files, the sink switches between them
+        every ``seconds`` seconds."""
 
     def put(self, source: int, kind: int, who: int, begin: int, length: int, number: int, extra: int = 0) -> None:
         """Adds an event. ValueError: there is no such kind."""
