@@ -1025,7 +1025,7 @@ class SharedItems:
     def index(self, value: Any, start: int = 0, stop: int = ..., /) -> int: ...
     def count(self, value: Any, /) -> int: ...
     def equals(self, other: Any) -> bool:
-        """Returns True if the items are equal to those of ``other``, which must have the same length."""
+        """Returns True if ``other`` has the same length and equal items."""
 
 @disjoint_base
 class SharedPairs:
