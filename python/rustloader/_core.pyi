@@ -340,8 +340,8 @@ class Engine:
         """Returns the number of running workers. Lock-free."""
 
     def wait_gone(self, seconds: float) -> bool:
-        """Waits until the workers have ended, but for no longer than ``seconds`` or 0.25 s. Returns True if all have
-        ended. Lock-free."""
+        """Waits until the workers have ended, for at most ``seconds`` and never longer than 0.25 s. Returns True if all
+        have ended. Lock-free."""
 
     def signal_all(self, signal: int) -> None:
         """Sends a signal to all running workers. Lock-free."""
@@ -1025,7 +1025,7 @@ class SharedItems:
     def index(self, value: Any, start: int = 0, stop: int = ..., /) -> int: ...
     def count(self, value: Any, /) -> int: ...
     def equals(self, other: Any) -> bool:
-        """Returns True if the items are equal to those of ``other``, which must have the same length."""
+        """Returns True if ``other`` has the same length and equal items."""
 
 @disjoint_base
 class SharedPairs:
@@ -1071,8 +1071,8 @@ class TraceSink:
     `TRACE_PINNER`."""
 
     def __new__(cls, files: list[int], seconds: float) -> TraceSink:
-        """Takes the descriptors of empty files. If there are two files, the sink switches between them every
-        ``seconds`` seconds."""
+        """Takes ownership of the descriptors of empty files. If there are two files, the sink switches between them
+        every ``seconds`` seconds."""
 
     def put(self, source: int, kind: int, who: int, begin: int, length: int, number: int, extra: int = 0) -> None:
         """Adds an event. ValueError: there is no such kind."""

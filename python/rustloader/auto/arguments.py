@@ -45,8 +45,7 @@ def resolved(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, 
 
 
 def suggest(error: TypeError, given: Iterable[str], known: Iterable[str]) -> None:
-    """Adds a note to a constructor's error about an unknown keyword argument if a parameter has a
-    similar name.
+    """Adds a note to a constructor's error about an unknown keyword argument if a parameter has a similar name.
 
     Args:
         error: The error. Its message does not change.

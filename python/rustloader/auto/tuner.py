@@ -59,7 +59,7 @@ class Tuner:
         self.count, self._is_pinned = count, True
 
     def reconsider(self, loader: LoaderLike, config: LoaderConfig) -> None:
-        """Decides the number of workers for the epoch that is about to start, and logs any change."""
+        """Sets the number of workers for the epoch that is about to start, and logs any change that `decide` makes."""
         watch, self._watch = self._watch, None
         is_pinned, self._is_pinned = self._is_pinned, False
         if is_pinned:

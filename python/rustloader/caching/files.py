@@ -18,8 +18,8 @@ logger = logging.getLogger("rustloader")
 
 # The first bytes of a file.
 _MAGIC = b"RLCACHE1"
-# Maximum length of each string in a file's header, in characters. A character may take up to 4 bytes, or an escape
-# sequence of 6 bytes.
+# Maximum length of each string in a file's header, in characters. The JSON escape of a non-ASCII character takes
+# 6 bytes, or 12 above U+FFFF.
 _MAX_TEXT = 400
 
 
@@ -121,8 +121,8 @@ def _compare(path: str, head: tuple[int, int, bytes], rows: int, meta: dict[str,
 
 
 def _is_unfinished(fd: int, length: int) -> bool:
-    """Returns True if the process that created a file was killed before the file became a cache, or if the file is
-    shorter than a header."""
+    """Returns True if the process that created a file was killed before the file became a cache, or if the file
+    begins like a cache but is shorter than a header."""
     head = os.pread(fd, CACHE_HEADER, 0)
     if head.startswith(_MAGIC):
         return length < CACHE_HEADER

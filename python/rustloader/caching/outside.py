@@ -1,4 +1,4 @@
-"""Reads the sizes and counters of another process's cache from its file, without mapping or writing to the file."""
+"""Reads the sizes and counters of another process's cache from its file, without mapping the file or writing to it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Processor time of workers.
 
-It is read from the kernel when statistics are taken, and once more before the workers exit. A worker itself records
-only the processor time that its start took, because starting Python and importing the program's modules are not work
-on batches.
+It is read from the kernel when statistics are taken, and once more before the workers exit. The time of a worker's
+start, which the worker records, is subtracted, because starting Python and importing the program's modules are not work
+on batches. The worker also records the processor time of fetches, which is not used here.
 """
 
 from __future__ import annotations

@@ -145,7 +145,8 @@ class ArenaStats:
     Attributes:
         leased_bytes: Size of the blocks that tensors in the main process use.
         warm_bytes: Size of all blocks with resident pages.
-        high_water_bytes: Peak size of one iterator's arena in bytes (the sum over its regions).
+        high_water_bytes: Peak size of one iterator's arena in bytes (the sum over its regions), even if the
+            iterator has ended.
         blocks: Number of blocks, including idle ones.
 
     Examples:

@@ -1,8 +1,8 @@
 """Private memory of workers.
 
-The kernel counts this memory page by page, which takes milliseconds per GB. So it is read only when statistics are
-taken and before workers end, and only for processes whose page faults show much growth since the last reading. The
-readings take at most 1% of the time.
+The kernel counts this memory page by page, which takes milliseconds per GB. So `WorkerMemory` reads it only when
+statistics are taken and before workers end, and only for processes whose page faults show much growth since the last
+reading. An `Allowance` limits the readings to about 1 % of the time.
 """
 
 from __future__ import annotations

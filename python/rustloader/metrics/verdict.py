@@ -76,8 +76,8 @@ class Verdict:
         sentence: The verdict in words, with the remedy.
         reason: The measurements on which the verdict is based.
         workers_needed: The ``num_workers`` to try next; None if more workers do not help, or if the loop had no
-            training step. It exceeds the number of cores only if workers wait for storage. The sentence does not name
-            it with ``num_workers="auto"``, because the loader decides.
+            training step. It exceeds the number of cores only if workers wait for storage, or run on other machines.
+            The sentence does not name it with ``num_workers="auto"``, because the loader decides.
         predicted_gain: The predicted speed with the ``dispatch`` and ``reorder_window`` that the sentence recommends,
             as a multiple of the current speed; None if it recommends neither, or makes no prediction.
 
@@ -433,8 +433,8 @@ def _head_of_line(stats: StatsFields, loop: float, busy_share: float, per_task: 
     slow = work.slow_worker(stats)
     if slow is not None:
         worker, usual = slow
-        fetch_time = duration(worker.busy_seconds / worker.tasks)
-        reason += f"; worker {worker.id} takes {fetch_time} per batch, the others {duration(usual)}"
+        took = duration(worker.busy_seconds / worker.tasks)
+        reason += f"; worker {worker.id} takes {took} per batch, the others {duration(usual)}"
         sentence = f"One slow worker is the bottleneck: worker {worker.id} (pid {worker.pid}). The others wait for "
         sentence += f"their turn: check what only this worker reads, or set {' or '.join(remedies)}."
         return Verdict("head_of_line", sentence, reason, predicted_gain=gain)

@@ -79,7 +79,7 @@ def _installed(loader: LoaderLike) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, value in options.current().items():
         option: Option = options.option_of(name)
-        if not option.unset:  # loaders have no such attribute
+        if not option.unset:  # the option replaces no attribute
             continue
         own = loader_state.given(loader, name) if option.keyword else getattr(loader, name)
         if own in option.unset:

@@ -17,7 +17,8 @@ TORCH_VERSIONS = ((2, 6), (2, 15))
 
 # At shutdown: seconds from SIGTERM to SIGKILL. A worker that has not installed a handler for SIGTERM ends at once.
 KILL_AFTER = 0.5
-# At the interpreter's exit: seconds that workers get to exit before SIGTERM, and seconds from SIGTERM to SIGKILL.
+# At the interpreter's exit: seconds that workers get to exit before SIGTERM, and seconds from SIGTERM to SIGKILL. The
+# first is also the longest wait for a pin thread that has failed.
 EXIT_GRACE = 0.5
 EXIT_KILL_AFTER = 0.2
 # Seconds to wait for a process after SIGKILL. Only a process in uninterruptible sleep lives longer.
@@ -30,9 +31,10 @@ STATUS_AFTER = 1.0
 # Seconds after which a spawned worker stops waiting for its turn to import torch. Without this limit, workers could
 # deadlock: the program's main module may wait for other workers when it is imported during a worker's turn.
 GATE_SECONDS = 10.0
-# CPU time that each worker may spend per epoch on snapshots of its dataset's state: a fixed number of seconds, plus a
-# share of the time since the epoch started. The former allows a snapshot of a small state after every batch from the
-# start. The latter is the maximum share by which a large state lowers the batch rate.
+# CPU time that each worker may spend per epoch on snapshots of its dataset's state, and the main process on copies of
+# the sampler's state: a fixed number of seconds, plus a share of the time since the epoch started. The former allows a
+# snapshot of a small state after every batch from the start. The latter is the maximum share by which a large state
+# lowers the batch rate.
 SNAPSHOT_ALLOWANCE = 0.02
 SNAPSHOT_SHARE = 0.005
 # Number of a worker's batches after which a warning reports that the state of its iterable dataset has not changed.

@@ -47,8 +47,8 @@ class Option:
     Attributes:
         text: The option's description in docstrings.
         help: The option's description in the help of the command ``run``.
-        unset: The values of a loader's attribute that an installed option replaces: torch's defaults. Empty if loaders
-            have no such attribute.
+        unset: The values of a loader's attribute that an installed option replaces: torch's defaults. Empty if the
+            option replaces no attribute.
         kind: The kind of values, which checks them and parses them from strings.
         flag: The option's flag in the command ``run``.
         metavar: The name of the flag's value in the help; empty for a flag that takes no value.

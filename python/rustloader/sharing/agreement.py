@@ -59,7 +59,7 @@ def check(key: str, own: Any, shared: Any) -> None:
         return
     shared_outline = _outline(shared)
     difference = None if outline == shared_outline else (outline, shared_outline)
-    if difference is None and not _has_objects(own):
+    if difference is None and not _has_incomparable_items(own):
         pairs = zip(_items(own), _items(shared), strict=True)
         difference = next(
             ((mine, other) for mine, other in pairs if type(mine) in _COMPARABLE_TYPES and mine != other), None
@@ -72,7 +72,7 @@ def check(key: str, own: Any, shared: Any) -> None:
         )
 
 
-def _has_objects(x: Any) -> bool:
+def _has_incomparable_items(x: Any) -> bool:
     """Returns True if the items of an array or tensor cannot be compared as bytes."""
     if isinstance(x, np.ndarray):
         return x.dtype.kind not in "biufcSU"

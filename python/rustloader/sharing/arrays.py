@@ -52,7 +52,7 @@ def share_array(array: np.ndarray) -> np.ndarray:
 def array_of(store: SharedStore) -> np.ndarray:
     """Returns a read-only array over the data of an image."""
     dtype, shape, is_fortran = pickle.loads(store.meta)
-    # From the first shared array on, ForkingPickler sends such arrays as descriptors.
+    # From the first shared array on, ForkingPickler sends shared arrays to new processes as descriptors.
     pickling.register(np.ndarray, pickling.reduce_array)
     return np.ndarray(shape, dtype, store.data(), order="F" if is_fortran else "C")
 

@@ -38,8 +38,8 @@ def share(x: Any, *, threshold: int = 1 << 20, key: str | None = None, timeout: 
 
     A dataset becomes a shallow copy in which the large lists, tuples, dicts, arrays and tensors among its attributes
     are shared. The same applies to the datasets in it (``Subset``, ``ConcatDataset``, wrappers). The original does not
-    change. At level INFO the log lists what was shared. A warning reports what could not be shared, or that nothing
-    was large enough.
+    change. At level INFO the log lists what was shared, and what was not because its class would be lost. A warning
+    reports any other failure, or that nothing was large enough.
 
     Items and values may be any objects that can be pickled. Plain ones (str, bytes, numbers, None, arrays, tensors, and
     lists, tuples and dicts of these) are not pickled, and are faster.
