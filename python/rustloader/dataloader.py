@@ -63,8 +63,8 @@ class DataLoader(torch_data.DataLoader[_T_co]):
         shuffle: True draws a new random order for each epoch (default: None, which means False).
         sampler: Yields the indices of samples (default: None).
         batch_sampler: Yields index batches (default: None).
-        num_workers: Number of worker processes (default: 0, torch's own loop in this process). "auto" starts with the
-            number of cores that this process may use, and adapts the number to the measurements of each epoch.
+        num_workers: Number of worker processes (default: 0, torch's own loop in this process). "auto" starts with this
+            rank's share of the cores, or fewer (at most 16), and adapts the number to the measurements of each epoch.
         collate_fn: Makes a batch from a list of samples (default: None, torch's ``default_collate``, which in workers
             writes plain tensors and numbers directly into the arena).
         pin_memory: True delivers batches in pinned memory (default: False). A thread of the engine copies plain batches

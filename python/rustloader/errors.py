@@ -50,7 +50,7 @@ class WorkerStalledError(WorkerDiedError):
 class ErrorLimitExceeded(RuntimeError):
     """Raised by ``next()`` when more samples have failed in an epoch than ``max_errors`` allows.
 
-    Each later ``next()`` raises it again, because the error ends the workers.
+    Each later ``next()`` raises it again, because the error ends the epoch.
 
     Args:
         text: The message, which names the first failed samples.

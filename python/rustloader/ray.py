@@ -141,7 +141,7 @@ class RayContext(RemoteContext):
     Raises:
         ImportError: Ray is not installed.
 
-    Example:
+    Examples:
         >>> context = rustloader.ray.RayContext(num_cpus=1)  # doctest: +SKIP
         >>> loader = rustloader.DataLoader(dataset, num_workers=8, multiprocessing_context=context)  # doctest: +SKIP
     """

@@ -28,7 +28,7 @@ class Start:
     Args:
         saved: The start that an earlier run saved; None if there is none.
         owes_draws: Whether ``seed`` also draws a seed from torch's global generator if ``saved`` is given. That seed is
-            not used; it only advances the generator as torch would.
+            not used: the draw only advances the generator as torch would.
 
     Attributes:
         given: The start that an earlier run saved; None if there is none.
@@ -64,7 +64,7 @@ class Start:
         return int(self._seeds[0].item())
 
     def generator_of(self, sampler: Any) -> tuple[Any, bool]:
-        """Returns the generator from which a RandomSampler must draw, in its state before the first draw, and whether
+        """Returns the generator from which a random sampler must draw, in its state before the first draw, and whether
         that generator is private.
 
         A sampler's own generator is used if there is no start from an earlier run. It is also used if that start is the

@@ -8,7 +8,7 @@ send these messages::
                     proof: HMAC-SHA256 of "worker", the challenge and the hello, with the secret as the key
     main process    proof: HMAC-SHA256 of "main", the challenge and the hello, with the secret as the key
                     reply: the job, or the reason why the main process refuses the worker
-    worker          reply: the acknowledgement that it has read the job, or the error that prevented this
+    worker          reply: the acknowledgement that it has read the job and dataset, or the error that prevented this
 
 Each connection has new nonces, so a proof cannot be replayed on another connection. After the handshake, the engine
 owns the connection.

@@ -49,10 +49,10 @@ class StatefulDataLoader(DataLoader[_T_co]):
     It has the arguments of ``rustloader.DataLoader``, and these:
 
     Args:
-        snapshot_every_n_steps: Number of batches between two snapshots of the dataset's state; 0 takes only one
-            snapshot, at the start (default: 1). Datasets without ``state_dict`` have no snapshots. Workers skip
-            snapshots that would take more than 0.5 % of their time; after a resume, they make the batches since the
-            last snapshot again.
+        snapshot_every_n_steps: Number of batches between two snapshots of the dataset's state; 0 takes them only at the
+            start of an epoch, and when an iterable dataset ends (default: 1). Datasets without ``state_dict`` have no
+            snapshots. Workers skip snapshots that would take more than 0.5 % of their time; after a resume, they make
+            the batches since the last snapshot again.
         forward_set_epoch: Whether persistent and restarted workers receive the epoch that the program passes to the
             dataset's ``set_epoch`` (default: True).
 
@@ -148,7 +148,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
         Raises:
             ValueError: ``back`` is not an integer from 0 to 9, or is larger than the number of batches delivered since
                 the epoch began or was resumed.
-            RuntimeError: The dataset's ``state_dict`` failed in a worker.
+            Exception: ``state_dict`` of the dataset or sampler failed; its error is raised.
 
         Examples:
             >>> loader = rustloader.StatefulDataLoader(range(8), batch_size=2)

@@ -47,7 +47,8 @@ class Positioned:
         seeding: The seeds of the current epoch; None for torch's seeds.
         raised: Number of answers in this epoch that were errors.
         dataset: The description of the dataset for states.
-        every: Number of batches between two snapshots; 0 for a single snapshot at the start.
+        every: Number of batches between two snapshots; 0 for snapshots only at the start of an epoch, and when an
+            iterable dataset ends.
     """
 
     sampling: Sampling

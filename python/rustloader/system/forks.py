@@ -31,7 +31,7 @@ STEPS = (
     # The parent restarts the thread that returns idle pages. In the parent, this is the last step that does anything,
     # so that all locks are free again when the thread starts.
     "pages",
-    # A child of multiprocessing's fork server gets its own NumPy generator. This step is independent of the others.
+    # A child of multiprocessing's fork server reseeds NumPy's generator. This step is independent of the others.
     "numpy",
 )
 _PARTS = ("before", "after_in_parent", "after_in_child")

@@ -40,7 +40,7 @@ def rank() -> int | None:
 
 
 def global_rank() -> int | None:
-    """Returns this process's global rank (its rank among all machines), from 0; None if unknown."""
+    """Returns this process's global rank (its rank across all machines), from 0; None if unknown."""
     return next((value for name in _GLOBAL if (value := number(name)) is not None), None)
 
 

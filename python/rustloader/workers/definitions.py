@@ -149,8 +149,8 @@ class Pickling:
                 reducers of ``ForkingPickler``.
 
         Raises:
-            Exception: The standard pickle's error, if pickling by value also fails. With a table, any error may be
-                raised.
+            Exception: The value cannot be pickled. The error is the standard pickle's, or that of pickling by value
+                if the standard pickle only names definitions that workers lack. With a table, it may be any error.
         """
         if self._refusal is None:
             start, descriptors = file.tell(), _descriptors()

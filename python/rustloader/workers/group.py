@@ -38,7 +38,7 @@ from rustloader.workers.memory_events import OomKills
 from rustloader.workers.pickled_once import PickledOnce
 from rustloader.workers.preparation import calling_first
 
-# The signals that `sys/deferred_signals.rs` defers.
+# The signals that `src/sys/deferred_signals.rs` defers.
 _DEFERRED = (
     signal.SIGINT,
     signal.SIGTERM,

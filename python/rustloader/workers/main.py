@@ -77,9 +77,8 @@ def _seeds_of(job: Job, worker_id: int, start: WorkerStart | None) -> tuple[int,
 
     The first process in a slot gets the seeds of torch's worker. So does a replacement that, in the first epoch, starts
     again with the worker's first batch, because the worker has given no answer, or its iterable dataset has no state
-    to load.
-    Any other replacement gets different seeds, because it makes different batches. With ``seed_by``, all processes get
-    torch's seeds, because each batch or sample has its own seed.
+    to load. Any other replacement gets different seeds, because it makes different batches. With ``seed_by``, all
+    processes get torch's seeds, because each batch or sample has its own seed.
     """
     from_first = job.answers == 0 or (job.dataset_kind == _DatasetKind.Iterable and not (start and start.has_state))
     if job.generation == 0 or job.seeding is not None or (job.first_task == 0 and from_first):
@@ -298,9 +297,8 @@ class _Worker:
             del index
 
     def explained(self, error: Exception) -> tuple[type[Exception], Exception, Any]:
-        """Returns the error of a fetch in the form of ``sys.exc_info``. If the allocation of an array was refused,
-        returns a MemoryError that names the limit instead of NumPy's error, whose class cannot be constructed from a
-        message."""
+        """Returns the error of a fetch in the form of ``sys.exc_info``. If the allocation of an array was refused, a
+        MemoryError that names the limit replaces NumPy's error, whose class cannot be constructed from a message."""
         refusal = self.port.take_refusal() if isinstance(error, MemoryError) else None
         # A plain MemoryError with a message comes from the dataset itself.
         if refusal is None or (type(error) is MemoryError and error.args):

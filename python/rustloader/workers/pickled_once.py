@@ -57,8 +57,8 @@ def _is_plain_class(kind: type) -> bool:
     for name in _HOOKS + (_ITEMS if issubclass(kind, list | dict) else ()):
         for base in kind.__mro__:
             if name in vars(base):
-                # Methods that the standard library adds to a class, for example to a named tuple, have one of its
-                # modules in `__module__`.
+                # The `__module__` of a method that the standard library adds to a class, for example to a named tuple,
+                # is a module of the library.
                 module = getattr(vars(base)[name], "__module__", None) or base.__module__
                 if not _is_plain(module):
                     return False

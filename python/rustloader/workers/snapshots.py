@@ -33,8 +33,8 @@ class SnapshotPolicy:
     """The schedule of snapshots.
 
     Attributes:
-        every: Number of the loader's batches from one snapshot to the next; 0 for snapshots only at the start and the
-            end of an epoch.
+        every: Number of the loader's batches from one snapshot to the next; 0 for snapshots only at the start of an
+            epoch, and when an iterable dataset ends.
         first_ordinal: Ordinal of the batch that is the epoch's first task.
     """
 
@@ -50,7 +50,7 @@ class WorkerStart:
         dataset_state: Argument of the dataset's ``load_state_dict``, or None.
         iterator_state: Argument of its iterator's ``load_state_dict``, or None.
         ended: Whether the iterable dataset had ended. If so, nothing more is fetched from it.
-        replay: Batches to fetch and drop: their number for an iterable dataset, otherwise a list of index batches.
+        replay: Batches to fetch and drop: their number; in a job for a map-style dataset, a list of index batches.
         batches: Number of batches that ``Seeds`` had counted at the snapshot.
         samples: Number of samples that ``Seeds`` had counted at the snapshot.
         delivered: Number of the worker's answers before the position.
