@@ -18,9 +18,9 @@ logger = logging.getLogger("rustloader")
 
 # The first bytes of a file.
 _MAGIC = b"RLCACHE1"
-# Maximum length of each string in a file's header, in characters. The JSON escape of a non-ASCII character takes
-# 6 bytes, or 12 above U+FFFF.
-_MAX_TEXT = 400
+# Maximum length of the version and of the dataset's class in a file's header, in characters. In JSON, a character takes
+# up to 4 bytes, or 6 if it is a control character; the header has room for 3,840.
+_MAX_VERSION, _MAX_CLASS = 400, 300
 
 
 def open_table(path: str, dataset: Any, rows: int, memory: int | None, version: str) -> CacheTable:
@@ -30,9 +30,9 @@ def open_table(path: str, dataset: Any, rows: int, memory: int | None, version: 
         OSError: The file cannot be opened, enlarged or mapped.
         ValueError: The file is not a cache, belongs to another dataset or version, or would exceed the available space.
     """
-    meta = {"dataset": type(dataset).__qualname__[:_MAX_TEXT], "version": version}
-    if len(version) > _MAX_TEXT:
-        raise ValueError(f"version must have at most {_MAX_TEXT} characters, got {len(version)}")
+    meta = {"dataset": type(dataset).__qualname__[:_MAX_CLASS], "version": version}
+    if len(version) > _MAX_VERSION:
+        raise ValueError(f"version must have at most {_MAX_VERSION} characters, got {len(version)}")
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -79,7 +79,7 @@ def _table(fd: int, path: str, rows: int, memory: int | None, meta: dict[str, st
         # Access to a mapped page for which the disk has no room raises SIGBUS, so the space for the index is allocated
         # now. Samples are written with system calls instead.
         os.posix_fallocate(fd, 0, CacheTable.overhead(rows))
-        CacheTable.format(fd, rows, limit, json.dumps(meta).encode())
+        CacheTable.format(fd, rows, limit, json.dumps(meta, ensure_ascii=False).encode("utf-8", "surrogatepass"))
         return CacheTable.open_file(fd, in_memory, limit), True
     layout, stored_rows, stored_limit, stored_meta = head
     _compare(path, (layout, stored_rows, stored_meta), rows, meta)

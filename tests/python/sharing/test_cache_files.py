@@ -127,6 +127,15 @@ def test_other_samples_are_detected_and_a_version_of_many_bytes_is_accepted(tmp_
     assert cached(os.fsencode(path), one, version=version)[3][1] == 3
 
 
+@pytest.mark.parametrize("character", ["\N{CUNEIFORM SIGN A}", "\0", "\udc80"], ids=["4 bytes", "escaped", "surrogate"])
+def test_the_longest_version_fits_into_the_header(path, character):
+    data = type("\N{CUNEIFORM SIGN A}" * 900, (Rows,), {})()
+    for _ in range(2):
+        assert cached(path, data, version=character * 400)[3][1] == 3
+    with pytest.raises(ValueError, match="is the cache of another dataset: it has version"):
+        cached(path, data, version=character * 399)
+
+
 class Elsewhere:
     """A sample whose class can be missing, or refuse to be pickled."""
 
