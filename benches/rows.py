@@ -19,7 +19,7 @@ MIB = 1 << 20
 class Samples(torch.utils.data.Dataset):
     """A dataset of `length` samples, which cycles through a few samples created beforehand.
 
-    Each access copies the sample with `fresh`, if given, and then transforms it with `then`, if given.
+    Each access passes the sample to `fresh`, if given, and then the result to `then`, if given.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ def hundred_mb() -> list[Any]:
 
 
 def jpegs() -> list[Any]:
-    """Returns JPEG files as large as photographs: smooth, coarse noise plus a little fine noise."""
+    """Returns JPEG files of 500 x 375 pixels: smooth, coarse noise plus a little fine noise."""
     from PIL import Image
 
     random = np.random.default_rng(0)

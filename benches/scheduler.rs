@@ -20,7 +20,7 @@ struct Case {
     name: &'static str,
     in_order: bool,
     dispatch: Option<Dispatch>,
-    /// A window of this many times the outstanding tasks, in batches and bytes.
+    /// A window of this many times the maximum number of outstanding tasks, in batches and in bytes.
     window: Option<usize>,
 }
 

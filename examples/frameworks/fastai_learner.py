@@ -1,4 +1,6 @@
-"""fastai: ImageDataLoaders on image files, a Learner with a small net. fastai's own DataLoader uses torch's iterator.
+"""fastai: ImageDataLoaders on image files, a Learner with a small net.
+
+fastai's own DataLoader creates torch's iterator, which `rustloader.install()` replaces.
 
 python examples/frameworks/fastai_learner.py
 python examples/frameworks/fastai_learner.py --no-install                      on torch's loader: the same losses

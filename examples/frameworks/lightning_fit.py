@@ -1,6 +1,6 @@
 """Lightning: fit with validation, save a checkpoint, resume from it, validate; in one process, or in several with DDP.
 
-Lightning rebuilds loaders, for example with a distributed sampler. `rustloader.install()` also replaces the new ones.
+Lightning rebuilds loaders, for example with a distributed sampler. `rustloader.install()` applies to the new ones, too.
 
 python examples/frameworks/lightning_fit.py                                   one process, persistent workers
 python examples/frameworks/lightning_fit.py --devices 2                       DDP over gloo

@@ -14,7 +14,7 @@ import rustloader
 EXAMPLES = """\
 examples:
   python examples/measuring/metrics_tensorboard.py                   two workers that cannot keep up
-  python examples/measuring/metrics_tensorboard.py --workers 8       the number that the verdict recommends
+  python examples/measuring/metrics_tensorboard.py --workers 5       the number that the verdict recommends
   python examples/measuring/metrics_tensorboard.py --step-ms 100     a training step that takes longer than loading
   tensorboard --logdir runs                                          view the curves
 """

@@ -14,7 +14,7 @@ from rustloader.tools.probe.factory import Unusable
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-# The engine's name in results.
+# The name of the engine that `--cache` adds.
 CACHED = "cached"
 # Minimum share of the second epoch's samples that come from the cache; the result mentions a smaller share.
 _MIN_HITS = 0.95

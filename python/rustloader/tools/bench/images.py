@@ -130,7 +130,7 @@ def draft_gain(size: Size, wanted: Size) -> float:
     from PIL import Image
 
     file = io.BytesIO()
-    # A smooth image with a little noise, like a photograph.
+    # Enlarged coarse noise, which is smooth like photographs.
     coarse = (max(1, size[0] // 16), max(1, size[1] // 16))
     noise = Image.effect_noise(coarse, 64).resize(size, Image.Resampling.BICUBIC)
     Image.merge("RGB", [noise] * 3).save(file, "JPEG", quality=90)

@@ -44,7 +44,7 @@ class Watcher(Protocol):
         """Called once the workers have been started."""
 
     def on_progress(self) -> None:
-        """Called after a batch, at most a few times per second."""
+        """Called after a batch. ``run_pass`` calls it at most a few times per second."""
 
     def on_error(self, error: Exception) -> None:
         """Called after an error of the loader, before its workers are shut down."""

@@ -72,7 +72,7 @@ def timeline_legend(timelines: dict[str, Timeline], step: float) -> list[Patch]:
 
 def draw_timelines(panels: Sequence[Axes], timelines: dict[str, Timeline], step: float) -> None:
     """Draws the timeline of each engine on its panel. All panels show the same batches at the same scale."""
-    # The batches that both engines delivered, without those that were outstanding at the start.
+    # The batches that both engines delivered, without those skipped at the start.
     count = min(len(timeline.returned) for timeline in timelines.values())
     first = min(*(timeline.skipped for timeline in timelines.values()), count // 2)
     windows = {name: timeline.window(first, count) for name, timeline in timelines.items()}

@@ -24,8 +24,7 @@ class Timeline:
 
     Attributes:
         workers: number of workers.
-        skipped: number of batches at the start that the plot omits, because they were outstanding when the first batch
-            arrived.
+        skipped: number of batches that the plot omits: twice those that are outstanding at the start.
         called: the time at which the main process called ``next``, for each batch.
         returned: the time at which ``next`` returned, for each batch.
         spans: the spans of each worker's work, by worker ID. A span is a tuple of its kind ("fetch", "collate" or

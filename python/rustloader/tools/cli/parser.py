@@ -178,7 +178,8 @@ def make_parser() -> argparse.ArgumentParser:
 
     trace = command("trace", "run a script, and write a trace of its loaders", _TRACE, _TRACE_EXAMPLES)
     trace.add_argument("-m", dest="module", action="store_true", help="the script is a module, as with python -m")
-    output_help = "the trace (default: trace.json.gz); {rank} stands for the rank; a name without .gz is not compressed"
+    output_help = "the trace (default: trace.json.gz, or trace-rank{rank}.json.gz if a launcher has set the rank); "
+    output_help += "{rank} stands for the rank; without .gz the file is not compressed"
     trace.add_argument("-o", "--output", metavar="FILE", help=output_help)
     seconds_help = "keep only the last SECONDS of the run"
     trace.add_argument("--seconds", type=positive_seconds, metavar="SECONDS", help=seconds_help)

@@ -10,7 +10,7 @@ import sys
 import types
 from typing import Any
 
-from rustloader.installation.environment import follow  # not `rustloader.installation`, which imports torch
+from rustloader.installation.environment import follow  # not `installation.api`, which imports torch
 from rustloader.settings.limits import INSTALL
 from rustloader.settings.option_values import text_of
 from rustloader.settings.options import Options
@@ -59,7 +59,7 @@ def _setting(options: Any) -> str:
 
 
 def _of_file(path: str, module: types.ModuleType) -> tuple[Any, str]:
-    """Returns the compiled code of a script, or the error from compiling it, and the value for sys.argv[0].
+    """Returns the compiled code of a script (or the error from compiling it), and the value for sys.argv[0].
 
     Sets up the module and sys.path[0] as `python path` does.
     """

@@ -14,7 +14,7 @@ from rustloader.tools.cli import run
 
 
 def main(options: Any, arguments: list[str]) -> int:
-    """Runs the script, or merges traces. Returns 0, or 2 if the script or a trace cannot be read."""
+    """Runs the script, or merges traces. Returns 0, or 2 if there is no script or merging fails."""
     if options.script == "merge" and not options.module:
         return _merge(options.output, arguments)
     from rustloader.tracing import core

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rustloader.system.package import FOLDER
 
-# torch's message for an exception raised in a worker.
+# torch's message for an exception raised in a worker or in the pin memory thread.
 _WORKER = re.compile(r"(?:^|: )Caught \S+ in (?:DataLoader (worker) process( \d+)|(pin memory thread).*)\.$")
 _FRAME = re.compile(r'  File "(.+)", line (\d+), in (.+)$')
 # Folders of libraries, longest first: site-packages may be inside the folder of the standard library.
@@ -31,8 +31,8 @@ class Failure:
 
     Attributes:
         text: the type and the message, without notes.
-        where: the innermost frame in user code, as "file.py:12 in function", then the worker if the exception comes
-            from a worker; "" if there is neither.
+        where: the innermost frame in user code, as "file.py:12 in function", then the worker or the pin memory
+            thread if the exception comes from there; "" if there is neither.
         details: the whole traceback.
     """
 

@@ -47,7 +47,7 @@ def on_torch() -> Iterator[None]:
         DataLoader._get_iterator = get_iterator  # type: ignore[method-assign]
 
 
-# Context managers that make loaders use an engine, by the engine's name in results.
+# Context managers that make loaders use an engine, by the engine's name.
 ENGINES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "torch": on_torch,
     "rustloader": lambda: rustloader.installed(),  # not evaluated here, because the attribute imports torch

@@ -78,8 +78,8 @@ def _choose(as_json: bool) -> int | None:
 def _process_row(pid: int, count: int) -> dict[str, Any]:
     """Returns a row of the list of processes. ``count`` is the number of loaders of the process.
 
-    The other values describe the loader with the most batches, since its creation. The share of time in `next` shows
-    which of several ranks waits for its loader.
+    The other values describe the loader with the most batches, and cover the time since its creation. The share of time
+    in `next` shows which of several ranks waits for its loader.
     """
     rank = local_ranks.rank_variable_of(pid)
     identity = {"pid": pid, "local_rank": None if rank is None else rank[1], "loaders": count}
