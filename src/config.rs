@@ -47,7 +47,7 @@ pub const BACK_ANSWERS: usize = 1 << 10;
 pub const ARENA_MIN: u64 = GIB;
 /// Bytes of an arena on a small machine, if the system allows this size: untouched pages cost nothing.
 pub const ARENA_USUAL: u64 = 64 * GIB;
-/// Bytes of the largest arena: the allocator's size classes end there.
+/// Bytes of the largest arena: the allocator's size classes must cover it.
 pub const ARENA_MAX: u64 = 1 << 40;
 /// Bytes of the smallest region of a worker. A smaller one could not hold a batch.
 pub const REGION_MIN: u64 = MIB;
@@ -87,9 +87,11 @@ pub const TRIM_PATIENCE: u8 = 2;
 /// Minimum size in bytes of a large block, whose fresh pages cost more than a wake-up.
 pub const LARGE: u64 = MIB;
 /// The longest time that a worker waits for a large block that the training loop still holds, per [`LARGE`] bytes of
-/// the block: a fraction of the cost of fresh pages.
+/// the block: a fraction of the cost of fresh pages. A worker that is ahead of the loop waits up to four times as long,
+/// but at most [`AHEAD`].
 pub const RETURN_WAIT: Duration = Duration::from_micros(200);
-/// Number of size classes by which a warm block may exceed the requested size, which makes it up to 75 % larger.
+/// Number of size classes by which the class of a warm block may exceed that of the request. A block of the largest
+/// such class has less than twice the requested size.
 pub const REUSE_CLASSES: usize = 3;
 /// Divisor of the recent peak of pages in use. If batch sizes vary, idle pages may raise the total above the peak by at
 /// most the quotient.
@@ -187,11 +189,11 @@ pub const AHEAD: Duration = Duration::from_millis(20);
 /// Minimum number of bytes held by a worker's Python objects at which the worker calls Python's garbage collector. The
 /// collector itself does not see the size of their memory.
 pub const COLLECT_FROM: u64 = 32 * MIB;
-/// The same threshold as a multiple of the largest batch so far; the higher of the two applies. A collection raises the
-/// threshold to at least twice the bytes that are still held after it.
+/// The same threshold as a multiple of the largest batch so far; the higher of the two applies. After a collection, the
+/// threshold is at least twice the bytes that are still held.
 pub const COLLECT_BATCHES: u64 = 4;
-/// Maximum number of bytes that a worker's objects may hold after a collection. Above this limit, the worker's new
-/// tensors are allocated on the heap.
+/// Maximum number of bytes that a worker's objects may hold after a collection, if the threshold is not higher. If the
+/// new tensor that caused the collection would exceed this limit, it is allocated on the heap.
 pub const RETAINED_MAX: u64 = GIB;
 /// Minimum size in bytes of an array that NumPy allocates in a worker's region.
 pub const ARRAY_MIN: usize = 64 << 10;

@@ -31,7 +31,8 @@ pub struct Observed {
     pub name: String,
     /// The main process's state.
     pub state: MainState,
-    /// Nanoseconds for which the main process has been in this state.
+    /// Nanoseconds for which the main process has been in this state; in the three states of `next`, since the call of
+    /// `next` began.
     pub in_state_ns: u64,
     /// Nanoseconds since the iterator was created.
     pub age_ns: u64,
@@ -77,7 +78,7 @@ pub struct ObservedWorker {
     pub queued: u32,
     /// Number of results in the worker's completion ring.
     pub ready: u32,
-    /// Bytes of those blocks in the worker's region that have pages.
+    /// Number of bytes with pages in the worker's region.
     pub warm: u64,
 }
 
@@ -173,7 +174,7 @@ fn worker_key(page: &StatusPage) -> (u32, u64, u64, u64) {
 }
 
 /// Returns the counters plus the time in the current state. The main process adds that time to the page only at the end
-/// of a `next` or a wait.
+/// of a `next`, a wait or a step.
 fn counted(main: &MainPage, state: MainState, in_state_ns: u64, now_ns: u64) -> [u64; Count::LEN] {
     let mut counts = std::array::from_fn(|count| main.counts[count].load(Ordering::Relaxed));
     // The wait may have begun later than the call of `next`, which may call the sampler first.

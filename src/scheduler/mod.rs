@@ -2,8 +2,9 @@
 //!
 //! It is a state machine without threads, clock, channels or shared memory. The caller reports events
 //! ([`Scheduler::on_event`]), performs effects ([`Scheduler::poll`]), submits index batches ([`Scheduler::submit`]) and
-//! asks what to do next ([`Scheduler::next`]). Every call costs O(1). `README.md` in this folder describes the
-//! settings, the states and the relation to torch's algorithm, and shows why no task is lost and no wait is endless.
+//! asks what to do next ([`Scheduler::next`]). These calls cost amortized O(1). `README.md` in this folder describes
+//! the settings, the states and the relation to torch's algorithm, and shows why no task is lost and no wait is
+//! endless.
 
 mod bitmap;
 mod clock;

@@ -132,7 +132,7 @@ impl<T, R> Scheduler<T, R> {
             return true;
         }
         let bound = (front != NIL).then(|| self.reorder.slot(front).task);
-        // Any worker can take the tasks that wait in the shared queue, so every vacant worker is needed for them.
+        // Any worker may take a task of the shared queue, so such a task counts for every vacant worker.
         let shared = self.shared.as_ref().and_then(|shared| shared.tasks().next());
         let oldest = bound.into_iter().chain(shared.map(|(task, _)| task)).min();
         if self.first_dead.is_none() {

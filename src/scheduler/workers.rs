@@ -1,4 +1,4 @@
-//! The table of workers. Only [`Workers::pick`] implements the dispatch policy.
+//! The table of workers. [`Workers::pick`] implements the round-robin and fair-share policies; early tasks bypass it.
 
 use super::Dispatch;
 use super::bitmap::Bitmap;

@@ -33,7 +33,8 @@ struct ForkMarks {
 #[derive(Debug)]
 struct Watched {
     arena: Weak<Arena>,
-    /// The region that a worker process owns; `None` in the main process, which holds leases in all regions.
+    /// The region that a worker process owns; `None` in the main process, which holds leases in the regions
+    /// of all workers.
     owned: Option<u32>,
 }
 

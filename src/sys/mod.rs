@@ -1,7 +1,7 @@
 //! All system calls of the crate.
 //!
 //! Code that a forked child can reach takes no process-wide lock and logs nothing. Each error names the call and the
-//! remedy. Calls that a signal interrupts are retried, except waits, which report the signal.
+//! remedy. Calls that a signal interrupts are retried, except most waits, which then return.
 //!
 //! Calls go through rustix: its types express rules that SAFETY comments would otherwise state, and it enters the
 //! kernel without the C library. Each call is written with its full path, so that `tests/sys_calls.rs` finds it. The

@@ -72,8 +72,8 @@ pub fn kill(pid: i32, signal: i32) -> Result<()> {
     }
 }
 
-/// Returns the signal on which a worker dumps its stack. It is a real-time signal, because programs use the others, and
-/// from the middle of the range, because C libraries and debuggers use both ends.
+/// Returns the signal on which a worker dumps its stack. It is a real-time signal, because programs use the other
+/// signals; see also [`STACK_SIGNAL`].
 pub fn stack_signal() -> i32 {
     libc::SIGRTMIN() + STACK_SIGNAL
 }

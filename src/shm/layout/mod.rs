@@ -89,16 +89,16 @@ pub struct Header {
     pub(crate) main: MainPage,
 }
 
-/// The main process's status. It is written with plain stores under exclusive access to the iterator, and only
-/// `rustloader top` reads it.
+/// The main process's status. It is written with relaxed stores under exclusive access to the iterator.
+/// `rustloader top` reads it in another process.
 #[repr(C, align(64))]
 #[derive(Debug, Default)]
 pub struct MainPage {
     /// A [`MainState`].
     pub(crate) state: AtomicU32,
     pub(crate) pid: AtomicU32,
-    /// CLOCK_MONOTONIC time, in nanoseconds, at which the state began; in the two waiting states, at which the call of
-    /// `next` began.
+    /// CLOCK_MONOTONIC time, in nanoseconds, at which the state began; in the three states of `next`, at which the call
+    /// of `next` began.
     pub(crate) since_ns: AtomicU64,
     /// CLOCK_MONOTONIC time, in nanoseconds, of the start of the current wait, which the counters do not include yet.
     /// Valid only in the two waiting states.
@@ -112,7 +112,8 @@ pub struct MainPage {
     pub(crate) epoch_task: AtomicU64,
     /// Number of batches delivered before this epoch.
     pub(crate) epoch_batches: AtomicU64,
-    /// The counters as of the end of the last `next`; the counters of waiting are as of the end of the last wait.
+    /// The counters as of the end of the last `next`; those of waiting as of the end of the last wait, and that of
+    /// steps as of the end of the last step.
     pub(crate) counts: [AtomicU64; COUNTS],
     /// The first bytes of the loader's name, zero-padded.
     pub(crate) name: [AtomicU64; NAME_BYTES / 8],
@@ -243,8 +244,8 @@ pub struct QueueSlot {
     pub entry: [AtomicU64; SLOT_WORDS],
 }
 
-/// A worker's status. Only the worker writes it, with plain stores; error messages, stall reports and statistics read
-/// it.
+/// A worker's status. Only the worker writes it, or its link if it runs on another machine. Error messages, stall
+/// reports and statistics read it.
 #[repr(C, align(64))]
 #[derive(Debug, Default)]
 pub struct StatusPage {
