@@ -361,7 +361,7 @@ impl Remote {
         };
         let payload = entry.len - start;
         let message = self.arena.block_memory(WORKER, block, entry.len)?.as_ptr();
-        // SAFETY: the block has `payload` bytes from there on, and belongs to this thread until `let_go`.
+        // SAFETY: the block has `payload` bytes from `start` on, and belongs to this thread until `let_go`.
         let payload = unsafe { Part::raw(message.add(start as usize), payload as usize) };
         let mut parts = vec![Part::new(head), payload];
         for leaf in &leaves {
