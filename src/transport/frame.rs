@@ -5,7 +5,7 @@
 //! task     kind of task in `count`, bytes of the payload in `length`; then the task's number u64, the payload
 //! result   leaves in `count`, bytes of the payload in `length`; then the entry (8 words), the worker's counters,
 //!          the leaves' lengths (u64 each), the payload, the leaves
-//! sample   task u64; u64: place of the sample in its index batch plus 1, or 0 if none is in progress
+//! sample   task u64; u64: index of the sample within its index batch, plus 1, or 0 if none is in progress
 //! ready, stop, kill, left, replay: the head alone
 //! ```
 
