@@ -200,8 +200,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     }
 
     /// Submits an encoded index batch: sends it to the worker that the scheduler picks, or puts it into the shared
-    /// queue. If the worker is vacant, [`Engine::resend`] sends the task later. If no worker can take the task, drops
-    /// the tag, as torch does, and returns `None`. Does not wait for memory; see
+    /// queue. If the worker is being replaced, [`Engine::resend`] sends the task later. If no worker can take the task,
+    /// drops the tag, as torch does, and returns `None`. Does not wait for memory; see
     /// [`retry_while_reserved`](crate::shm::alloc::retry_while_reserved).
     pub fn submit(&mut self, tag: T, kind: TaskKind, payload: &[u8]) -> Result<Option<TaskId>> {
         // A sampler or a signal handler may have forked during `next`.
