@@ -159,7 +159,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     }
 
     /// Returns a worker's oldest unanswered task, with its tag. With a shared queue, this is the oldest task that the
-    /// worker holds or, if the worker holds none, the oldest task that waits in the queue.
+    /// worker holds; if there is none, the oldest that was bound to it after a death; otherwise, the oldest that waits
+    /// in the queue.
     pub fn oldest_task_of(&self, worker: u32) -> Option<(TaskId, &T)> {
         let Some(queue) = self.outbox.queue() else { return self.scheduler.oldest_task_of(WorkerId(worker)) };
         let tagged = |task| self.scheduler.tag_of(task).map(|tag| (task, tag));
@@ -199,7 +200,8 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     }
 
     /// Submits an encoded index batch: sends it to the worker that the scheduler picks, or puts it into the shared
-    /// queue. If no worker can take it, drops the tag, as torch does, and returns `None`. Does not wait for memory; see
+    /// queue. If the worker is being replaced, [`Engine::resend`] sends the task later. If no worker can take the task,
+    /// drops the tag, as torch does, and returns `None`. Does not wait for memory; see
     /// [`retry_while_reserved`](crate::shm::alloc::retry_while_reserved).
     pub fn submit(&mut self, tag: T, kind: TaskKind, payload: &[u8]) -> Result<Option<TaskId>> {
         // A sampler or a signal handler may have forked during `next`.

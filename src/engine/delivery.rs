@@ -11,11 +11,11 @@
 //! |---|---|---|---|
 //! | 1 | an earlier call deferred an error of the sampler ([`Event::DrawFailed`]); checked once, as the call begins | [`Step::Raise`] | the answer |
 //! | 2 | the iterator is closed | [`Step::Closed`] | nothing |
-//! | 3 | earlier calls owe draws (never with a window); each is tried once per call, until one finds no memory | [`Step::Submit`] | [`Event::IndexDrawn`], [`Event::DrawFailed`] without an unsent index batch |
+//! | 3 | earlier calls owe draws (never with a window); each is tried once per call, until an index batch cannot be sent | [`Step::Submit`] | [`Event::IndexDrawn`], [`Event::DrawFailed`] without an unsent index batch |
 //! | 4 | a signal handler interrupted the decoding of a delivered result ([`Event::DecodeInterrupted`]) | [`Step::Unread`] | the answer |
 //! | 5 | shared memory is damaged ([`Event::Broken`]) | the error | nothing |
 //! | 6 | a result is tied to its worker | [`Step::Open`] | [`Delivery::untie`] |
-//! | 7 | the scheduler answers `Vacant`, `Resend`, `Submit`, `Deliver`, `Raise`, `Dead`, `TimedOut`, `Shutdown` | the same | see `scheduler/README.md` |
+//! | 7 | the scheduler answers `Vacant`, `Resend`, `Submit`, `Deliver`, `Raise`, `Dead`, `TimedOut`, `Shutdown` | the same step, but [`Step::Deliver`] for `Raise`, and [`Step::Closed`] for `Shutdown` | see `scheduler/README.md` |
 //! | 8 | the scheduler answers `End`, and this call deferred an error | [`Step::Raise`] | the answer |
 //! | 9 | the scheduler answers `End` | [`Step::End`] | a new epoch |
 //! | 10 | the scheduler answers `Wait`, and the pin thread has ended | [`Step::NoPinThread`] | nothing |
@@ -33,8 +33,9 @@
 //! - The scheduler keeps the staged batch, the refills for exhausted workers, and the death that it raises. They are
 //!   part of torch's algorithm, and `tests/scheduler_model.rs` compares them with torch's fields.
 //! - Python's `Session` keeps `last`, the error that every call raises after an end or a death: waiting threads and
-//!   forked children cannot access the state in this module. It also keeps `rescued`, an answer that a signal handler
-//!   intercepted after the engine had returned it. Both take precedence over this table, `last` before `rescued`.
+//!   forked children cannot access the state in this module. It also keeps `rescued`, an answer that the engine
+//!   returned but that an exception from a signal handler cut off. Both take precedence over this table, `last` before
+//!   `rescued`.
 //!
 //! `tests/delivery_model.rs` compares this table and the code with a reference model.
 

@@ -10,9 +10,9 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
     /// snapshots, or if the iterator has ended or failed.
     pub fn is_starting(&self) -> bool {
         let is_active = self.snapshots && !self.has_ended() && self.delivery.is_sound();
-        let state = self.handle.answers();
+        let answers = self.handle.answers();
         let has_died = |worker| self.scheduler.is_dead(worker) || self.scheduler.is_vacant(worker);
-        let is_awaited = |worker| !state.has_started(worker) && !has_died(WorkerId(worker));
+        let is_awaited = |worker| !answers.has_started(worker) && !has_died(WorkerId(worker));
         is_active && (0..self.arena().geometry().workers).any(is_awaited)
     }
 

@@ -266,9 +266,9 @@ impl Handle {
         }
     }
 
-    /// Asks all workers to exit and wakes every thread in `next`. Idempotent. Takes no lock except that of `last`,
-    /// which other threads hold only while they read the arena's counters. If a wake-up fails, the sleeper sees the
-    /// request after its current slice.
+    /// Asks all workers to exit and wakes every thread in `next`. Idempotent. Takes only locks that other threads hold
+    /// briefly: that of `last` and, for workers on other machines, those of the links. If a wake-up fails, the sleeper
+    /// sees the request after its current slice.
     pub fn close(&self) {
         // SYNC: closing (pairs with the Acquire in `closing`).
         self.closing.store(true, Ordering::Release);

@@ -33,7 +33,7 @@ pub(super) struct Inbox<B> {
     ready: Vec<u64>,
     /// Workers whose exit cannot be polled; they are checked after each slice of a wait instead.
     unwatched: Vec<u32>,
-    /// True if the doorbell cannot be polled; results are then checked for after each slice of a wait.
+    /// True if the doorbell cannot be polled; `next` then checks for results after each slice of a wait.
     is_deaf: bool,
     /// The time of the last poll for dead workers.
     last_poll: Duration,

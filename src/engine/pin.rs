@@ -248,8 +248,8 @@ impl<P: Prepare> Body<P> {
         Ok(())
     }
 
-    /// Returns true if a result must be discarded because its worker, which may be replaced, died before this result or
-    /// an earlier tied one was opened. For a tied result, waits up to `limit` for the worker to end.
+    /// Returns true if a result must be discarded because its worker, which may be replaced, died before a tied result
+    /// was opened: this one or an earlier one. For a tied result, waits up to `limit` for the worker to end.
     fn is_lost(&mut self, incoming: &Incoming, limit: Duration) -> bool {
         let (worker, is_tied) = (incoming.worker, incoming.entry.kind == ResultKind::Tied);
         let Some(lost) = &mut self.lost else { return false };

@@ -87,7 +87,7 @@ impl<T, B: Send + 'static, E> Drop for Engine<T, B, E> {
         self.handle.stop_pinning();
         if !self.finished {
             self.handle.answers().drop_snapshots();
-            // Ask the workers to exit, as `Handle::stop_workers` does.
+            // Ask the workers to exit, as `Handle::stop_workers` does, but without waking them.
             self.handle.arena.header().stop.0.store(1, Ordering::Relaxed);
             page::close(&self.handle.arena);
             self.arena().retire();

@@ -12,7 +12,7 @@ pub struct Status {
     pub pid: u32,
     /// The current task, or the last one.
     pub task: u64,
-    /// Number of tasks answered so far.
+    /// Number of tasks and resume messages answered so far.
     pub tasks_done: u64,
     /// The number of a [`Terminated`].
     pub terminated: u32,

@@ -88,7 +88,7 @@ pub struct Progress {
     pub sent: u64,
     /// Number of this epoch's tasks that a worker will still answer.
     pub outstanding: usize,
-    /// Number of each worker's undelivered tasks; with a window, number of its unanswered tasks.
+    /// Number of each worker's undelivered tasks; with a window but no shared queue, number of its unanswered tasks.
     pub loads: Vec<usize>,
     /// The undelivered tasks in the order of dispatch: the ordinal of each and, if known, its worker.
     pub undelivered: Vec<(u64, Option<u32>)>,

@@ -5,7 +5,7 @@
 //! task     kind of task in `count`, bytes of the payload in `length`; then the task's number u64, the payload
 //! result   leaves in `count`, bytes of the payload in `length`; then the entry (8 words), the worker's counters,
 //!          the leaves' lengths (u64 each), the payload, the leaves
-//! sample   task u64; u64: place of the sample in its index batch plus 1, or 0 after the last sample
+//! sample   task u64; u64: index of the sample within its index batch, plus 1, or 0 if none is in progress
 //! ready, stop, kill, left, replay: the head alone
 //! ```
 
@@ -37,7 +37,7 @@ numbered_enum! {
         Result = 5,
         /// From the worker: it has left its loop; no frame follows.
         Left = 6,
-        /// From the worker: it begins a sample of a task, or the collation of its samples.
+        /// From the worker: it begins a sample of a task, or no sample is in progress any more.
         Sample = 7,
         /// From the worker: it begins a batch of a replay.
         Replay = 8,

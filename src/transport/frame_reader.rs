@@ -126,7 +126,7 @@ impl FrameReader {
         self.begin += available;
         let mut done = available;
         while done < len {
-            // The buffer is empty now, so the same call also receives the bytes that follow into it.
+            // The buffer is empty now, so the same call also fills it with the bytes that follow.
             let (buffer, wanted) = (&mut self.buffer, len - done);
             // SAFETY: the targets are the remainder of the caller's bytes, and the buffer.
             let receive = || unsafe { socket.receive((memory.add(done), wanted), (buffer.as_mut_ptr(), buffer.len())) };

@@ -155,8 +155,8 @@ impl FrameWriter {
         }
     }
 
-    /// Notes that the worker begins a sample. `words` contains the task, then the sample's position in the index batch
-    /// plus 1. The frame may arrive before the answers to earlier tasks.
+    /// Acts on a `Sample` frame. `words` contains the task, then the sample's index within its index batch, plus 1, or
+    /// 0 if none is in progress. The frame may arrive before the answers to earlier tasks.
     pub(super) fn on_sample(&self, mut words: impl Iterator<Item = u64>) {
         let (Some(task), Some(place)) = (words.next(), words.next()) else { return };
         let is_this_task = |(unanswered, kind): &(u64, TaskKind)| *unanswered == task && *kind != TaskKind::Resume;

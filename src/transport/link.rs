@@ -77,8 +77,7 @@ struct Intake {
 
 impl Link {
     /// Starts a thread that serves worker `worker` of this process's arena over a connected socket, and returns the
-    /// link. `doorbell` wakes the engine. The worker's rings and region must be empty, as for a
-    /// new process.
+    /// link. `doorbell` wakes the engine. The worker's rings and region must be empty, as for a new process.
     pub fn start(arena: &Arc<Arena>, worker: u32, socket: OwnedFd, doorbell: Arc<EventFd>) -> Result<Arc<Self>> {
         let link = Arc::new(Self {
             socket: Socket::new(socket),
@@ -347,8 +346,8 @@ impl Link {
         readiness.map(drop)
     }
 
-    /// Sleeps until there is something to receive or to send, or for [`IDLE_SLICE`]. If nothing happens in that time
-    /// and `trims` is set, trims the region.
+    /// Sleeps until there is something to receive or to send, for at most [`IDLE_SLICE`]. If nothing happens in that
+    /// time and `trims` is set, trims the region.
     fn sleep(&self, trims: bool) -> Result<()> {
         let blocked = self.blocked.load(Ordering::Relaxed);
         let readiness = self.socket.wait(true, blocked, Some(self.bell.as_fd()), Some(IDLE_SLICE))?;

@@ -8,7 +8,7 @@
 //! engine -> task ring -> Link  == socket ==>  Remote -> task ring -> Port -> the worker's loop
 //! engine <- result ring <- Link  <== socket ==  Remote <- result ring <- Port <- the worker's loop
 //! ```
-//! So neither the engine nor the worker's loop knows about the connection, and local workers pay nothing for it. One
+//! So neither the scheduler nor the worker's loop knows about the connection, and local workers pay nothing for it. One
 //! test suite (`tests/transport.rs`) checks that both kinds of workers follow the same rules. A [`Link`] owns the
 //! worker's region of the main process's arena, as a local worker does, and receives batches directly into blocks of
 //! that region. The link does not need the GIL.

@@ -137,8 +137,8 @@ impl Remote {
         self.send_notice(&Head::bare(Kind::Ready).to_bytes());
     }
 
-    /// Notifies the main process that the worker begins a sample of a task. `place` is the sample's position in the
-    /// index batch plus 1, or 0 if no sample is in progress. Returns only when the kernel has accepted the frame,
+    /// Notifies the main process that the worker begins a sample of a task. `place` is the sample's index within its
+    /// index batch, plus 1, or 0 if no sample is in progress. Returns only when the kernel has accepted the frame,
     /// because fetching the sample may end the process.
     pub fn at_sample(&self, task: u64, place: u64) {
         let mut frame = Head::bare(Kind::Sample).to_bytes().to_vec();
@@ -361,7 +361,7 @@ impl Remote {
         };
         let payload = entry.len - start;
         let message = self.arena.block_memory(WORKER, block, entry.len)?.as_ptr();
-        // SAFETY: the block has `payload` bytes from there on, and belongs to this thread until `let_go`.
+        // SAFETY: the block has `payload` bytes from `start` on, and belongs to this thread until `let_go`.
         let payload = unsafe { Part::raw(message.add(start as usize), payload as usize) };
         let mut parts = vec![Part::new(head), payload];
         for leaf in &leaves {

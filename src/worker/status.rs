@@ -41,7 +41,8 @@ impl StatusPage {
         let sum = &self.spent_ns[before as usize];
         // SYNC: time-spent (pairs with the Acquire in `WorkerTotals::of`).
         sum.store(sum.load(Ordering::Relaxed).wrapping_add(spent), Ordering::Release);
-        // The state is only for reports; `Handle::all_left` relies on `Left`, but only after the process has ended.
+        // Relaxed, because no reader relies on the state for other data; `Handle::all_left` relies on `Left`, but only
+        // after the process has ended.
         self.state.store(state as u32, Ordering::Relaxed);
         spent
     }
@@ -76,7 +77,7 @@ impl StatusPage {
             word.store(u64::from_le_bytes(*bytes), Ordering::Relaxed);
         }
         self.index_len.store(payload.len() as u64, Ordering::Relaxed);
-        // Readers compare this number with `task`: the two do not match while the words are being written.
+        // Readers compare this number with `task` + 1: the two do not match while the words are being written.
         self.index_task.store(entry.task.wrapping_add(1), Ordering::Release);
     }
 }

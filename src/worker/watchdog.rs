@@ -1,9 +1,9 @@
 //! A thread that ends the worker after the main process has ended, even while the dataset is producing a sample.
 //!
 //! The thread waits on a pidfd of the main process. If the system refuses a pidfd, the thread checks every
-//! [`PARENT_CHECK`] whether a process with the main process's pid and start time is running. Once the main process has
-//! ended, the thread asks the worker to stop, and ends the worker after [`ORPHAN_GRACE`]. (PR_SET_PDEATHSIG does not
-//! help, because it fires when the forking *thread* ends.)
+//! [`PARENT_CHECK`] whether the main process is still running ([`Parent::is_alive`]). Once the main process has ended,
+//! the thread asks the worker to stop, and ends the worker after [`ORPHAN_GRACE`]. (PR_SET_PDEATHSIG does not help,
+//! because it fires when the forking *thread* ends.)
 
 use std::sync::Arc;
 

@@ -29,7 +29,8 @@ pub struct Stall {
     pub phase: Phase,
     /// The state on the worker's status page.
     pub state: WorkerState,
-    /// The worker's current task, or the one that it has not taken; `None` in a replay, or if there is no such task.
+    /// The worker's current task, or the one that it has not taken. `None` if there is no such task and, if `exceeds`
+    /// is set, in a replay during the worker's start.
     pub task: Option<TaskId>,
     /// The time for which the worker has been stuck.
     pub time: Duration,
@@ -48,7 +49,7 @@ pub(in crate::engine) struct Observation {
     pub(in crate::engine) state: WorkerState,
     /// The worker's current task, or its last one.
     pub(in crate::engine) task: TaskId,
-    /// Number of tasks that the worker has answered.
+    /// Number of tasks and resume messages that the worker has answered.
     pub(in crate::engine) answers: u64,
     /// The time at which the worker entered its state.
     pub(in crate::engine) since: Duration,

@@ -10,8 +10,8 @@
 //! tensor still uses the memory, its bytes are copied.
 //!
 //! A child that the dataset forks has its own copy of ordinary memory. Blocks are shared memory, so the child replaces
-//! the blocks of live arrays with private copies before any other code runs in it. The worker's forking thread waits
-//! until that is done.
+//! the blocks of live arrays with private copies before the dataset's code continues in it. The worker's forking thread
+//! waits until that is done.
 //!
 //! One lock covers the table; it is taken before the allocator's lock. A child takes neither.
 

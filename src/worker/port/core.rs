@@ -57,8 +57,8 @@ pub struct Port {
     pub(super) last_wait_expired: AtomicBool,
     /// The payload of the last task that had its payload in a block.
     pub payload: Mutex<Vec<u8>>,
-    /// Bytes of the largest batch among the current [`RECENT_BATCHES`] batches, and among the previous ones. Only the
-    /// worker's loop writes it.
+    /// Bytes of the largest batch in the current period of [`RECENT_BATCHES`](crate::config::RECENT_BATCHES) batches,
+    /// and in the previous one. Only the worker's loop writes them.
     pub(super) largest: [AtomicU64; 2],
     stack: StackOffer,
     /// CPU time of the process when the current fetch began, in nanoseconds; 0 if the fetch is not measured.

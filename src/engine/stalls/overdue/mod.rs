@@ -21,7 +21,7 @@ use crate::sys::pidfd::ExitStatus;
 /// The outcome of [`Engine::kill`](crate::engine::Engine::kill).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Killed {
-    /// The worker was sent SIGKILL.
+    /// The worker was sent SIGKILL or, on another machine, a request to end.
     Yes,
     /// The worker was not signaled, because it does not descend from this process.
     No,
@@ -36,7 +36,8 @@ enum Work {
     /// Nothing to which the limit applies.
     #[default]
     Nothing,
-    /// A task (or, with `None`, a batch of a replay), and the time at which the worker took or began it.
+    /// A task (or, with `None`, a batch of a replay during the start), and the time at which the worker took or began
+    /// it.
     Batch(Option<TaskId>, Duration),
     /// A task (or, with `None`, the message that begins an epoch) that the worker has not taken.
     Late(Option<TaskId>),
