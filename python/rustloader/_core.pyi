@@ -537,8 +537,9 @@ class Progress:
     """The progress of an epoch.
 
     ``sent`` is the number of tasks that were sent; ``outstanding`` is the number of these tasks that have no result
-    yet. ``loads`` has the number of undelivered tasks of each worker. ``undelivered`` lists the ordinal and the worker
-    of each undelivered task, in order; the worker is None if it is unknown.
+    yet. ``loads`` has the number of undelivered tasks of each worker, or of unanswered ones with a window and no shared
+    queue. ``undelivered`` lists the ordinal and the worker of each undelivered task, in order; the worker is None if it
+    is unknown.
     """
 
     sent: Final[int]

@@ -257,7 +257,7 @@ pub struct StatusPage {
     pub(crate) since_ns: AtomicU64,
     /// The number of the current or last task.
     pub(crate) task: AtomicU64,
-    /// Number of tasks answered so far.
+    /// Number of tasks and resume messages answered so far.
     pub(crate) tasks_done: AtomicU64,
     /// Nanoseconds spent in each state so far, indexed by the number of the state.
     pub(crate) spent_ns: [AtomicU64; WorkerState::COUNT],
