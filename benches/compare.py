@@ -4,7 +4,7 @@ Each row is one kind of batch (rows.py). In most rows a sample costs next to not
 In each round torch's loader and rustloader's run one epoch each, in turn. The figures are medians of the rounds,
 divided by the number of batches in an epoch. A ratio is the median of the rounds' ratios, with its confidence interval.
 `wall` is the time from iter() to the end of the epoch; in the `start_` rows, to the first batch, and not
-divided. `CPU` is the processor time of this process and of all workers in the epoch. `floor` is torch with
+divided. `CPU` is the CPU time of this process and of all workers in the epoch. `floor` is torch with
 num_workers=0, which has no transport.
 
 Before a row is timed, its first batches through both loaders are compared: types, dtypes, shapes and values.

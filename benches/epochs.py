@@ -24,7 +24,7 @@ SHARING = torch.multiprocessing.get_sharing_strategy()
 
 
 def cpu_seconds(loader: Any) -> float:
-    """Returns the processor time of this process, of the children that it has reaped, and of the loader's workers."""
+    """Returns the CPU time of this process, of the children that it has reaped, and of the loader's workers."""
     return machine.cpu_seconds(worker.pid for worker in living_workers(loader))
 
 
@@ -62,7 +62,7 @@ class Loop:
     def __call__(self) -> dict[str, float]:
         """Runs a round. Raises Failure if batches are missing, or if ``from_engine`` does not hold.
 
-        Returns microseconds per batch: wall time, processor time of all processes, and processor time of this thread,
+        Returns microseconds per batch: wall time, CPU time of all processes, and CPU time of this thread,
         which is an upper bound on the time for which it holds the GIL. With ``to_first``, the wall time is that to the
         first batch, and is not divided by the number of batches.
         """

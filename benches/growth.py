@@ -77,7 +77,7 @@ CURVES: dict[str, tuple[str, Callable[[], Iterator[Point]]]] = {
     "leaves": ("small tensors in a batch, by their number", leaves),
     "sizes": ("one tensor per batch, by its size, made by torch.clone", sizes),
     "indices": ("samples in an index batch", indices),
-    "idle": ("processor time per second of the main process and two idle workers, us", lambda: iter(())),
+    "idle": ("CPU time per second of the main process and two idle workers, us", lambda: iter(())),
 }
 program = Program(__doc__, list(CURVES), rounds=3)
 
@@ -105,7 +105,7 @@ def measure(curve: str) -> None:
 
 
 def idle(seconds: float = 3.0) -> float:
-    """Returns the processor time of the main process and two idle workers, in microseconds per second."""
+    """Returns the CPU time of the main process and two idle workers, in microseconds per second."""
     loader = rustloader.DataLoader(range(8), num_workers=2, persistent_workers=True)  # type: ignore[arg-type]
     list(loader)
     before = cpu_seconds(loader)

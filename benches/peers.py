@@ -9,7 +9,7 @@ epoch, in rotating order. The figures are medians of the rounds, divided by the 
 timed epoch must deliver all its batches, and its last batch must be right. Otherwise the cell says FAILED and the exit
 status is 1.
 
-`wall` is the time from iter() to the end of the epoch. `CPU` is the processor time of all processes in that time.
+`wall` is the time from iter() to the end of the epoch. `CPU` is the CPU time of all processes in that time.
 Worker processes start and end with the epoch, except SPDL's single process, which is persistent by design.
 """
 
@@ -166,7 +166,7 @@ def timed(loop: Loop, last: Any) -> dict[str, float]:
     """Times an epoch. Raises Failure if its last batch is not ``last``."""
     others = multiprocessing.active_children()
     figures = loop()
-    # torchdata's workers exit shortly after their epoch. If they were reaped in the next epoch, their processor time
+    # torchdata's workers exit shortly after their epoch. If they were reaped in the next epoch, their CPU time
     # would count there.
     for child in set(multiprocessing.active_children()).difference(others):
         child.join()
@@ -215,7 +215,7 @@ def cells(rounds: Rounds, failed: dict[str, str], what: str) -> list[str]:
 
 
 def measure_then_show_cpu(name: str) -> None:
-    """Measures a row. After the last row, prints the table of processor times."""
+    """Measures a row. After the last row, prints the table of CPU times."""
     measure(name)
     if name == program.options.rows[-1]:
         program.head("cpu per batch, us", *makers)

@@ -5,7 +5,7 @@ rounds, with its confidence interval.
 
 memory   private memory that a forked worker gains in one shuffled epoch, with 2 workers: torch's loader and
          rustloader's with a plain object, rustloader's with a shared one
-reads    microseconds of processor time to read an item in a worker, in random order, in later epochs: a plain object, a
+reads    microseconds of CPU time to read an item in a worker, in random order, in later epochs: a plain object, a
          shared one, and the median of the rounds' differences
 build    seconds and peak memory of share(): with the original in memory, and without one (from a generator)
 """

@@ -113,10 +113,10 @@ class _Watch:
 
     def __init__(self, ledger: Ledger, workers: int) -> None:
         self._ledger, self._workers = ledger, workers
-        self._before, self._times_before = ledger.totals(), ledger.processor_times()
+        self._before, self._times_before = ledger.totals(), ledger.cpu_times()
 
     def epoch(self) -> Epoch:
-        after, times = self._ledger.totals(), _time(self._ledger.processor_times())
+        after, times = self._ledger.totals(), _time(self._ledger.cpu_times())
         counts, before = after.counts.since(self._before.counts), _time(self._times_before)
         busy = _busy(after) - _busy(self._before)
         return Epoch(

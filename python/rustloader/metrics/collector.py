@@ -105,10 +105,10 @@ _WORKER_COUNTERS: _Table = (
     ("worker_collate_seconds", "Time in collate_fn.", lambda it: it.collate),
     ("worker_pack_seconds", "Time spent writing batches into shared memory.", lambda it: it.pack + it.publish),
     ("worker_idle_seconds", "Time spent waiting for tasks.", lambda it: it.idle),
-    ("worker_fetch_cpu_seconds", "Processor time of the fetches that were measured.", lambda it: it.fetch_cpu),
+    ("worker_fetch_cpu_seconds", "CPU time of the fetches that were measured.", lambda it: it.fetch_cpu),
     (
         "worker_fetch_measured_seconds",
-        "Time in the fetches whose processor time was measured.",
+        "Time in the fetches whose CPU time was measured.",
         lambda it: it.fetch_measured,
     ),
 )

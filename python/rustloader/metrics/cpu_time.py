@@ -1,8 +1,8 @@
-"""Processor time of workers.
+"""CPU time of workers.
 
 It is read from the kernel when statistics are taken, and once more before the workers exit. The time of a worker's
 start, which the worker records, is subtracted, because starting Python and importing the program's modules are not work
-on batches. The worker also records the processor time of fetches, which is not used here.
+on batches. The worker also records the CPU time of fetches, which is not used here.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class ProcessorTime(NamedTuple):
 
 
 class WorkTime(NamedTuple):
-    """Processor time of a worker's processes since their first tasks, in seconds.
+    """CPU time of a worker's processes since their first tasks, in seconds.
 
     Attributes:
         cpu: Seconds for which the processes ran; None if unknown for all of them.
         queued: Seconds for which their main threads waited for a core; None if unknown.
-        unmeasured: Busy seconds of processes with unknown processor time.
+        unmeasured: Busy seconds of processes with unknown CPU time.
     """
 
     cpu: float | None = None
@@ -50,7 +50,7 @@ NO_TIME = WorkTime()
 
 
 def time_of_process(pid: int, start: str | None = None) -> ProcessorTime | None:
-    """Returns the processor time of a process, including its threads and the children that it has waited for.
+    """Returns the CPU time of a process, including its threads and the children that it has waited for.
 
     Returns None if the system does not report it. ``start`` is an earlier result of `start_time`. If ``start`` is given
     and another process has the pid by now, the result is None as well.
@@ -82,10 +82,10 @@ def start_time(pid: int) -> str | None:
 
 
 def time_of_work(time: ProcessorTime | None, totals: WorkerTotals) -> WorkTime:
-    """Returns the part of a worker's processor time that was spent on batches: the time since its first task.
+    """Returns the part of a worker's CPU time that was spent on batches: the time since its first task.
 
     Args:
-        time: The processor time of the process; None if unknown.
+        time: The CPU time of the process; None if unknown.
         totals: The worker's counters.
     """
     if not totals.start_cpu:
@@ -102,7 +102,7 @@ def _queued_seconds(pid: int) -> float | None:
 
 
 class _Moment(NamedTuple):
-    """The monotonic clock, and the processor time of all processes (None if unknown) and of this one, in seconds."""
+    """The monotonic clock, and the CPU time of all processes (None if unknown) and of this one, in seconds."""
 
     time: float
     busy: float | None
@@ -176,7 +176,7 @@ class Workers:
         return self._memory.sizes()
 
     def times(self) -> list[WorkTime]:
-        """Returns the processor times, by worker number."""
+        """Returns the CPU times, by worker number."""
         if self._ended is not None:
             return self._ended
         workers = totals_of([self._meter]).workers

@@ -26,17 +26,17 @@ class WorkerStats:
         fetch_seconds: Time spent in the dataset.
         collate_seconds: Time spent in ``collate_fn``.
         pack_seconds: Time spent writing batches into the arena or pickling them, and publishing them.
-        cpu_seconds: Processor time in seconds since the first task, including all threads, and child processes that
+        cpu_seconds: CPU time in seconds since the first task, including all threads, and child processes that
             have ended. It is much less than ``busy_seconds - unmeasured_seconds`` if the worker waits for storage. None
             if unknown: the system does not report it, or the worker was killed.
         queued_seconds: Seconds since the first task for which the worker was ready to run but had no core; None if
             unknown.
-        unmeasured_seconds: Part of ``busy_seconds``: the work of processes whose processor time is unknown, such as
+        unmeasured_seconds: Part of ``busy_seconds``: the work of processes whose CPU time is unknown, such as
             killed ones.
-        fetch_cpu_seconds: Processor time in seconds spent in the dataset, including all threads, and child processes
+        fetch_cpu_seconds: CPU time in seconds spent in the dataset, including all threads, and child processes
             that have ended. It is measured in every fetch, or in every eighth if fetches take less than 400 us on
             average.
-        fetch_measured_seconds: Part of ``fetch_seconds``: the fetches whose processor time was measured. Compare this
+        fetch_measured_seconds: Part of ``fetch_seconds``: the fetches whose CPU time was measured. Compare this
             with ``fetch_cpu_seconds``.
         private_bytes: Private memory of the latest process in bytes, without shared memory: the current size, or the
             last one before the process ended. A forked worker starts with almost no private memory, so this is what
@@ -70,7 +70,7 @@ class WorkerStats:
 
     @property
     def fetch_cpu_share(self) -> float | None:
-        """Processor time spent in the dataset as a share of the wall time; None before the first fetch.
+        """CPU time spent in the dataset as a share of the wall time; None before the first fetch.
 
         The share is small for a worker that waits for storage, and may exceed 1 for one with several threads.
         """

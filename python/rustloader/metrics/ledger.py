@@ -117,13 +117,13 @@ class Ledger:
         return watched[-1] if watched else None
 
     def end_workers(self) -> None:
-        """Saves the processor times of an iterator's workers before they exit. Does nothing for a loader's ledger."""
+        """Saves the CPU times of an iterator's workers before they exit. Does nothing for a loader's ledger."""
         if self._parent is not None:
             for workers in self._processes[1]:
                 workers.end()
 
-    def processor_times(self) -> list[WorkTime]:
-        """Returns the processor times, by worker number."""
+    def cpu_times(self) -> list[WorkTime]:
+        """Returns the CPU times, by worker number."""
         times, watched = self._processes
         for workers in watched:
             times = sum_by_worker(times, workers.times())
@@ -149,7 +149,7 @@ class Ledger:
         return all(meter.ended for meter in self._meters)
 
     def absorb(self, other: Ledger) -> None:
-        """Adds the counters of a loader that is gone and whose engines have ended, except processor times."""
+        """Adds the counters of a loader that is gone and whose engines have ended, except CPU times."""
         self.iterators += other.iterators
         for reason, count in other.fallbacks.items():
             self.fallbacks[reason] = self.fallbacks.get(reason, 0) + count
@@ -163,7 +163,7 @@ class Ledger:
         return totals_of([self._ended, *self._meters])
 
 
-# When an iterator is destroyed, the last processor times of its workers are saved.
+# When an iterator is destroyed, the last CPU times of its workers are saved.
 _ledgers: WeakTable[Ledger] = WeakTable(on_end=Ledger.end_workers)
 find = _ledgers.find
 
@@ -197,7 +197,7 @@ def open_for(iterator: IteratorLike, loader: LoaderLike) -> None:
 
 
 def end_workers(iterator: IteratorLike) -> None:
-    """Saves the processor times of an iterator's workers before they exit, if the iterator has a ledger."""
+    """Saves the CPU times of an iterator's workers before they exit, if the iterator has a ledger."""
     ledger = find(iterator)
     if ledger is not None:
         ledger.end_workers()

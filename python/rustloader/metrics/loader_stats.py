@@ -120,9 +120,9 @@ def stats_of_ledger(
     """
     totals = ledger.totals()
     counts = totals.counts
-    # Read after the counters. Otherwise the processor time of the latest work would be missing, and that work would
+    # Read after the counters. Otherwise the CPU time of the latest work would be missing, and that work would
     # look like waiting.
-    times = ledger.processor_times()
+    times = ledger.cpu_times()
     processes = ledger.workers()
     private = processes.private() if processes is not None and reads_memory else []
     is_remote = ledger.scheduling is not None and ledger.scheduling.remote

@@ -115,7 +115,7 @@ def predict(durations: Sequence[float], now: Scheduler, step: float, lower_bound
         durations: Seconds of work on recent batches, in order.
         now: The current settings.
         step: Seconds between two calls of ``next``.
-        lower_bound: Minimum seconds for all batches under any settings, such as their processor time divided by the
+        lower_bound: Minimum seconds for all batches under any settings, such as their CPU time divided by the
             number of cores.
 
     Returns:

@@ -198,7 +198,7 @@ def worker_stats(
     time: "WorkTime",
     private_bytes: int | None,
 ) -> WorkerStats:
-    """Returns a worker's statistics from its counters, its processor time and its memory."""
+    """Returns a worker's statistics from its counters, its CPU time and its memory."""
     return WorkerStats(
         id=number,
         pid=pid,

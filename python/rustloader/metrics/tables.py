@@ -43,7 +43,7 @@ def _times(stats: StatsFields) -> list[tuple[str, float, str]]:
 def _worker_times(worker: WorkerStats) -> list[tuple[str, float]]:
     times = [
         ("fetch", worker.fetch_seconds),
-        # An estimate, because the processor time of some fetches may not have been measured.
+        # An estimate, because the CPU time of some fetches may not have been measured.
         ("fetch CPU", worker.fetch_seconds * (worker.fetch_cpu_share or 0.0)),
         ("collate", worker.collate_seconds),
         ("pack", worker.pack_seconds),

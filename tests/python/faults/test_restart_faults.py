@@ -221,5 +221,5 @@ def test_processor_times_are_still_measured_after_a_restart(tmp_path):
     loader = loader_of(Mortal(N, Deaths(tmp_path, {3: 1, 12: 1})))
     iterator = iter(loader)
     list(iterator)
-    times = rustloader.iterator.core.ledger.of(iterator).processor_times()
+    times = rustloader.iterator.core.ledger.of(iterator).cpu_times()
     assert len(times) == 2 and all(time.cpu is not None and time.cpu >= 0 for time in times)

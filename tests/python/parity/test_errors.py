@@ -87,7 +87,7 @@ def test_p19_a_timeout_loses_nothing(tmp_path):
     assert [in_time(next, iterator) for _ in range(4)] == [*[("value", i) for i in (1, 2, 3)], ("end",)]
 
 
-# Runs alone: a worker that gets no processor time for 5 s would be a timeout.
+# Runs alone: a worker that gets no CPU time for 5 s would be a timeout.
 @pytest.mark.alone
 def test_p19_the_clock_starts_again_at_each_result():
     # Worker 0 needs 6.5 s for its first item; the other worker's batches arrive every 0.75 s until then.

@@ -185,7 +185,7 @@ def test_when_workers_elsewhere_pay(cores, cpus, link, nodes, text):
 def test_the_figures_of_the_formula():
     price = Price(9.6e6, 0.32, 8, Cluster(32, 1, 1.2e9))
     assert str(price).startswith(
-        "A batch is 9.6 MB and takes 320 ms of processor time, so the 8 cores here make at most 25.0 batches/s. "
+        "A batch is 9.6 MB and takes 320 ms of CPU time, so the 8 cores here make at most 25.0 batches/s. "
         "The link carries 1,200 MB/s: 125.0 batches/s, the work of 40.0 cores. "
     )
     figures = price.as_dict()

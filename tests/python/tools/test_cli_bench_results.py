@@ -213,7 +213,7 @@ def test_more_workers_than_cores_only_where_they_wait_for_storage():
     "cpu, queued, workers", [(0.5, 0.0, 4), (0.5, 8.0, 4), (4.0, 5.5, 2), (9.0, 0.5, 2), (None, None, 4)]
 )
 def test_the_statistics_say_whether_workers_wait(cpu, queued, workers):
-    """They wait for the wall time of their work, less processor time and the time in the queue for a core."""
+    """They wait for the wall time of their work, less CPU time and the time in the queue for a core."""
     worker = {"fetch_seconds": 9.0, "collate_seconds": 0.5, "pack_seconds": 0.5}
     worker |= {"cpu_seconds": cpu, "queued_seconds": queued}
     points = sweep({2: [100.0] * 3, 4: [150.0] * 3}, verdict={"stats": {"workers": [worker] * 4}})
@@ -222,7 +222,7 @@ def test_the_statistics_say_whether_workers_wait(cpu, queued, workers):
 
 def test_a_killed_worker_does_not_hide_that_the_others_wait():
     parts = {"collate_seconds": 0.0, "pack_seconds": 0.0, "queued_seconds": 0.0}
-    # The processor time is unknown for 50 s of the first worker's work, and for all of the second one's.
+    # The CPU time is unknown for 50 s of the first worker's work, and for all of the second one's.
     first = parts | {"fetch_seconds": 60.0, "cpu_seconds": 8.0, "unmeasured_seconds": 50.0}
     second = parts | {"fetch_seconds": 90.0, "cpu_seconds": None, "unmeasured_seconds": 90.0}
     points = sweep({2: [100.0] * 3, 4: [150.0] * 3}, verdict={"stats": {"workers": [first, second]}})

@@ -429,7 +429,7 @@ def test_printed():
     assert "worker 0" in text and "arena" in text and "copies" not in text and "pickled" not in text
 
 
-# Processor time
+# CPU time
 
 
 def test_the_processor_time_of_workers_at_work_and_after_their_end():
@@ -672,7 +672,7 @@ def compute(worker):
 
 
 class Computing(Dataset):
-    """Samples that take processor time."""
+    """Samples that take CPU time."""
 
     def __init__(self, n):
         self.n = n

@@ -274,7 +274,7 @@ def test_short_indices(index, text):
     assert short_index(index) == text
 
 
-# Processor time, and cores
+# CPU time, and cores
 
 
 def test_the_processor_time_of_this_process_and_of_none():
@@ -355,7 +355,7 @@ def test_iterators_that_start_at_once_are_all_counted():
 
     ledger._watch(Ended(meanwhile))
     ledger._watch(Ended())
-    assert other and ledger.processor_times() == [(3.0, 0.0, 0.0)]
+    assert other and ledger.cpu_times() == [(3.0, 0.0, 0.0)]
 
 
 def test_a_child_does_not_wait_for_the_ledgers_lock():
@@ -381,7 +381,7 @@ def test_a_child_does_not_wait_for_the_ledgers_lock():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(20)
         ledger._watch(Ended())
-        os._exit(len(ledger.processor_times()))
+        os._exit(len(ledger.cpu_times()))
     status = os.waitpid(child, 0)[1]
     done.set()
     thread.join()

@@ -72,7 +72,7 @@ def slow(index, ms, worker=0):
 
 
 def partly_known(stats):
-    """The same statistics, but without the processor time of the first worker and of half of the second one's work."""
+    """The same statistics, but without the CPU time of the first worker and of half of the second one's work."""
     first, second = stats.workers
     first = dataclasses.replace(first, cpu_seconds=None, queued_seconds=None, unmeasured_seconds=first.busy_seconds)
     cpu, queued = second.cpu_seconds / 2, second.queued_seconds / 2
@@ -161,7 +161,7 @@ TABLE = {
         ["add cores"],
         None,
     ),
-    "on all cores, and nothing known of processor time": (
+    "on all cores, and nothing known of CPU time": (
         lambda: given(step=9, own=1, waited=40, fetch=100, cores=2),
         "dataset",
         ["whether the workers wait for storage is unknown"],
@@ -588,7 +588,7 @@ REMEDIES = {
     "a worker on each core": "cache its results, decode faster, or add cores",
     "more workers than cores": "cache its results, decode faster, or add cores",
     "more workers than cores, which look idle": "cache its results, decode faster, or add cores",
-    "on all cores, and nothing known of processor time": "cache its results, decode faster, or add cores",
+    "on all cores, and nothing known of CPU time": "cache its results, decode faster, or add cores",
     "no step at all": "cache its results, decode faster, or use more workers",
     "no step worth the name": "cache its results, decode faster, or use more workers",
     "no step, and a worker on each core": "cache its results, decode faster, or add cores",

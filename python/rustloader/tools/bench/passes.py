@@ -51,7 +51,7 @@ class Watcher(Protocol):
 
 
 class Mark(NamedTuple):
-    """The progress of a pass: the number of batches, the time in seconds, and the processor time of all processes."""
+    """The progress of a pass: the number of batches, the time in seconds, and the CPU time of all processes."""
 
     batches: int
     time: float
@@ -68,10 +68,10 @@ class Pass:
         seconds: time from ``iter()`` to the last batch.
         first_batch_seconds: time from ``iter()`` to the first batch.
         batches_per_second: rate over the whole pass.
-        cpu_seconds_per_batch: processor time of all processes per batch.
+        cpu_seconds_per_batch: CPU time of all processes per batch.
         steady_batches_per_second: rate without the start of the workers (see ``steady()``); None if there are too few
             batches.
-        steady_cpu_seconds_per_batch: processor time per batch without the start of the workers; None if there are too
+        steady_cpu_seconds_per_batch: CPU time per batch without the start of the workers; None if there are too
             few batches.
         batch_bytes: mean bytes of tensors, arrays and bytes objects in a batch; 0 if they were not counted.
         others_share: share of the cores that other processes used during the pass, from 0 to 1; None if unknown.
@@ -198,7 +198,7 @@ def steady(marks: list[Mark], batches: int) -> tuple[Mark, Mark] | None:
 
 
 def _rates(begin: Mark, end: Mark) -> tuple[float, float]:
-    """Returns the batches per second, and the seconds of processor time per batch."""
+    """Returns the batches per second, and the seconds of CPU time per batch."""
     batches = end.batches - begin.batches
     return batches / (end.time - begin.time), (end.cpu - begin.cpu) / batches
 

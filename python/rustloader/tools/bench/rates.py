@@ -1,4 +1,4 @@
-"""Summarizes the passes over a loader on one engine: rates, processor time and memory."""
+"""Summarizes the passes over a loader on one engine: rates, CPU time and memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SideRates:
         passes: the measurements of each pass.
         batch_bytes: mean size of a batch in bytes.
         memory_bytes: peak memory of the loader's processes, minus their memory before ``iter()``; None if unknown.
-        steady: whether rates and processor time exclude the start of the workers; see ``make_sides_comparable()``.
+        steady: whether rates and CPU time exclude the start of the workers; see ``make_sides_comparable()``.
     """
 
     passes: list[Pass] = field(default_factory=list)

@@ -148,7 +148,7 @@ class Price:
 
     Attributes:
         batch_bytes: size of a batch in bytes.
-        cpu_seconds: processor time of a batch in seconds.
+        cpu_seconds: CPU time of a batch in seconds.
         cores: number of cores that workers may use on this machine.
         cluster: resources of the cluster.
     """
@@ -180,7 +180,7 @@ class Price:
 
     def __str__(self) -> str:
         cores = count_of(self.cores, "core")
-        text = f"A batch is {size(self.batch_bytes)} and takes {duration(self.cpu_seconds)} of processor time, so the "
+        text = f"A batch is {size(self.batch_bytes)} and takes {duration(self.cpu_seconds)} of CPU time, so the "
         text += f"{cores} here make at most {number(self.local)} batches/s. The link carries "
         text += f"{number(self.cluster.link / 1e6)} MB/s: {number(self.carried)} batches/s, the work of "
         text += f"{number(self.replaced)} cores. "

@@ -1,4 +1,4 @@
-"""Describes this machine, and measures processor time."""
+"""Describes this machine, and measures CPU time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def sentence() -> str:
 
 
 def cpu_seconds(workers: Iterable[int]) -> float:
-    """Returns the processor time of this process, of the children that it has reaped, and of running workers.
+    """Returns the CPU time of this process, of the children that it has reaped, and of running workers.
 
     ``workers`` are process IDs. A process that no longer exists counts as 0.
     """

@@ -37,7 +37,7 @@ class Observation:
         file: device and inode of the arena.
         figures: the result of ``_core.inspect_arena``.
         pids: process IDs of the workers in this PID namespace; None for one that is unknown.
-        times: processor time that each worker has spent on batches.
+        times: CPU time that each worker has spent on batches.
     """
 
     file: tuple[int, int]
@@ -77,7 +77,7 @@ class WorkerView:
     """A worker, as ``top`` shows it.
 
     ``pid`` is the process ID in this PID namespace, if known. Shares cover the last interval. ``fetch_cpu_share`` is
-    the processor time of the fetches that ended in the interval as a share of their wall time; None if none ended.
+    the CPU time of the fetches that ended in the interval as a share of their wall time; None if none ended.
     """
 
     id: int
@@ -310,7 +310,7 @@ def _worker_stats(view: WorkerView, now: Observation, since: Observation | None)
 
 
 def _difference(now: WorkTime, before: WorkTime) -> WorkTime:
-    """Returns the difference between two processor times; ``NO_TIME`` if one is unknown."""
+    """Returns the difference between two CPU times; ``NO_TIME`` if one is unknown."""
     if now.cpu is None or before.cpu is None:
         return NO_TIME
     queued = None if now.queued is None or before.queued is None else max(0.0, now.queued - before.queued)
