@@ -1,22 +1,22 @@
 """Compares rustloader's DataLoader with torch's: time and CPU time per batch, interleaved in one process.
 
 Each row is one kind of batch (rows.py). In most rows a sample costs next to nothing, so the rows measure the transport.
-In each round torch's loader and rustloader's run one epoch each, in turn. The figures are medians of the rounds,
-divided by the number of batches in an epoch. A ratio is the median of the rounds' ratios, with its confidence interval.
-`wall` is the time from iter() to the end of the epoch; in the `start_` rows, to the first batch, and not
-divided. `CPU` is the CPU time of this process and of all workers in the epoch. `floor` is torch with
-num_workers=0, which has no transport.
+In each round torch's loader and rustloader's run the row's epochs, usually one each, in turn. The figures are medians
+of the rounds, divided by the number of batches in a round. A ratio is the median of the rounds' ratios, with its
+confidence interval. `torch us` and `rustloader us` are wall times from iter() to the end of the epoch; in the `start_`
+rows, to the first batch, and not divided. `CPU` is the CPU time of this process and of all workers in the epoch.
+`floor` is torch with num_workers=0, which has no transport.
 
 Before a row is timed, its first batches through both loaders are compared: types, dtypes, shapes and values.
-Each timed epoch must deliver all its batches, the last ones equal on both sides, and all of rustloader's must
-have come from the Rust engine. Otherwise the exit status is 1.
+Each timed epoch must deliver all its batches, and the last batch must be equal on both sides. All of rustloader's
+batches must come from the Rust engine. Otherwise the exit status is 1.
 
 examples:
   python benches/compare.py                            all rows, workers started each epoch
   python benches/compare.py --persistent               all rows, persistent workers
   python benches/compare.py --both --docs              both, into docs/performance-log.md and its chart
   python benches/compare.py --rows scalar,tokens --rounds 7
-  python benches/compare.py --rows scalar --beside     torch in other settings, and the floors
+  python benches/compare.py --rows scalar --beside     torch in other settings, bare forks and memcpy
   python benches/compare.py --off RUSTLOADER_NUMPY_ARENA    also rustloader without that feature, in the same rounds
                                                              (--rounds: a multiple of 6, for all orders of three sides)
   python benches/compare.py --save before.json         ... then change something ...
@@ -125,8 +125,8 @@ BESIDE = {
     "bare_us": "bare fork us",
     "copy_us": "memcpy us",
     "copies_us": "memcpy in all workers us",
-    "torch_main_us": "main torch us",
-    "ours_main_us": "main rustloader us",
+    "torch_main_us": "main CPU torch us",
+    "ours_main_us": "main CPU rustloader us",
 }
 
 
@@ -152,7 +152,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def picture(results: list[dict[str, Any]]) -> str:
-    """Draws how many times as fast as torch each row is, on a logarithmic scale."""
+    """Draws each row's speedup over torch on a logarithmic scale."""
     groups = {
         what: {name: ratios[k]["ratio"] for k, name in zip((False, True), SETTINGS, strict=True) if k in ratios}
         for what, ratios in by_row(results).items()

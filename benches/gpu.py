@@ -5,9 +5,9 @@ warm up:
 
 rate     batches per second that arrive in pinned memory while nothing else runs, and GB/s of their tensors. `memcpy`
          is the rate at which one thread copies from pageable to pinned memory: the limit of one pin thread.
-GIL      microseconds per batch for which the GIL was not free. A Python thread counts while the loader runs; the figure
-         is the time per batch, times the share by which the thread counts more slowly than when it runs alone. It
-         includes the work of the calling thread in next().
+GIL      microseconds per batch for which the GIL was not free. A Python thread increments a counter while the loader
+         runs. The figure is the time per batch, times the fraction by which the counter advances more slowly than
+         without the loader. It includes the work of the calling thread in next().
 step     milliseconds per batch of a training loop that copies to the device with non_blocking=True and computes there
          for about as long as the copy takes. `bound` is the longest of the parts (loader, copy, kernel) when each runs
          alone: if `step` is close to it, they overlap.
@@ -105,7 +105,7 @@ def measure(name: str) -> None:
         figures = {"rate": rate, "gil": gil_us(loaders[kind]), "step": step_ms(loaders[kind], kernel)}
         delivered = rustloader.engine_batches() - delivered
         if delivered != (3 * batches if kind == "rustloader" else 0):
-            raise Failure(f"{kind}: {delivered} batches came from the Rust engine")
+            raise Failure(f"{kind}: {delivered} batches came from the Rust engine, which is not the expected number")
         return figures
 
     rounds = program.interleave({kind: lambda kind=kind: timed(kind) for kind in loaders}, name)

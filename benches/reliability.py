@@ -1,9 +1,9 @@
 """Measures how fast faults are detected and how long shutdowns take: `make compare KIND=reliability`.
 
 The tables are those of docs/reliability.md. Deaths and shutdowns are those of real processes, in --rounds trials, or in
-at most 10 trials if a trial takes seconds. The figures are medians, with confidence intervals, and maxima. Figures that
-depend on the number of workers are compared with a lower bound from the same rounds: the same number of bare forked
-children, which wait in a read and then call `_exit`.
+at most 10 trials if a trial takes seconds. The figures are medians, with confidence intervals, and maxima. Those of
+`ends` are compared with a lower bound from the same rounds: the same number of bare forked children, which wait in a
+read and then call `_exit`.
 
 restarts   from a fault to the first batch of the new worker
 faults     from a fault to its error, or to the end of the last process
@@ -57,7 +57,7 @@ class Numbers(torch.utils.data.Dataset):
         return torch.tensor(index)
 
 
-class OnceSlow(Numbers):
+class SlowOnce(Numbers):
     """A dataset of numbers for forked workers. The first fetch of sample `slow` sets `begun` to the time and calls
     `body`."""
 
@@ -201,7 +201,7 @@ def death_seen() -> float:
 
 def replaced_after_a_kill() -> float:
     """Measures the time from the SIGKILL of one of two workers to the first batch of its replacement."""
-    dataset = OnceSlow(2, functools.partial(sleep_in_python, 30.0))
+    dataset = SlowOnce(2, functools.partial(sleep_in_python, 30.0))
     iterator, pids = started(dataset, 2, batches=2, max_restarts=1)
     with killed_soon(pids[0], lambda: bool(dataset.begun)) as killed:
         batch = next(iterator)
@@ -213,7 +213,7 @@ def replaced_after_a_kill() -> float:
 
 def replaced_after_a_stall() -> float:
     """Measures the time from the start of a hang in C, with the GIL held, to the first batch of the new worker."""
-    dataset = OnceSlow(2, stuck_in_c)
+    dataset = SlowOnce(2, stuck_in_c)
     iterator, pids = started(dataset, 2, batches=2, max_restarts=1, stall_timeout=1)
     batch = next(iterator)
     took = time.monotonic() - float(dataset.begun)
@@ -326,14 +326,14 @@ def fault(name: str, goal: str, body: Callable[[], float], slow: bool = False) -
 def restarts() -> None:
     program.head(*HEAD)
     fault("a forked worker, one of two, is killed: the first batch of the new one", "60", replaced_after_a_kill)
-    name = "an item is stuck in C, with the GIL, `stall_timeout=1`: the first batch of the new worker"
+    name = "a sample hangs in C code that holds the GIL, `stall_timeout=1`: the first batch of the new worker"
     fault(name, "1,300", replaced_after_a_stall, slow=True)
 
 
 def faults() -> None:
     program.head(*HEAD)
     fault("a worker is killed while `next()` waits: the error", "10", death_seen)
-    sleeps = {"Python": sleep_in_python, "C, with the GIL": sleep_in_c}
+    sleeps = {"Python": sleep_in_python, "C, holding the GIL": sleep_in_c}
     for kind, sleep in sleeps.items():
         gone = functools.partial(workers_gone_after_main, sleep)
         fault(f"the main process is killed, two workers sleep 30 s in {kind}: both exit", "500", gone)
@@ -341,7 +341,7 @@ def faults() -> None:
         for workers in (1, 4):
             body = functools.partial(shutdown_in_items, sleep, workers)
             name = f"`del` while {workers} worker{' sleeps' if workers == 1 else 's sleep'} 10 s in {kind}"
-            fault(name, "one deadline", body, slow=True)
+            fault(name, "one for all workers", body, slow=True)
 
 
 def ends() -> None:

@@ -310,7 +310,7 @@ def iterable(row: str) -> None:
     # The first batches of the resumed epoch are prefetched: at most two per worker.
     held = rounds.median("rustloader", "seconds") <= 1.1 * bound and collated["rustloader"] <= 2 * workers
     what = "first batch at 50 % of an iterable dataset without a state, 1 ms per sample, 4 workers"
-    result(row, what, cells, f"the walk alone: {bound:.3f} s", "at most 1.1 times the walk", held, rounds)
+    result(row, what, cells, f"reading the samples alone: {bound:.3f} s", "at most 1.1 times the reading", held, rounds)
 
 
 def size(row: str) -> None:

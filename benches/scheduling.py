@@ -239,7 +239,7 @@ def picture() -> str:
 
 
 if __name__ == "__main__":
-    status = program.run(measure, ["work", "torch", "rustloader", "lower bound", "gain", "of the bound"])
+    status = program.run(measure, ["work", "torch", "rustloader", "lower bound", "gain", "time / bound"])
     if program.options.docs:
         (DOCS / "head-of-line.svg").write_text(picture())
     sys.exit(status)

@@ -2,8 +2,8 @@
 //! instead of lists.
 //!
 //! Python draws the permutations (`iterator/indices.py`), and the index stream cuts them into batches. It runs no
-//! Python code between taking indices from an array and returning them, so neither a signal handler nor another thread
-//! can intervene.
+//! Python code between taking indices from an array and returning them or storing them in `pending`, so neither a
+//! signal handler nor another thread can lose or repeat an index.
 
 use std::sync::{Mutex, MutexGuard};
 
@@ -21,8 +21,8 @@ use super::exit_guard::{call, next_item};
 pub struct IndexStream {
     /// torch's own iterator, which is used instead of arrays if `begin` returns `None`. It must not have been started.
     torch_iterator: Py<PyAny>,
-    /// The BatchSampler, whose `batch_size` is read for each batch, as in torch, unless an incomplete last batch is
-    /// dropped. `None` if single indices are yielded.
+    /// The BatchSampler. As in torch, its `batch_size` is read for each batch or, if an incomplete last batch is
+    /// dropped, once at the start. `None` if single indices are yielded.
     batches: Option<Py<PyAny>>,
     begin: Py<PyAny>,
     size_of: Py<PyAny>,

@@ -138,7 +138,7 @@ impl<T, R> Scheduler<T, R> {
         if self.first_dead.is_none() {
             return oldest.is_some() || life == Life::Active && !self.ended;
         }
-        // After a final death, `next` delivers only the tasks before the first lost one.
+        // After a final death, `next` delivers only the results before the first lost task.
         let precedes = |task| self.first_lost.is_none_or(|death| Some(task) < death.lost);
         self.delivery == DeliveryOrder::InOrder && oldest.is_some_and(precedes)
     }

@@ -22,8 +22,8 @@
 //!   stale.
 //! * *The shared queue.* Workers and withdrawals compete for an entry by compare-and-swap, and only one of them
 //!   succeeds. So two workers, or a worker and a withdrawal, stand for any number. A worker that is killed has either
-//!   completed its swap or not. Loom executes a thread's loads in program order, so no model can show the need for
-//!   entry-claimed, which keeps the load of an entry before the swap that claims it.
+//!   completed its swap or not. Loom executes a thread's loads in program order, so `loom_queue` cannot show that
+//!   entry-claimed is needed, which keeps the load of an entry before the swap that claims it.
 //! * *Workers.* Each worker has its own rings. Workers share only a word of the bitmap and the main process's bell, and
 //!   change these by read-modify-writes that commute, so two workers stand for any number.
 //! * *Blocks.* Each release is one read-modify-write of the block's state. So the releases of any number of holders
@@ -36,9 +36,10 @@
 //! forks-handled, pool-emptied, caretaker-left, arrays-watched, arrays-private, start-time, time-spent, fetch-measured,
 //! row-published, link-ended, left-to-thread, and the flags closing, exiting, finish-wanted and pin-stop.
 //!
-//! pages-or-promise and off-duty have the same shape as asleep-or-published. An error in pages-or-promise would only
-//! cause a wrong estimate of the machine's headroom, and an error in off-duty would only delay a result. Nothing relies
-//! on the order of the other shared words, such as warm bytes. The scheduler runs under a lock.
+//! pages-or-promise and off-duty have no model: they have the same shape as asleep-or-published. An error in
+//! pages-or-promise would only cause a wrong estimate of the machine's headroom, and an error in off-duty would only
+//! delay a result. Nothing relies on the order of the other shared words, such as warm bytes. The scheduler runs under
+//! a lock.
 
 #[cfg(not(loom))]
 pub mod alloc;

@@ -1,4 +1,4 @@
-//! Detection of overlapping views, and of views that share an element.
+//! Detection of views whose extents overlap, and of views whose elements share a byte.
 
 /// The layout of a strided view in memory. Its strides must not be negative.
 #[derive(Clone, Copy, Debug)]

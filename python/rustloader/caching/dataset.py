@@ -120,8 +120,8 @@ class CachedDataset(Wrapper):
         return self._make_sample(index) if sample is _MISSING else sample
 
     def _make_sample(self, index: Any) -> Any:
-        """Makes a sample, and keeps it if the cache has a row for it. With ``then``, making the sample does not change
-        the random number generators."""
+        """Makes a sample, and keeps it if the cache has a row for it. With ``then``, in the main thread, making the
+        sample leaves the random number generators unchanged."""
         row = self._row(index)
         if row is None:
             return self.dataset[index]

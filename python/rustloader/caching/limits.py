@@ -20,14 +20,14 @@ def of_memory(rows: int, wanted: int | None, is_shared: bool) -> int:
         ValueError: ``wanted`` is more than the available memory, or too little for the index.
     """
     available = min((free for _, _, free in memory_limits()), default=1 << 62)
-    space = _mappable_bytes()
-    maximum = min(available, space)
+    mappable = _mappable_bytes()
+    maximum = min(available, mappable)
     if wanted is None:
         ranks = 1 if is_shared else local_ranks.size() or 1
         # Half of the address space also stays free, because loaders need some of it for their arenas.
         return _checked(rows, max(maximum // 2 // ranks, CacheTable.overhead(rows) + _MIN_BYTES))
     if wanted > maximum:
-        resource_name = "memory" if available <= space else "address space (RLIMIT_AS, `ulimit -v`)"
+        resource_name = "memory" if available <= mappable else "address space or file size (`ulimit -v`, `ulimit -f`)"
         raise ValueError(
             f"memory={wanted} bytes is too large: {maximum} bytes of {resource_name} are available; give a smaller "
             "number, or omit it for half of the available bytes"

@@ -154,9 +154,9 @@ class _Description:
         if following is None:
             return text
         if total is not None and following >= total:
-            return f"{text}; the end was not reached, and the next iter() begins an epoch without batches"
+            return f"{text}; the loop had not ended, and the next iter() yields no batches"
         written = self._own.value(Own.DELIVERED) if self._own else following
-        moved = "" if written in (None, following) else f" (a program has moved it from {written})"
+        moved = "" if written in (None, following) else f" (edited: it was batch {written})"
         return f"{text}; the next one is batch {following}{moved}"
 
     def _total(self) -> int | None:
@@ -263,7 +263,7 @@ def _start_words(start: Any) -> str:
         return ""
     if "rank" in start:
         rank, ranks, epoch, consumed = (_short(start.get(key)) for key in ("rank", "num_replicas", "epoch", "consumed"))
-        before = f", after {consumed} samples of earlier ranks" if consumed not in ("0", "None") else ""
+        before = f", after {consumed} samples delivered before the reshard" if consumed not in ("0", "None") else ""
         return f", rank {rank} of {ranks}, sampler epoch {epoch}{before}"
     if "seed" in start:
         return f", order from seed {_short(start['seed'])}"

@@ -231,12 +231,12 @@ def as_stateful(sampler: Any) -> Stateful:
     """Returns a sampler or iterator unchanged, typed as a stateful object.
 
     Raises:
-        ValueError: The sampler or iterator cannot load a state.
+        ValueError: The sampler or iterator cannot save and load a state.
     """
     if not isinstance(sampler, Stateful):
         raise ValueError(
-            f"the state contains the state of a sampler, but {type(sampler).__qualname__} has no load_state_dict: load "
-            "the state into a loader with the same sampler, or start without a state"
+            f"the state includes that of a sampler, but {type(sampler).__qualname__} lacks state_dict or "
+            "load_state_dict: load the state into a loader with the same sampler, or start without a state"
         )
     return sampler
 

@@ -1,4 +1,4 @@
-"""Reads the states and memory use of processes from /proc. If a process has ended, the functions return a special value
+"""Reads the states and memory use of processes from /proc. If a process is gone, the functions return a special value
 and do not raise.
 """
 
@@ -80,7 +80,7 @@ def rollup(pid: int) -> dict[str, int]:
 
 
 def private(pid: int) -> int | None:
-    """Returns the resident memory of a process that no other process maps, in bytes (USS); None if unreadable."""
+    """Returns the resident memory that only this process maps, in bytes (USS); None if unreadable."""
     sums = rollup(pid)
     return sums["Private_Clean"] + sums["Private_Dirty"] if sums else None
 

@@ -23,12 +23,13 @@ from rustloader.system import local_ranks
 ABOUT, _LOADERS = "about.json", "loaders.jsonl"
 # Version of the format of the folder.
 VERSION = 1
-# A record. From the highest bits down, the first word holds the source (32 bits), the worker, main process or pin
-# thread (24 bits), and the kind (8 bits). The start, the length and two numbers follow.
+# A record. From the highest bits down, the first word holds the iterator's number in the trace (32 bits), the worker,
+# main process or pin thread (24 bits), and the kind (8 bits). The start time and the duration, in nanoseconds, and two
+# numbers that depend on the kind follow.
 _RECORD = struct.Struct("<5Q")
 _READ_BYTES = _RECORD.size << 14
-# Timestamps are microseconds since the start of a period of this length in nanoseconds, as in torch.profiler's files.
-# That keeps them small enough for a float to represent them precisely.
+# Length of a period in nanoseconds. As in torch.profiler's files, timestamps are in microseconds since the start of a
+# period, which keeps them small enough for a float to represent them precisely.
 _PERIOD = 7_889_238 * 10**9
 
 
@@ -98,7 +99,7 @@ class Spool:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _write(self) -> None:
-        # The name is read at each write, because `rustloader trace` begins the trace before it runs the script.
+        # Each write reads the script's name, because `rustloader trace` begins the trace before it runs the script.
         main = getattr(sys.modules.get("__main__"), "__file__", None) or sys.argv[0]
         self._about["script"] = os.path.basename(main)
         name = os.path.join(self.folder, ABOUT)

@@ -105,7 +105,7 @@ impl<'py> Call<'_, 'py> {
     /// the batch is intact.
     ///
     /// Unpickling runs user code. Signals are not deferred meanwhile, because it must be possible to interrupt user
-    /// code that hangs. The code runs once, unless a handler interrupts it: the caller then keeps the message, and the
+    /// code that hangs. The code runs once, unless a handler interrupts it: the caller then keeps the pickle, and the
     /// next call runs the code again.
     fn load(&self, pickle: &Pickled) -> PyResult<PyResult<Py<PyAny>>> {
         let loads = || {

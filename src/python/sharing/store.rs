@@ -1,4 +1,4 @@
-//! A mapped image with its descriptor, and the raw data of an image.
+//! The mapped image of a shared object (see `crate::store`) with its descriptor, and the image's raw data.
 
 use std::ffi::c_int;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -118,7 +118,7 @@ impl SharedStore {
         let map = slf.py().detach(|| SealedMap::new(this.fd.as_fd(), true))?;
         let (at, len) = this.store.data();
         if at.checked_add(len).is_none_or(|end| end > map.len()) {
-            return Err(crate::error::Error::foreign("its descriptor now names another file").into());
+            return Err(crate::error::Error::foreign("its descriptor now refers to another file").into());
         }
         Ok(SharedData { store: slf.unbind(), bytes: PrivateBytes { map: Arc::new(map), at, len } })
     }

@@ -169,10 +169,10 @@ def test_a_state_with_workers_and_states_of_the_dataset():
         (
             {},
             500,
-            "500 batches delivered of 500; the end was not reached, and the next iter() begins an epoch without",
+            "500 batches delivered of 500; the loop had not ended, and the next iter() yields no batches",
         ),
         ({"drop_last": False, "length": 16001}, 500, "500 batches delivered of 501; the next one is batch 500"),
-        ({"drop_last": True, "length": 16001}, 500, "500 batches delivered of 500; the end was not reached"),
+        ({"drop_last": True, "length": 16001}, 500, "500 batches delivered of 500; the loop had not ended"),
         ({"batch_size": None, "length": 500}, 1, "1 batch delivered of 500; the next one is batch 1"),
         ({"batch_size": "many"}, 1, "1 batch delivered; the next one is batch 1"),
         ({"batch_size": 0}, 1, "1 batch delivered; the next one is batch 1"),
@@ -221,7 +221,7 @@ def test_a_position_that_a_program_has_moved():
     """accelerate subtracts the batches that it has read ahead."""
     state = state_without_workers()
     state["_sampler_iter_yielded"] -= 1
-    assert line(state, "position").endswith("the next one is batch 119 (a program has moved it from 120)")
+    assert line(state, "position").endswith("the next one is batch 119 (edited: it was batch 120)")
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_batches_ahead_of_the_position(ahead, words):
         ),
         (
             {"kind": "distributed", "start": {"rank": 0, "num_replicas": 2, "epoch": 2, "seed": 0, "consumed": 64}},
-            "DistributedSampler, rank 0 of 2, sampler epoch 2, after 64 samples of earlier ranks",
+            "DistributedSampler, rank 0 of 2, sampler epoch 2, after 64 samples delivered before the reshard",
         ),
     ],
 )
@@ -445,9 +445,7 @@ def test_states_of_a_loader(workers, shuffle):
         states.append(loader.state_dict())
     states.append(loader.state_dict())
     positions = [f"{k} batch{'es' * (k != 1)} delivered of 7; the next one is batch {k}" for k in range(7)]
-    positions.append(
-        "7 batches delivered of 7; the end was not reached, and the next iter() begins an epoch without batches"
-    )
+    positions.append("7 batches delivered of 7; the loop had not ended, and the next iter() yields no batches")
     positions.append("7 batches delivered of 7; the epoch has ended, and the next iter() begins another one")
     assert [line(state, "position") for state in states] == [f"epoch 0, {position}" for position in positions]
     for state in states:

@@ -164,7 +164,7 @@ def test_wrong_settings_of_batch_samplers():
 def test_a_state_of_a_sampler_that_has_none_here():
     for state in ({"sampler_state": {}}, {"sampler_iter_state": {}}):
         iterator = iter(BatchSampler(SequentialSampler(range(5)), 2, False))
-        with pytest.raises(ValueError, match="has no load_state_dict"):
+        with pytest.raises(ValueError, match="lacks state_dict or load_state_dict"):
             iterator.load_state_dict({"samples_yielded": 2} | state)
 
 
@@ -662,7 +662,7 @@ def test_a_state_for_a_sampler_that_has_none():
         saved = {"_index_sampler_state": {"at": 3}}
         if isinstance(index_sampler, TorchBatchSampler):
             saved = {"_sampler_iter_state": {"samples_yielded": 2, "sampler_state": {"at": 3}}}
-        with pytest.raises(ValueError, match="Walker has no load_state_dict"):
+        with pytest.raises(ValueError, match="Walker lacks state_dict or load_state_dict"):
             next(begin(index_sampler, saved, 1).iterator)
 
 

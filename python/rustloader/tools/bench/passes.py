@@ -47,7 +47,7 @@ class Watcher(Protocol):
         """Called after a batch. ``run_pass`` calls it at most a few times per second."""
 
     def on_error(self, error: Exception) -> None:
-        """Called after an error of the loader, before its workers are shut down."""
+        """Called if the pass raises, before the loader's workers are shut down."""
 
 
 class Mark(NamedTuple):
@@ -190,7 +190,7 @@ def _share_of_others(begin: Mark, end: Mark, busy_before: float | None) -> float
 def steady(marks: list[Mark], batches: int) -> tuple[Mark, Mark] | None:
     """Returns the first and the last mark if at least half of all batches are between them; otherwise None.
 
-    A rate between the two marks excludes the start of the workers and the batches that were ready by then.
+    A rate between the marks excludes the start of the workers and the batches that were ready before the first mark.
     """
     if len(marks) >= 2 and 2 * (marks[-1].batches - marks[0].batches) >= batches:
         return marks[0], marks[-1]
