@@ -9,7 +9,7 @@ the expected one.
     sequential  time to the first batch at 50 % of 100,000,000 indices, less that of a new epoch; each in a new process
     shuffled    time to the first batch at 99 % of 10,000,000 shuffled indices. Bound: torch.randperm
     iterable    time to the first batch at 50 % of an iterable dataset without a state; 1 ms per sample, 4 workers.
-                Bound: the walk of four bare processes through the same samples
+                Bound: four bare processes that read the same samples
     large       batches per second of an iterable dataset with a state of 10 MB and of the same dataset without one;
                 snapshot_every_n_steps=1, 1 ms per sample, 2 workers
     size        bytes of a pickled state in an epoch of 100,000,000 indices
