@@ -163,7 +163,7 @@ def main():
     parser.add_argument("--stand-in", action="store_true", help="run on a simulated device")
     options = parser.parse_args()
     if not options.stand_in and not torch.cuda.is_available():
-        print("no CUDA device; --stand-in needs none", file=sys.stderr)
+        print("no CUDA device: this measurement needs one; --stand-in needs none", file=sys.stderr)
         return 2
     seed = random.randrange(1 << 30) if options.seed is None else options.seed
     rng = random.Random(seed)
