@@ -255,7 +255,7 @@ impl<'a, 'py, S: Source> Decoder<'a, 'py, S> {
             }
             Place::Shared { storage, offset } => {
                 let place = self.storages.get(storage).zip(usize::try_from(offset).ok());
-                let missing = || Error::corrupt(format!("byte {offset} of storage {storage} is missing"));
+                let missing = || Error::corrupt(format!("storage {storage} is missing, or has no byte {offset}"));
                 let (storage, offset) = place.ok_or_else(missing)?;
                 bridge.tensor_shared(py, storage, offset, form)
             }

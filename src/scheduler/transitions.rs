@@ -100,8 +100,9 @@ impl<T, R> Scheduler<T, R> {
         let has_tasks = entry.front != NIL && self.shared.is_none();
         if entry.resumes == 0 || has_tasks || entry.vacant || entry.life == Life::Dead {
             return Err(Error::corrupt(format!(
-                "worker {} cannot have resumed: it has {} unanswered resume messages and {} earlier unanswered tasks",
+                "worker {} cannot have resumed: it {}, and has {} unanswered resume messages and {} earlier unanswered tasks",
                 worker.0,
+                if entry.vacant || entry.life == Life::Dead { "has died" } else { "is alive" },
                 entry.resumes,
                 if has_tasks { "some" } else { "no" },
             )));

@@ -139,5 +139,15 @@ mod tests {
             libc::kill(pid, libc::SIGKILL);
             libc::waitpid(pid, std::ptr::null_mut(), 0);
         }
+        let gate = ForkGate::new().unwrap();
+        // SAFETY: the child only exits. The process is our own child, and nothing else waits for it.
+        unsafe {
+            let pid = libc::fork();
+            if pid == 0 {
+                libc::_exit(0);
+            }
+            gate.wait(LONG);
+            libc::waitpid(pid, std::ptr::null_mut(), 0);
+        }
     }
 }

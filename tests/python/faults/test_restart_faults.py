@@ -50,11 +50,7 @@ def test_beyond_the_limit_the_error_is_torchs_with_a_history(tmp_path):
     assert str(repeated.value) == str(error) and repeated.value.__notes__ == error.__notes__
 
 
-def test_each_epoch_has_its_own_limit(tmp_path):
-    class Dataset(Mortal):
-        def __getitem__(self, i):
-            return super().__getitem__(i)
-
+def test_each_epoch_has_its_own_limit():
     loader = loader_of(Mortal(N), max_restarts=1, persistent_workers=True)
     for _ in range(3):
         iterator = iter(loader)

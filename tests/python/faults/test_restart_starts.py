@@ -178,12 +178,6 @@ def test_a_clean_start_is_not_warned_about(tmp_path, lines):
 
 
 def test_a_loader_on_torchs_iterator_warns_that_the_options_have_no_effect(lines):
-    class Context:
-        Process = torch.multiprocessing.get_context("fork").Process
-
-        def __getattr__(self, name):
-            return getattr(torch.multiprocessing.get_context("fork"), name)
-
     class Foreign(torch.multiprocessing.get_context("fork").Process):
         def is_alive(self):
             return super().is_alive()

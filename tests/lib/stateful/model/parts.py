@@ -156,7 +156,6 @@ CLASSES = {
     "stateful iterable": StatefulStreamed,
     "generator": StatefulGenerator,
 }
-WITH_GENERATOR = ("shuffle with generator", "weighted with generator", "subset", "torchdata random")
 BATCH = 3
 
 

@@ -19,8 +19,6 @@ SAMPLERS = (
     "batch sampler",
     "batch sampler state",
 )
-# Settings that may change when another loader loads a state.
-CHANGING = ("num_workers", "dispatch", "reorder_window", "prefetch_factor", "persistent", "every", "in_order")
 
 
 @dataclasses.dataclass(frozen=True)
