@@ -327,9 +327,10 @@ class SamplerWithState(IteratorWithState):
 class OwnIteratorWithState(IteratorWithState):
     """Like SamplerWithState, but its own iterator: each call of iter() restarts it, except the one after a load."""
 
-    i, resumed = 0, False
+    i, resumed, calls = 0, False, 0
 
     def __iter__(self):
+        self.calls += 1
         if not self.resumed:
             self.i = 0
         return self

@@ -118,7 +118,8 @@ def test_batches_that_wait_in_the_arena_are_not_private():
     stats = rustloader.stats(iterator)
     assert stats.arena.warm_bytes >= 4 * 32 * MIB
     assert memory.private_bytes(stats.workers[0].pid) < 64 * MIB
-    assert stats.workers[0].private_bytes is None or stats.workers[0].private_bytes < 64 * MIB
+    # The reading may be from a moment at which a batch was being made.
+    assert stats.workers[0].private_bytes is None or stats.workers[0].private_bytes < (64 + 32) * MIB
 
 
 def test_a_process_that_is_gone_has_no_memory(monkeypatch):

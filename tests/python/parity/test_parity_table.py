@@ -529,7 +529,7 @@ def test_p5_late_workers_without_a_prefetch_factor_fail_as_in_torch(DataLoader):
     """A loader without workers has prefetch_factor None, and torch sets no default later."""
     loader = DataLoader(Numbers(3))
     loader.num_workers = 2
-    kind, text = attempt(iter, loader).told[:2]
+    kind, text = attempt(iter, loader).description[:2]
     torch.manual_seed(3)  # torch fails after it has drawn a seed, rustloader before
     yield kind, text.split(" not ")[1]  # Versions of torch differ in the comparison: `<= 0` or `> 0`.
     loader.prefetch_factor = 2
@@ -543,7 +543,7 @@ def test_p5_late_workers_without_a_prefetch_factor_fail_as_in_torch(DataLoader):
 def test_table_a_sampler_iter_of_none_resets_and_says_what_is_missing(DataLoader):
     iterator = iter(DataLoader(Numbers(4), num_workers=1))
     iterator._sampler_iter = None
-    kind, text = attempt(next, iterator).told[:2]
+    kind, text = attempt(next, iterator).description[:2]
     yield kind, text.split(".")[-1]
 
 
