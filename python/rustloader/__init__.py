@@ -174,9 +174,9 @@ _MODULES = {"dataloader": "rustloader.dataloader"} | {name: f"torch.utils.data.{
 
 def __getattr__(name: str) -> Any:
     if name in _OURS:
-        if _OURS[name] == "rustloader.installation.api":
-            # torch must be imported first: with RUSTLOADER_INSTALL, `install` is called at the end of torch's import.
-            # The import of the module that defines `install` must not be in progress at that time.
+        if "RUSTLOADER_INSTALL" in os.environ and _OURS[name] != "rustloader._core":
+            # torch must be imported first, because `install` is called at the end of its import, and imports most of
+            # the package. The import of none of these modules must be in progress at that time.
             importlib.import_module("torch")
         value = getattr(importlib.import_module(_OURS[name]), name)
     elif name == "__all__":

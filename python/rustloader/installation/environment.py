@@ -40,6 +40,9 @@ def follow(setting: str) -> None:
         _follow_in_children()
         if "torch" not in sys.modules:
             _following.register()
+            # A program may import torchdata's class first. The module that defines it would then be incomplete at the
+            # end of torch's import.
+            AfterImport("torchdata", lambda: importlib.import_module("torch")).register()
     # Options of several calls are combined, because the command `run` adds its own to those of the variable.
     _following.options |= options
     if not _following.is_waiting:

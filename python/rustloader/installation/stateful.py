@@ -115,4 +115,4 @@ def _new_package(name: str) -> types.ModuleType:
 def _own_class() -> Any:
     """Returns rustloader's class. Its import is deferred until this call, because it takes time and few programs need
     the class."""
-    return getattr(importlib.import_module("rustloader.stateful_dataloader"), _CLASS)
+    return getattr(importlib.import_module("rustloader.stateful_dataloader.loader"), _CLASS)

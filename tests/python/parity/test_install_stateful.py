@@ -287,6 +287,32 @@ def test_the_environment_and_run_install_it(how, tmp_path):
     assert out == f"{our_class().__module__}\n"
 
 
+@pytest.mark.parametrize(
+    "first",
+    [
+        "from torchdata.stateful_dataloader import StatefulDataLoader",
+        "from rustloader import DataLoader, StatefulDataLoader, cache, sample_seed",
+        "from rustloader import serve_metrics",
+        "from rustloader.stateful_dataloader import StatefulDataLoader",
+    ],
+    ids=["torchdata", "names", "metrics", "package"],
+)
+def test_torch_may_be_imported_by_another_package_first(first, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"{first}\n"
+        "import rustloader\n"
+        "from torchdata.stateful_dataloader import StatefulDataLoader\n"
+        "print(StatefulDataLoader.__module__, rustloader.is_installed())\n"
+    )
+    source = f"""
+    import subprocess, sys
+    subprocess.run([sys.executable, "-m", "rustloader", "run", "--stateful", {str(script)!r}], check=True)
+    """
+    status, out, err = run_script(source, head="", cwd=ROOT)
+    assert (status, out, err) == (0, f"{our_class().__module__} True\n", "")
+
+
 def test_import_of_the_package_and_install_without_the_option_do_not_import_it():
     status, out, err = run_script(
         """
