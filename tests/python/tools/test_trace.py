@@ -338,8 +338,10 @@ def test_wrong_arguments(tmp_path):
     for wrong in ({"level": "fine"}, {"seconds": 0}, {"seconds": float("nan")}, {"seconds": "1"}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             rustloader.trace(tmp_path / "run.json", **wrong)
-    with pytest.raises(FileNotFoundError), rustloader.trace(tmp_path / "none" / "run.json"):
+    path = str(tmp_path / "none" / "run.json")
+    with pytest.raises(FileNotFoundError) as caught, rustloader.trace(path):
         pass
+    assert caught.value.filename == path
     with rustloader.trace(tmp_path / "run.json"):
         with pytest.raises(RuntimeError, match="already"), rustloader.trace(tmp_path / "other.json"):
             pass
@@ -536,13 +538,18 @@ if __name__ == "__main__":
 """
 
 
+def run_trace(folder, *arguments, **options):
+    """Runs the command in a folder. Returns its status, output and errors."""
+    program = ["-m", "rustloader", "trace", *arguments]
+    source = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, *{program!r}]).returncode)"
+    return run_script(source, head="", cwd=folder, **options)
+
+
 @pytest.mark.parametrize("output", ["run.json", None])
 def test_the_command_runs_a_script(output, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     options = [] if output is None else ["-o", output, "--level", "sample", "--seconds", "100"]
-    program = ["-m", "rustloader", "trace", *options, "train.py", "--epochs", "1"]
-    source = f"import subprocess, sys; done = subprocess.run([sys.executable, *{program!r}]); sys.exit(done.returncode)"
-    status, out, err = run_script(source, head="", cwd=tmp_path)
+    status, out, err = run_trace(tmp_path, *options, "train.py", "--epochs", "1")
     output = output or "trace.json.gz"
     assert (status, out) == (3, "28\n") and "wrote /" in err and f"/{output};" in err
     events = load(tmp_path / output)
@@ -551,11 +558,34 @@ def test_the_command_runs_a_script(output, tmp_path):
     assert about(events)["script"] == "train.py"
 
 
+@pytest.mark.parametrize("script", [["."], ["none.py"], ["-m", "no_such_module"], ["wrong.py"]])
+def test_without_a_script_that_runs_nothing_is_written(script, tmp_path):
+    (tmp_path / "wrong.py").write_text("def")
+    (tmp_path / "run.json").write_text("earlier")
+    status, _, err = run_trace(tmp_path, "-o", "run.json", *script)
+    assert status == (1 if script == ["wrong.py"] else 2) and "wrote" not in err
+    assert (tmp_path / "run.json").read_text() == "earlier"
+    assert sorted(os.listdir(tmp_path)) == ["run.json", "wrong.py"]
+
+
+def test_the_trace_of_a_script_that_fails_is_written(tmp_path):
+    (tmp_path / "train.py").write_text("raise OSError('no data')")
+    status, _, err = run_trace(tmp_path, "-o", "run.json", "train.py")
+    assert status == 1 and "no data" in err and "wrote" in err
+    check(load(tmp_path / "run.json"))
+
+
+@pytest.mark.parametrize("output", ["none/run.json", "."])
+def test_an_output_that_cannot_be_written(output, tmp_path):
+    (tmp_path / "train.py").write_text("print('ran')")
+    status, out, err = run_trace(tmp_path, "-o", output, "train.py")
+    assert (status, out) == (2, "") and len(err.splitlines()) == 1
+    assert err.startswith(f"rustloader trace: cannot write {output}: ")
+
+
 def test_a_rank_has_its_own_file(tmp_path):
     (tmp_path / "train.py").write_text("")
-    program = ["-m", "rustloader", "trace", "-o", "{rank}.json", "train.py"]
-    source = f"import subprocess, sys; subprocess.run([sys.executable, *{program!r}], check=True)"
-    assert run_script(source, head="", cwd=tmp_path, environment={"RANK": "3"})[0] == 0
+    assert run_trace(tmp_path, "-o", "{rank}.json", "train.py", environment={"RANK": "3"})[0] == 0
     (name,) = [event["args"] for event in load(tmp_path / "3.json") if event["name"] == "process_name"]
     assert name == {"name": "train.py rank 3"}
 
