@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -105,13 +106,16 @@ def _read(path: str) -> tuple[int, bool, Iterable[dict[str, Any]]]:
     try:
         with _open(path, "rt") as file:
             text = file.read()
-    except (EOFError, UnicodeDecodeError, zlib.error) as error:
+    except (EOFError, UnicodeDecodeError, gzip.BadGzipFile, zlib.error) as error:
         raise NotATrace(f"{path} is truncated, or not a trace: {error}") from None
     events = _events(path, text)
-    if isinstance(events, dict):
-        return int(events.get("baseTimeNanoseconds", 0)), False, events["traceEvents"]
-    clock = next((event["args"] for event in events if event.get("name") == slices.CLOCK), None)
-    return (0, False, events) if clock is None else (clock["baseTimeNanoseconds"], True, events)
+    try:
+        if isinstance(events, dict):
+            return int(events.get("baseTimeNanoseconds", 0)), False, events["traceEvents"]
+        clock = next((event["args"] for event in events if event.get("name") == slices.CLOCK), None)
+        return (0, False, events) if clock is None else (int(clock["baseTimeNanoseconds"]), True, events)
+    except (KeyError, OverflowError, TypeError, ValueError):
+        raise NotATrace(f"{path} is not a trace: the base of its clock is not a number") from None
 
 
 def _events(path: str, text: str) -> Any:
@@ -122,9 +126,25 @@ def _events(path: str, text: str) -> Any:
         if not text.lstrip().startswith("["):
             raise NotATrace(f"{path} is not JSON: a truncated trace of torch.profiler cannot be read") from None
         lines = [line.strip().rstrip(",") for line in text.lstrip()[1:].splitlines()]
-        content = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
-    is_object = isinstance(content, dict) and isinstance(content.get("traceEvents"), list)
-    is_array = isinstance(content, list) and all(isinstance(event, dict) for event in content)
-    if not is_object and not is_array:
+        content = []
+        for line in lines:
+            if line.startswith("{"):
+                with contextlib.suppress(ValueError):  # the last line may be truncated
+                    content.append(json.loads(line))
+    events = content.get("traceEvents") if isinstance(content, dict) else content
+    if not isinstance(events, list):
         raise NotATrace(f"{path} is not a trace: it has no array of events")
+    for number, event in enumerate(events):
+        if not _is_event(event):
+            raise NotATrace(f"{path} is not a trace: element {number} of its array is not an event")
     return content
+
+
+def _is_event(event: Any) -> bool:
+    """Returns whether `merge` can process an element of an array."""
+    try:
+        float(event.get("ts", 0))
+        hash((event.get("pid"), event.get("ph")))
+    except (AttributeError, OverflowError, TypeError, ValueError):
+        return False
+    return True

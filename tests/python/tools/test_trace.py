@@ -515,14 +515,33 @@ def test_files_of_ranks_merge_into_one(tmp_path):
 
 
 def test_what_is_no_trace(tmp_path, capsys):
-    for text in ("", "{", "{}", "3", '{"traceEvents": 3}'):
+    def check_fails(path):
+        with pytest.raises(files.NotATrace):
+            files.merge([str(path)], str(tmp_path / "all.json"))
+        assert cli.main(["trace", "merge", str(path), "-o", str(tmp_path / "all.json")]) == 2
+        assert capsys.readouterr().err.startswith(f"rustloader trace merge: {path} is ")
+
+    malformed = ['1, "x", null', '{"ph": "X", "ts": "a", "pid": 1}', '{"ts": null}', '{"pid": []}', '{"ph": {}}']
+    texts = ["", "{", "{}", "3", '{"traceEvents": 3}', *(f'{{"traceEvents": [{events}]}}' for events in malformed)]
+    clocks = ['{"traceEvents": [], "baseTimeNanoseconds": "x"}', json.dumps([{"name": slices.CLOCK}])]
+    for text in (*texts, *clocks):
         (tmp_path / "wrong.json").write_text(text)
-        assert cli.main(["trace", "merge", str(tmp_path / "wrong.json"), "-o", str(tmp_path / "all.json")]) == 2
-        assert "wrong.json" in capsys.readouterr().err
-    (tmp_path / "wrong.json.gz").write_bytes(gzip.compress(b"[" * 1000)[:20])
-    for name in ("wrong.json.gz", "none.json"):
-        assert cli.main(["trace", "merge", str(tmp_path / name), "-o", str(tmp_path / "all.json")]) == 2
-        assert name in capsys.readouterr().err
+        check_fails(tmp_path / "wrong.json")
+    for content in (gzip.compress(b"[" * 1000)[:20], b"[]"):
+        (tmp_path / "wrong.json.gz").write_bytes(content)
+        check_fails(tmp_path / "wrong.json.gz")
+
+
+def test_an_input_that_cannot_be_read(tmp_path, capsys):
+    path = tmp_path / "none.json"
+    assert cli.main(["trace", "merge", str(path), "-o", str(tmp_path / "all.json")]) == 2
+    expected = f"rustloader trace merge: cannot read {path}: No such file or directory\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_a_line_that_is_truncated_after_a_brace(tmp_path):
+    (tmp_path / "run.json").write_text('[\n{"ph":"X","ts":1,"pid":1},\n{"ph":"X","args":{"batch":1}')
+    assert files.merge([str(tmp_path / "run.json")], str(tmp_path / "all.json")) == 1
 
 
 # The command

@@ -57,8 +57,12 @@ def _merge(output: str | None, arguments: list[str]) -> int:
 
     try:
         count = files.merge(options.files, options.output)
-    except (files.NotATrace, OSError) as error:
+    except files.NotATrace as error:
         print(f"rustloader trace merge: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        verb = "write" if error.filename == options.output else "read"
+        print(f"rustloader trace merge: cannot {verb} {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
     print(f"{options.output}: {count_of(count, 'event')} from {count_of(len(options.files), 'file')}")
     return 0
