@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import json
 import os
@@ -42,14 +43,39 @@ def _lines(folder: str, about: dict[str, Any]) -> Iterator[str]:
 
 
 def _write(path: str, lines: Iterable[str]) -> None:
-    """Writes the events as an array, one per line. The file is a valid trace even if the array is not closed."""
-    with _open(path, "wt") as file:
+    """Writes the events as an array, one per line. After an error, an existing file is unchanged."""
+    with _replacement(path) as new, _open(new, "wt") as file:
         file.write("[")
         separator = "\n"
         for line in lines:
             file.write(separator + line)
             separator = ",\n"
         file.write("\n]\n")
+
+
+@contextlib.contextmanager
+def _replacement(path: str) -> Iterator[str]:
+    """Yields the path of a temporary file, which replaces the file at the end and is removed after an error.
+
+    If the path is not that of a regular file, but of a pipe for example, yields the path itself.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        yield path
+        return
+    if os.path.exists(path) and not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+    target = os.path.realpath(path)  # a link remains one
+    # The suffix is the same because it decides whether the file is compressed.
+    temporary = os.path.join(os.path.dirname(target), f".{os.getpid()}.{os.path.basename(path)}")
+    try:
+        yield temporary
+        os.replace(temporary, target)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.remove(temporary)
+        if isinstance(error, OSError) and error.filename in (None, temporary):
+            raise OSError(error.errno, error.strerror, path) from None
+        raise
 
 
 def _open(path: str, mode: str) -> IO[str]:
@@ -62,7 +88,7 @@ def merge(paths: list[str], path: str) -> int:
 
     All clocks are aligned. If two files from the same source, this module or torch.profiler, have the same pids, the
     pids in the second file are changed. Pids that occur in a file of this module and in one of torch.profiler stay
-    unchanged.
+    unchanged. The result may replace one of the traces.
 
     Raises:
         NotATrace: A file is not a trace.

@@ -539,6 +539,31 @@ def test_an_input_that_cannot_be_read(tmp_path, capsys):
     assert capsys.readouterr().err == expected
 
 
+def test_a_merge_that_fails_leaves_its_output_unchanged(tmp_path, capsys):
+    path, text = tmp_path / "run.json", '[{"ph":"X","ts":1,"pid":1},{"ph":"X","ts":2,"pid":1}]'
+    path.write_text(text)
+    command = ["trace", "merge", str(path), "-o", str(path)]
+    with mock.patch.object(files.json, "dumps", side_effect=["{}", OSError(errno.ENOSPC, "no space")]):
+        assert cli.main(command) == 2
+    assert capsys.readouterr().err == f"rustloader trace merge: cannot write {path}: no space\n"
+    assert path.read_text() == text and os.listdir(tmp_path) == ["run.json"]
+    (tmp_path / "link.json").symlink_to("run.json")
+    assert cli.main([*command[:-1], str(tmp_path / "link.json")]) == 0
+    assert load(path) == json.loads(text) and path.read_text() != text
+    assert (tmp_path / "link.json").is_symlink() and len(os.listdir(tmp_path)) == 2
+
+
+def test_a_merge_into_a_pipe(tmp_path):
+    (tmp_path / "run.json").write_text("[]")
+    os.mkfifo(tmp_path / "pipe")
+    received = []
+    reader = threading.Thread(target=lambda: received.append((tmp_path / "pipe").read_text()))
+    reader.start()
+    assert files.merge([str(tmp_path / "run.json")], str(tmp_path / "pipe")) == 0
+    reader.join(60)
+    assert received == ["[\n]\n"] and (tmp_path / "pipe").is_fifo()
+
+
 def test_a_line_that_is_truncated_after_a_brace(tmp_path):
     (tmp_path / "run.json").write_text('[\n{"ph":"X","ts":1,"pid":1},\n{"ph":"X","args":{"batch":1}')
     assert files.merge([str(tmp_path / "run.json")], str(tmp_path / "all.json")) == 1
