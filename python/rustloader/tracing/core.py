@@ -58,8 +58,11 @@ class Trace:
         if os.path.isdir(self.path):
             raise IsADirectoryError(errno.EISDIR, "the path of a trace must be a file, but this is a folder", self.path)
         if os.path.exists(self.path) and not os.access(self.path, os.W_OK):
-            raise PermissionError(errno.EACCES, "the trace cannot be written to this file", self.path)
-        self._spool = Spool(self.path, self._level, self._seconds)
+            raise PermissionError(errno.EACCES, "this file is not writable", self.path)
+        try:
+            self._spool = Spool(self.path, self._level, self._seconds)
+        except OSError as error:  # it names the spool
+            raise OSError(error.errno, error.strerror, self.path) from None
         _active = self
         try:
             for traceable in _all_live():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import gzip
 import json
 import os
@@ -41,14 +43,39 @@ def _lines(folder: str, about: dict[str, Any]) -> Iterator[str]:
 
 
 def _write(path: str, lines: Iterable[str]) -> None:
-    """Writes the events as an array, one per line. The file is a valid trace even if the array is not closed."""
-    with _open(path, "wt") as file:
+    """Writes the events as an array, one per line. After an error, an existing file is unchanged."""
+    with _replacement(path) as new, _open(new, "wt") as file:
         file.write("[")
         separator = "\n"
         for line in lines:
             file.write(separator + line)
             separator = ",\n"
         file.write("\n]\n")
+
+
+@contextlib.contextmanager
+def _replacement(path: str) -> Iterator[str]:
+    """Yields the path of a temporary file, which replaces the file at the end and is removed after an error.
+
+    If the path is not that of a regular file, but of a pipe for example, yields the path itself.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        yield path
+        return
+    if os.path.exists(path) and not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+    target = os.path.realpath(path)  # a link remains one
+    # The suffix is the same because it decides whether the file is compressed.
+    temporary = os.path.join(os.path.dirname(target), f".{os.getpid()}.{os.path.basename(path)}")
+    try:
+        yield temporary
+        os.replace(temporary, target)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.remove(temporary)
+        if isinstance(error, OSError) and error.filename in (None, temporary):
+            raise OSError(error.errno, error.strerror, path) from None
+        raise
 
 
 def _open(path: str, mode: str) -> IO[str]:
@@ -61,7 +88,7 @@ def merge(paths: list[str], path: str) -> int:
 
     All clocks are aligned. If two files from the same source, this module or torch.profiler, have the same pids, the
     pids in the second file are changed. Pids that occur in a file of this module and in one of torch.profiler stay
-    unchanged.
+    unchanged. The result may replace one of the traces.
 
     Raises:
         NotATrace: A file is not a trace.
@@ -105,13 +132,16 @@ def _read(path: str) -> tuple[int, bool, Iterable[dict[str, Any]]]:
     try:
         with _open(path, "rt") as file:
             text = file.read()
-    except (EOFError, UnicodeDecodeError, zlib.error) as error:
+    except (EOFError, UnicodeDecodeError, gzip.BadGzipFile, zlib.error) as error:
         raise NotATrace(f"{path} is truncated, or not a trace: {error}") from None
     events = _events(path, text)
-    if isinstance(events, dict):
-        return int(events.get("baseTimeNanoseconds", 0)), False, events["traceEvents"]
-    clock = next((event["args"] for event in events if event.get("name") == slices.CLOCK), None)
-    return (0, False, events) if clock is None else (clock["baseTimeNanoseconds"], True, events)
+    try:
+        if isinstance(events, dict):
+            return int(events.get("baseTimeNanoseconds", 0)), False, events["traceEvents"]
+        clock = next((event["args"] for event in events if event.get("name") == slices.CLOCK), None)
+        return (0, False, events) if clock is None else (int(clock["baseTimeNanoseconds"]), True, events)
+    except (KeyError, OverflowError, TypeError, ValueError):
+        raise NotATrace(f"{path} is not a trace: the base of its clock is not a number") from None
 
 
 def _events(path: str, text: str) -> Any:
@@ -122,9 +152,25 @@ def _events(path: str, text: str) -> Any:
         if not text.lstrip().startswith("["):
             raise NotATrace(f"{path} is not JSON: a truncated trace of torch.profiler cannot be read") from None
         lines = [line.strip().rstrip(",") for line in text.lstrip()[1:].splitlines()]
-        content = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
-    is_object = isinstance(content, dict) and isinstance(content.get("traceEvents"), list)
-    is_array = isinstance(content, list) and all(isinstance(event, dict) for event in content)
-    if not is_object and not is_array:
+        content = []
+        for line in lines:
+            if line.startswith("{"):
+                with contextlib.suppress(ValueError):  # the last line may be truncated
+                    content.append(json.loads(line))
+    events = content.get("traceEvents") if isinstance(content, dict) else content
+    if not isinstance(events, list):
         raise NotATrace(f"{path} is not a trace: it has no array of events")
+    for number, event in enumerate(events):
+        if not _is_event(event):
+            raise NotATrace(f"{path} is not a trace: element {number} of its array is not an event")
     return content
+
+
+def _is_event(event: Any) -> bool:
+    """Returns whether `merge` can process an element of an array."""
+    try:
+        float(event.get("ts", 0))
+        hash((event.get("pid"), event.get("ph")))
+    except (AttributeError, OverflowError, TypeError, ValueError):
+        return False
+    return True

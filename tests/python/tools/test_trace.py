@@ -338,8 +338,10 @@ def test_wrong_arguments(tmp_path):
     for wrong in ({"level": "fine"}, {"seconds": 0}, {"seconds": float("nan")}, {"seconds": "1"}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             rustloader.trace(tmp_path / "run.json", **wrong)
-    with pytest.raises(FileNotFoundError), rustloader.trace(tmp_path / "none" / "run.json"):
+    path = str(tmp_path / "none" / "run.json")
+    with pytest.raises(FileNotFoundError) as caught, rustloader.trace(path):
         pass
+    assert caught.value.filename == path
     with rustloader.trace(tmp_path / "run.json"):
         with pytest.raises(RuntimeError, match="already"), rustloader.trace(tmp_path / "other.json"):
             pass
@@ -513,14 +515,58 @@ def test_files_of_ranks_merge_into_one(tmp_path):
 
 
 def test_what_is_no_trace(tmp_path, capsys):
-    for text in ("", "{", "{}", "3", '{"traceEvents": 3}'):
+    def check_fails(path):
+        with pytest.raises(files.NotATrace):
+            files.merge([str(path)], str(tmp_path / "all.json"))
+        assert cli.main(["trace", "merge", str(path), "-o", str(tmp_path / "all.json")]) == 2
+        assert capsys.readouterr().err.startswith(f"rustloader trace merge: {path} is ")
+
+    malformed = ['1, "x", null', '{"ph": "X", "ts": "a", "pid": 1}', '{"ts": null}', '{"pid": []}', '{"ph": {}}']
+    texts = ["", "{", "{}", "3", '{"traceEvents": 3}', *(f'{{"traceEvents": [{events}]}}' for events in malformed)]
+    clocks = ['{"traceEvents": [], "baseTimeNanoseconds": "x"}', json.dumps([{"name": slices.CLOCK}])]
+    for text in (*texts, *clocks):
         (tmp_path / "wrong.json").write_text(text)
-        assert cli.main(["trace", "merge", str(tmp_path / "wrong.json"), "-o", str(tmp_path / "all.json")]) == 2
-        assert "wrong.json" in capsys.readouterr().err
-    (tmp_path / "wrong.json.gz").write_bytes(gzip.compress(b"[" * 1000)[:20])
-    for name in ("wrong.json.gz", "none.json"):
-        assert cli.main(["trace", "merge", str(tmp_path / name), "-o", str(tmp_path / "all.json")]) == 2
-        assert name in capsys.readouterr().err
+        check_fails(tmp_path / "wrong.json")
+    for content in (gzip.compress(b"[" * 1000)[:20], b"[]"):
+        (tmp_path / "wrong.json.gz").write_bytes(content)
+        check_fails(tmp_path / "wrong.json.gz")
+
+
+def test_an_input_that_cannot_be_read(tmp_path, capsys):
+    path = tmp_path / "none.json"
+    assert cli.main(["trace", "merge", str(path), "-o", str(tmp_path / "all.json")]) == 2
+    expected = f"rustloader trace merge: cannot read {path}: No such file or directory\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_a_merge_that_fails_leaves_its_output_unchanged(tmp_path, capsys):
+    path, text = tmp_path / "run.json", '[{"ph":"X","ts":1,"pid":1},{"ph":"X","ts":2,"pid":1}]'
+    path.write_text(text)
+    command = ["trace", "merge", str(path), "-o", str(path)]
+    with mock.patch.object(files.json, "dumps", side_effect=["{}", OSError(errno.ENOSPC, "no space")]):
+        assert cli.main(command) == 2
+    assert capsys.readouterr().err == f"rustloader trace merge: cannot write {path}: no space\n"
+    assert path.read_text() == text and os.listdir(tmp_path) == ["run.json"]
+    (tmp_path / "link.json").symlink_to("run.json")
+    assert cli.main([*command[:-1], str(tmp_path / "link.json")]) == 0
+    assert load(path) == json.loads(text) and path.read_text() != text
+    assert (tmp_path / "link.json").is_symlink() and len(os.listdir(tmp_path)) == 2
+
+
+def test_a_merge_into_a_pipe(tmp_path):
+    (tmp_path / "run.json").write_text("[]")
+    os.mkfifo(tmp_path / "pipe")
+    received = []
+    reader = threading.Thread(target=lambda: received.append((tmp_path / "pipe").read_text()))
+    reader.start()
+    assert files.merge([str(tmp_path / "run.json")], str(tmp_path / "pipe")) == 0
+    reader.join(60)
+    assert received == ["[\n]\n"] and (tmp_path / "pipe").is_fifo()
+
+
+def test_a_line_that_is_truncated_after_a_brace(tmp_path):
+    (tmp_path / "run.json").write_text('[\n{"ph":"X","ts":1,"pid":1},\n{"ph":"X","args":{"batch":1}')
+    assert files.merge([str(tmp_path / "run.json")], str(tmp_path / "all.json")) == 1
 
 
 # The command
@@ -536,13 +582,18 @@ if __name__ == "__main__":
 """
 
 
+def run_trace(folder, *arguments, **options):
+    """Runs the command in a folder. Returns its status, output and errors."""
+    program = ["-m", "rustloader", "trace", *arguments]
+    source = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, *{program!r}]).returncode)"
+    return run_script(source, head="", cwd=folder, **options)
+
+
 @pytest.mark.parametrize("output", ["run.json", None])
 def test_the_command_runs_a_script(output, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     options = [] if output is None else ["-o", output, "--level", "sample", "--seconds", "100"]
-    program = ["-m", "rustloader", "trace", *options, "train.py", "--epochs", "1"]
-    source = f"import subprocess, sys; done = subprocess.run([sys.executable, *{program!r}]); sys.exit(done.returncode)"
-    status, out, err = run_script(source, head="", cwd=tmp_path)
+    status, out, err = run_trace(tmp_path, *options, "train.py", "--epochs", "1")
     output = output or "trace.json.gz"
     assert (status, out) == (3, "28\n") and "wrote /" in err and f"/{output};" in err
     events = load(tmp_path / output)
@@ -551,11 +602,34 @@ def test_the_command_runs_a_script(output, tmp_path):
     assert about(events)["script"] == "train.py"
 
 
+@pytest.mark.parametrize("script", [["."], ["none.py"], ["-m", "no_such_module"], ["wrong.py"]])
+def test_without_a_script_that_runs_nothing_is_written(script, tmp_path):
+    (tmp_path / "wrong.py").write_text("def")
+    (tmp_path / "run.json").write_text("earlier")
+    status, _, err = run_trace(tmp_path, "-o", "run.json", *script)
+    assert status == (1 if script == ["wrong.py"] else 2) and "wrote" not in err
+    assert (tmp_path / "run.json").read_text() == "earlier"
+    assert sorted(os.listdir(tmp_path)) == ["run.json", "wrong.py"]
+
+
+def test_the_trace_of_a_script_that_fails_is_written(tmp_path):
+    (tmp_path / "train.py").write_text("raise OSError('no data')")
+    status, _, err = run_trace(tmp_path, "-o", "run.json", "train.py")
+    assert status == 1 and "no data" in err and "wrote" in err
+    check(load(tmp_path / "run.json"))
+
+
+@pytest.mark.parametrize("output", ["none/run.json", "."])
+def test_an_output_that_cannot_be_written(output, tmp_path):
+    (tmp_path / "train.py").write_text("print('ran')")
+    status, out, err = run_trace(tmp_path, "-o", output, "train.py")
+    assert (status, out) == (2, "") and len(err.splitlines()) == 1
+    assert err.startswith(f"rustloader trace: cannot write {output}: ")
+
+
 def test_a_rank_has_its_own_file(tmp_path):
     (tmp_path / "train.py").write_text("")
-    program = ["-m", "rustloader", "trace", "-o", "{rank}.json", "train.py"]
-    source = f"import subprocess, sys; subprocess.run([sys.executable, *{program!r}], check=True)"
-    assert run_script(source, head="", cwd=tmp_path, environment={"RANK": "3"})[0] == 0
+    assert run_trace(tmp_path, "-o", "{rank}.json", "train.py", environment={"RANK": "3"})[0] == 0
     (name,) = [event["args"] for event in load(tmp_path / "3.json") if event["name"] == "process_name"]
     assert name == {"name": "train.py rank 3"}
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import io
 import os
 import runpy
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 from rustloader.installation.environment import follow  # not `installation.api`, which imports torch
@@ -20,6 +22,19 @@ from rustloader.system.patches import Patch
 
 def main(options: Any, arguments: list[str]) -> int:
     """Runs the script. Returns 0, or 2 if the script cannot be found or opened."""
+    program = prepare(options, arguments)
+    if program is None:
+        return 2
+    program()
+    return 0
+
+
+def prepare(options: Any, arguments: list[str]) -> Callable[[], None] | None:
+    """Compiles the script and sets up the process for it. Returns a function that runs the script.
+
+    If the script cannot be found or opened, prints the error and returns None. Raises the error of a script that cannot
+    be compiled.
+    """
     setting = _setting(options)
     # Must come first, because this package may be in sys.path[0], which the script's folder will replace.
     _keep_findable()
@@ -32,7 +47,7 @@ def main(options: Any, arguments: list[str]) -> int:
         code, name = (_of_module if options.module else _of_file)(options.script, module)
     except _NoScript as error:
         print(f"rustloader {options.command}: {error}", file=sys.stderr)
-        return 2
+        return None
     sys.argv[:] = [name, *arguments]
     os.environ[INSTALL] = setting
     follow(setting)
@@ -40,8 +55,7 @@ def main(options: Any, arguments: list[str]) -> int:
     _hide_own_frames(vars(module))
     if isinstance(code, Exception):
         raise code
-    exec(code, vars(module))
-    return 0
+    return functools.partial(exec, code, vars(module))
 
 
 class _NoScript(Exception):

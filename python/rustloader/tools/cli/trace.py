@@ -3,36 +3,49 @@
 from __future__ import annotations
 
 import argparse
-import os
+import contextlib
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rustloader.settings.options import Options
 from rustloader.system import local_ranks
 from rustloader.system.formatting import count_of
 from rustloader.tools.cli import run
 
+if TYPE_CHECKING:
+    from rustloader.tracing.core import Trace
+
 
 def main(options: Any, arguments: list[str]) -> int:
-    """Runs the script, or merges traces. Returns 0, or 2 if there is no script or merging fails."""
+    """Runs the script, or merges traces. Returns 0, or 2 if there is no script, the trace cannot be written, or merging
+    fails."""
     if options.script == "merge" and not options.module:
         return _merge(options.output, arguments)
     from rustloader.tracing import core
 
     for name in Options.__dataclass_fields__:
         setattr(options, name, None)
-    if not options.module and not os.path.exists(options.script):
-        return run.main(options, arguments)  # prints the error
+    program = run.prepare(options, arguments)
+    if program is None:
+        return 2
     rank = local_ranks.global_rank()
     path = options.output or ("trace.json.gz" if rank is None else f"trace-rank{rank}.json.gz")
-    trace = core.trace(path.replace("{rank}", str(rank or 0)), level=options.level, seconds=options.seconds)
-    try:
-        with trace:
-            status = run.main(options, arguments)
-    finally:
-        if trace.is_written:
-            print(f"rustloader trace: wrote {trace.path}; open it at https://ui.perfetto.dev", file=sys.stderr)
-    return status
+    path = path.replace("{rank}", str(rank or 0))
+    trace = core.trace(path, level=options.level, seconds=options.seconds)
+    with contextlib.ExitStack() as stack:
+        stack.callback(_report, trace)
+        try:
+            stack.enter_context(trace)
+        except OSError as error:
+            print(f"rustloader trace: cannot write {path}: {error.strerror}", file=sys.stderr)
+            return 2
+        program()
+    return 0
+
+
+def _report(trace: Trace) -> None:
+    if trace.is_written:
+        print(f"rustloader trace: wrote {trace.path}; open it at https://ui.perfetto.dev", file=sys.stderr)
 
 
 def _merge(output: str | None, arguments: list[str]) -> int:
@@ -44,8 +57,12 @@ def _merge(output: str | None, arguments: list[str]) -> int:
 
     try:
         count = files.merge(options.files, options.output)
-    except (files.NotATrace, OSError) as error:
+    except files.NotATrace as error:
         print(f"rustloader trace merge: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        verb = "write" if error.filename == options.output else "read"
+        print(f"rustloader trace merge: cannot {verb} {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
     print(f"{options.output}: {count_of(count, 'event')} from {count_of(len(options.files), 'file')}")
     return 0
