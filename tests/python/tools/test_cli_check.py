@@ -104,6 +104,12 @@ LOADERS = """
             yield from range(3)
     def own():
         return Own(Draws(), num_workers=1)
+    def stateful():
+        return rustloader.StatefulDataLoader(Draws(), batch_size=4, num_workers=1)
+    def iterated():
+        persistent = rustloader.DataLoader(Draws(), batch_size=4, num_workers=1, persistent_workers=True)
+        list(persistent)
+        return persistent
 
     def change(i, sample):
         if i == 7 and on_us():
@@ -256,6 +262,8 @@ def test_errors_in_the_midst_are_listed(check):
         ("failing_worker_init", "at the first batch, both engines raise KeyError: 'no sample 0' (loaders_of_mine.py:"),
         ("empty", "the loader of loaders_of_mine.py:empty yielded no batches"),
         ("own", "none of the batches came from the Rust engine; the loader has its own iterator"),
+        ("stateful", "a rustloader.StatefulDataLoader has no torch iterator to compare with; let the factory return a"),
+        ("iterated", "torch's side used the Rust engine; the factory must not iterate its loader, nor call "),
     ],
 )
 def test_nothing_to_compare(name, cause, check):

@@ -127,11 +127,7 @@ class _Comparison:
             workers = count_of(about["num_workers"], "worker")
             print(f"torch       {self._options.factory}, {workers} ...", flush=True)
             events = list(self._epoch(side, about["may_be_endless"]))
-            if side.ask("served")[0]:
-                raise Unusable(
-                    "nothing to compare: torch's side used the Rust engine; "
-                    "the program must not call rustloader.install() after it creates its loader"
-                )
+            side.ask("refuse_engine")
         if events[0].kind == "state":
             raise Unusable(f"nothing to compare: the loader of {self._options.factory} yielded no batches")
         return events
