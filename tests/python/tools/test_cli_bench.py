@@ -317,7 +317,7 @@ def test_a_plot(folder):
             "With `num_workers=0`, torch's own loop runs; there is nothing to accelerate. "
             "Set num_workers to 1 or more in loaders.py:single, or pass --workers 2.\n",
         ),
-        ("loaders.py:stateful", "nothing to compare: a rustloader.StatefulDataLoader has no torch iterator to compare "),
+        ("loaders.py:stateful", "nothing to compare: a rustloader.StatefulDataLoader has no torch iterator to compare"),
         ("loaders.py:without_any", "the loader of loaders.py:without_any yields no batches\n"),
         (
             "loaders.py:failing",

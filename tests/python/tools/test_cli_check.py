@@ -114,6 +114,10 @@ LOADERS = """
     def change(i, sample):
         if i == 7 and on_us():
             sample["x"][1] = 5.0
+    def seeded_by_sample():
+        return rustloader.DataLoader(Draws(), batch_size=4, num_workers=2, seed_by="sample")
+    def skipping():
+        return rustloader.DataLoader(Draws(5, raises), batch_size=4, num_workers=2, on_error="skip")
     def different():
         return loader(act=change)
     def random_anyhow():
@@ -319,6 +323,15 @@ def test_a_difference_is_named(name, expected, check):
     status, out, err = check(name)
     assert (status, err) == (1, "")
     assert re.match(expected, out.splitlines()[2]), out
+
+
+@pytest.mark.parametrize("name, option, at", [("seeded_by_sample", "seed_by", 0), ("skipping", "on_error", 1)])
+def test_an_option_that_may_explain_a_difference_is_named(name, option, at, check):
+    status, out, err = check(name)
+    assert (status, err) == (1, "")
+    difference, advice = out.splitlines()[-2:]
+    assert difference.startswith(f"different at batch {at}: ")
+    assert advice == f"rustloader's options can change batches (here: {option}); check the loader without them."
 
 
 # Deaths and hangs
