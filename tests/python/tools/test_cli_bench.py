@@ -57,6 +57,8 @@ LOADERS = """
         return DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=2)
     def ours():
         return rustloader.DataLoader(Numbers(), batch_size=4, num_workers=2, persistent_workers=True)
+    def stateful():
+        return rustloader.StatefulDataLoader(Numbers(), batch_size=4, num_workers=2)
     def single():
         return DataLoader(Numbers(), batch_size=4, timeout=0)
     def without_any():
@@ -315,6 +317,7 @@ def test_a_plot(folder):
             "With `num_workers=0`, torch's own loop runs; there is nothing to accelerate. "
             "Set num_workers to 1 or more in loaders.py:single, or pass --workers 2.\n",
         ),
+        ("loaders.py:stateful", "nothing to compare: a rustloader.StatefulDataLoader has no torch iterator to compare"),
         ("loaders.py:without_any", "the loader of loaders.py:without_any yields no batches\n"),
         (
             "loaders.py:failing",

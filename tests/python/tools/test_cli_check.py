@@ -104,10 +104,20 @@ LOADERS = """
             yield from range(3)
     def own():
         return Own(Draws(), num_workers=1)
+    def stateful():
+        return rustloader.StatefulDataLoader(Draws(), batch_size=4, num_workers=1)
+    def iterated():
+        persistent = rustloader.DataLoader(Draws(), batch_size=4, num_workers=1, persistent_workers=True)
+        list(persistent)
+        return persistent
 
     def change(i, sample):
         if i == 7 and on_us():
             sample["x"][1] = 5.0
+    def seeded_by_sample():
+        return rustloader.DataLoader(Draws(), batch_size=4, num_workers=2, seed_by="sample")
+    def skipping():
+        return rustloader.DataLoader(Draws(5, raises), batch_size=4, num_workers=2, on_error="skip")
     def different():
         return loader(act=change)
     def random_anyhow():
@@ -256,6 +266,8 @@ def test_errors_in_the_midst_are_listed(check):
         ("failing_worker_init", "at the first batch, both engines raise KeyError: 'no sample 0' (loaders_of_mine.py:"),
         ("empty", "the loader of loaders_of_mine.py:empty yielded no batches"),
         ("own", "none of the batches came from the Rust engine; the loader has its own iterator"),
+        ("stateful", "a rustloader.StatefulDataLoader has no torch iterator to compare with; let the factory return a"),
+        ("iterated", "torch's side used the Rust engine; the factory must not iterate its loader, nor call "),
     ],
 )
 def test_nothing_to_compare(name, cause, check):
@@ -311,6 +323,15 @@ def test_a_difference_is_named(name, expected, check):
     status, out, err = check(name)
     assert (status, err) == (1, "")
     assert re.match(expected, out.splitlines()[2]), out
+
+
+@pytest.mark.parametrize("name, option, at", [("seeded_by_sample", "seed_by", 0), ("skipping", "on_error", 1)])
+def test_an_option_that_may_explain_a_difference_is_named(name, option, at, check):
+    status, out, err = check(name)
+    assert (status, err) == (1, "")
+    difference, advice = out.splitlines()[-2:]
+    assert difference.startswith(f"different at batch {at}: ")
+    assert advice == f"rustloader's options can change batches (here: {option}); check the loader without them."
 
 
 # Deaths and hangs

@@ -167,7 +167,7 @@ class BenchSide(Side):
     def _pass(self, number: int) -> Iterator[None]:
         """Seeds the random generators, and makes iterators use the engine while a pass runs.
 
-        Raises ``Unusable`` if the loader is empty, or if the Rust engine delivered no batches although it should have.
+        Raises ``Unusable`` if the loader is empty, or if batches did not come from the engine that is measured.
         """
         self.seed(number)
         with self.on_engine():
@@ -176,5 +176,7 @@ class BenchSide(Side):
             except StopIteration:
                 raise Unusable(f"the loader of {self.target} yields no batches") from None
         served, line = self.served()
-        if self.engine != "torch" and not served and self.loader.num_workers > 0:
+        if self.engine == "torch":
+            self.refuse_engine()
+        elif not served and self.loader.num_workers > 0:
             raise Unusable(f"nothing to compare: {line or 'the Rust engine delivered no batches'}")

@@ -127,11 +127,7 @@ class _Comparison:
             workers = count_of(about["num_workers"], "worker")
             print(f"torch       {self._options.factory}, {workers} ...", flush=True)
             events = list(self._epoch(side, about["may_be_endless"]))
-            if side.ask("served")[0]:
-                raise Unusable(
-                    "nothing to compare: torch's side used the Rust engine; "
-                    "the program must not call rustloader.install() after it creates its loader"
-                )
+            side.ask("refuse_engine")
         if events[0].kind == "state":
             raise Unusable(f"nothing to compare: the loader of {self._options.factory} yielded no batches")
         return events
@@ -172,6 +168,7 @@ class _Comparison:
         kinds = {torch_event.kind if torch_event else None, engine_event.kind if engine_event else None}
         only_state = kinds == {"state"}
         where = "the end, in the main process's random state" if only_state else f"batch {k}"
+        advice = _advice_on_options(side.ask("changing_options"))
         try:
             with self._side("torch", quiet=True) as again:
                 about = again.load()
@@ -183,12 +180,12 @@ class _Comparison:
                     print(f"different at {where}, but two runs on torch's iterator differ there as well.\n{_UNSEEDED}")
                     return 1
                 if event is not None and engine_event is not None and event.kind == engine_event.kind == "batch":
-                    print(f"different at {where}: {again.ask('difference', side.ask('packed'))}")
+                    print(f"different at {where}: {again.ask('difference', side.ask('packed'))}{advice}")
                     return 1
         except Unusable as error:
             print(f"rustloader check: torch's iterator could not be run again: {error}", file=sys.stderr)
         events = "" if only_state else f": torch {_description(torch_event)}, rustloader {_description(engine_event)}"
-        print(f"different at {where}{events}")
+        print(f"different at {where}{events}{advice}")
         return 1
 
 
@@ -200,6 +197,13 @@ def _served(side: _CheckProbe) -> int:
         why = line or "none of the batches came from the Rust engine; the loader has its own iterator"
         raise Unusable(f"nothing to compare: {why}")
     return count
+
+
+def _advice_on_options(names: list[str]) -> str:
+    """Returns a line about the options that may explain a difference; "" if there are none."""
+    if not names:
+        return ""
+    return f"\nrustloader's options can change batches (here: {', '.join(names)}); check the loader without them."
 
 
 def _description(event: Event | None) -> str:

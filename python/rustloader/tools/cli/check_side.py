@@ -9,9 +9,13 @@ import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from rustloader.settings import options
 from rustloader.tools.probe.factory import Unusable
 from rustloader.tools.probe.failure import failure
 from rustloader.tools.probe.side import Side, end_workers
+
+# Options of rustloader that can change batches: torch's iterator ignores them.
+_CHANGING = ("seed_by", "dispatch", "worker_threads", "on_error")
 
 
 class Event(NamedTuple):
@@ -91,6 +95,10 @@ class CheckSide(Side):
         self._open.close()
         state = (torch.get_rng_state().tolist(), np.random.get_state(), random.getstate())
         return _digest(pickle.dumps(state))
+
+    def changing_options(self) -> list[str]:
+        """Returns the names of the loader's options that can change batches."""
+        return [name for name in _CHANGING if options.in_force(self.loader, name) != options.option_of(name).default]
 
     def packed(self) -> bytes | None:
         """Returns the last batch, pickled; None if it cannot be pickled."""

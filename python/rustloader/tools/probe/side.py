@@ -47,6 +47,13 @@ def on_torch() -> Iterator[None]:
         DataLoader._get_iterator = get_iterator  # type: ignore[method-assign]
 
 
+# Reasons why the engine delivered batches on torch's side.
+_STATEFUL = (
+    "a rustloader.StatefulDataLoader has no torch iterator to compare with; let the factory return a DataLoader"
+)
+_ENGINE_ON_TORCH = (
+    "torch's side used the Rust engine; the factory must not iterate its loader, nor call rustloader.install()"
+)
 # Context managers that make loaders use an engine, by the engine's name.
 ENGINES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "torch": on_torch,
@@ -117,6 +124,12 @@ class Side:
         The warning is "" if there was none.
         """
         return rustloader.engine_batches() - self._served_before, "".join(self._logged[:1])
+
+    def refuse_engine(self) -> None:
+        """Raises ``Unusable`` if batches came from the Rust engine since ``on_engine``. For torch's side."""
+        if self.served()[0]:
+            is_stateful = isinstance(self.loader, rustloader.StatefulDataLoader)
+            raise Unusable(f"nothing to compare: {_STATEFUL if is_stateful else _ENGINE_ON_TORCH}")
 
     def on_start(self, iterator: Iterator[Any]) -> None:
         """Sends the process IDs of the workers to the command, so that the command can name one that dies or hangs.
