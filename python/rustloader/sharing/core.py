@@ -69,7 +69,8 @@ def share(x: Any, *, threshold: int = 1 << 20, key: str | None = None, timeout: 
         PermissionError: A process of another user holds the key.
         TimeoutError: The rank that builds the object for this key did not finish within ``timeout``.
         TypeError: The object cannot be shared. The message names the remedy.
-        ValueError: Ranks pass different objects for the same key, or ``timeout`` is negative or NaN.
+        ValueError: Ranks pass different objects for the same key, or ``threshold`` or ``timeout`` is not a number of
+            at least 0.
 
     Examples:
         >>> paths = rustloader.share([f"images/{n}.jpg" for n in range(1000)])
@@ -86,6 +87,8 @@ def share(x: Any, *, threshold: int = 1 << 20, key: str | None = None, timeout: 
         >>> index[5]
         5
     """
+    if not isinstance(threshold, int | float) or not threshold >= 0:
+        raise ValueError(f"threshold must be a number of bytes, 0 or more, got {threshold!r}")
     if not timeout >= 0:
         raise ValueError(f"timeout must be a number of seconds, 0 or more, got {timeout!r}")
     if is_dataset(x):

@@ -284,6 +284,13 @@ def test_invalid_timeouts_are_refused(timeout):
         share(["a"], timeout=timeout)
 
 
+@pytest.mark.parametrize("threshold", ["1MiB", -1, float("nan"), None])
+def test_invalid_thresholds_are_refused(threshold):
+    text = f"threshold must be a number of bytes, 0 or more, got {threshold!r}"
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        share(["a"], threshold=threshold)
+
+
 @pytest.mark.parametrize("when", ["building", "serving"])
 def test_forked_children_do_not_hold_the_name(run, when):
     body = f"""

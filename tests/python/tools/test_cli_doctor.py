@@ -86,7 +86,7 @@ def test_what_to_do(look, place, name, value, state, words, monkeypatch):
 
 def test_what_cannot_be_looked_at_is_no_reason_to_stop(monkeypatch, capsys):
     def _broken_thing():
-        raise LookupError("nothing there")
+        raise LookupError("Original Traceback\n  line 1\nnothing there\n")
         yield
 
     monkeypatch.setattr(doctor, "_CHECKS", (_broken_thing, doctor._trial))

@@ -441,8 +441,10 @@ def test_a_process_of_another_user(capsys, monkeypatch):
     words = refused(1, "--once", capsys=capsys)
     assert words == f"process 1 belongs to {name}; run as that user or with sudo"
     monkeypatch.setattr(processes, "user", lambda: name)
-    words = refused(1, "--once", capsys=capsys)
-    assert words == "process 1 does not let other processes of its user inspect it; run this with sudo"
+    for uid, remedy in ((1000, "; run this with sudo"), (0, "")):
+        monkeypatch.setattr(os, "geteuid", lambda uid=uid: uid)
+        words = refused(1, "--once", capsys=capsys)
+        assert words == f"process 1 does not let other processes of its user inspect it{remedy}"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process as another user")

@@ -106,7 +106,9 @@ def _findings_of(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     except Exception as error:
         # An error in one check must not hide the findings of the others. Only an error in the trial is BAD.
         subject = check.__name__.strip("_").replace("_", " ")
-        yield Finding(subject, f"{type(error).__name__}: {error}", BAD if check is _trial else NOTE)
+        # The last line of a worker's error is the error itself.
+        text = str(error).strip().splitlines()[-1:]
+        yield Finding(subject, ": ".join([type(error).__name__, *text]), BAD if check is _trial else NOTE)
 
 
 def _system() -> Iterator[Finding]:

@@ -121,7 +121,8 @@ def _forbidden(pid: int) -> str:
     if name is None:
         return f"there is no process {pid}"
     if name == user():
-        return f"process {pid} does not let other processes of its user inspect it; run this with sudo"
+        remedy = "" if os.geteuid() == 0 else "; run this with sudo"
+        return f"process {pid} does not let other processes of its user inspect it{remedy}"
     return f"process {pid} belongs to {name}; run as that user or with sudo"
 
 
