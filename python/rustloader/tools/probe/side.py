@@ -48,9 +48,7 @@ def on_torch() -> Iterator[None]:
 
 
 # Reasons why the engine delivered batches on torch's side.
-_STATEFUL = (
-    "a rustloader.StatefulDataLoader has no torch iterator to compare with; let the factory return a DataLoader"
-)
+_STATEFUL = "a rustloader.StatefulDataLoader has no torch iterator to compare with; let the factory return a DataLoader"
 _ENGINE_ON_TORCH = (
     "torch's side used the Rust engine; the factory must not iterate its loader, nor call rustloader.install()"
 )
