@@ -8,6 +8,7 @@ import functools
 import gc
 import inspect
 import os
+import pickle
 import warnings
 
 import pytest
@@ -144,12 +145,23 @@ def test_p9_a_length_that_nobody_asked_for_is_not_checked():
     check(lambda cls: list(cls(Shards([3, 3], reported=2), batch_size=None, num_workers=2)), 0)
 
 
+class Unpicklable:
+    """Cannot be pickled, because of the given error."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __reduce__(self):
+        raise self.error("on purpose")
+
+
+@pytest.mark.parametrize("error", [TypeError, AttributeError, pickle.PicklingError])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_p9_a_worker_that_cannot_be_pickled():
+def test_p9_a_worker_that_cannot_be_pickled(error):
     def fn(cls):
-        collate = functools.partial(max, (i for i in ()))
+        collate = functools.partial(max, Unpicklable(error))
         loader = cls(Numbers(2), num_workers=1, multiprocessing_context="spawn", collate_fn=collate)
-        with pytest.raises(TypeError, match="generator"):
+        with pytest.raises(error, match="on purpose"):
             iter(loader)
         del loader
         gc.collect()
