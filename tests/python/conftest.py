@@ -61,10 +61,10 @@ def nothing_left_behind(request):
     """No test leaves behind descriptors, threads, children, mappings or shared memory files."""
     trim_pool()
     before, imported = state(), len(sys.modules)
-    # All files, whoever owns them: a test is not to blame for one left by an ended process whose pid is reused.
+    # Includes the files of other processes: if a pid is reused, an old file may look like one of this test's.
     before["shared memory files"] = os.listdir("/dev/shm")
     if getattr(request.node, "callspec", None) and request.node.callspec.params.get("lib") == "torchdata":
-        del before["shared memory files"]  # a worker of torch's that is killed in mid-batch may leave its file
+        del before["shared memory files"]  # a torch worker that is killed mid-batch may leave its file
     yield
     end_scripts()
     gc.collect()
