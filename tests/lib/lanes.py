@@ -16,6 +16,8 @@ FILE = Path(__file__).resolve().parents[1] / "durations.json"
 # In a short run, the limit for all cases of a function, and the limit for one case, above which a function is left out.
 SECONDS_OF_A_FUNCTION = 2.0
 SECONDS_OF_A_CASE = 5.0
+# The limit for one case up to which a function may take longer, to use each value of each parameter.
+SECONDS_OF_A_QUICK_CASE = 0.2
 # The file lists functions whose cases take at least `RECORDED` seconds; others count as `QUICK`.
 RECORDED, QUICK = 0.1, 0.02
 
@@ -80,25 +82,27 @@ class Recorder:
 
 
 def short(cases, seconds):
-    """Returns the cases of a test function for a short run: as many as there is time for, at least one. If a single
-    case takes too long, there are none, or one if the function is marked `random`."""
+    """Returns the cases of a test function for a short run: as many as there is time for, at least one. Quick cases
+    use each value of each parameter at least once, even if that takes longer. If a single case takes too long, there
+    are none, or one if the function is marked `random`."""
     if seconds > SECONDS_OF_A_CASE:
         return cases[:1] if cases[0].get_closest_marker("random") else []
     count = max(1, int(SECONDS_OF_A_FUNCTION / seconds))
     if len(cases) <= count:
         return cases
     values = [{name: distinct(value) for name, value in parameters(case).items()} for case in cases]
-    return [cases[i] for i in cover(values, count)]
+    return [cases[i] for i in cover(values, count, every_value=seconds <= SECONDS_OF_A_QUICK_CASE)]
 
 
-def cover(cases, count):
+def cover(cases, count, every_value=False):
     """Returns the positions of at most `count` of `cases`, which are dicts with the same keys. Greedily covers as many
-    values as it can, and then as many pairs of values."""
+    values as it can, and then as many pairs of values. With `every_value`, covers all values even if that takes more
+    than `count` cases."""
     chosen = []
     for size in (1, 2):
         of_case = [set(itertools.combinations(case.items(), min(size, len(case)))) for case in cases]
         missing = set().union(*of_case) - set().union(*(of_case[i] for i in chosen))
-        while missing and len(chosen) < count:
+        while missing and (len(chosen) < count or (every_value and size == 1)):
             best = max(range(len(cases)), key=lambda i: len(of_case[i] & missing))
             chosen.append(best)
             missing -= of_case[best]

@@ -26,7 +26,7 @@ def resolved(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, 
     that number; if ``num_workers`` is not "auto", returns the unchanged arguments and None.
 
     Raises:
-        ValueError: ``num_workers`` is a string other than "auto".
+        TypeError: ``num_workers`` is a string other than "auto".
     """
     if len(args) > _NUM_WORKERS_INDEX:
         value = args[_NUM_WORKERS_INDEX]
@@ -37,7 +37,7 @@ def resolved(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, 
     if not isinstance(value, str):
         return args, kwargs, None
     if value != AUTO:
-        raise ValueError(f'num_workers option should be a non-negative integer or "auto", got num_workers={value!r}')
+        raise TypeError(f'num_workers option should be a non-negative integer or "auto", got num_workers={value!r}')
     count = initial_workers()
     if len(args) > _NUM_WORKERS_INDEX:
         return (*args[:_NUM_WORKERS_INDEX], count, *args[_NUM_WORKERS_INDEX + 1 :]), kwargs, count

@@ -68,7 +68,7 @@ def share(x: Any, *, threshold: int = 1 << 20, key: str | None = None, timeout: 
         MemoryError: A memory cgroup, the machine or a limit leaves too little memory. The message gives the sizes.
         PermissionError: A process of another user holds the key.
         TimeoutError: The rank that builds the object for this key did not finish within ``timeout``.
-        TypeError: The object cannot be shared. The message names the remedy.
+        TypeError: The object cannot be shared, and the message names the remedy; or ``key`` is not a str.
         ValueError: Ranks pass different objects for the same key, or ``threshold`` or ``timeout`` is not a number of
             at least 0.
 
@@ -91,6 +91,8 @@ def share(x: Any, *, threshold: int = 1 << 20, key: str | None = None, timeout: 
         raise ValueError(f"threshold must be a number of bytes, 0 or more, got {threshold!r}")
     if not timeout >= 0:
         raise ValueError(f"timeout must be a number of seconds, 0 or more, got {timeout!r}")
+    if key is not None and not isinstance(key, str):
+        raise TypeError(f"key must be a str, got {key!r}")
     if is_dataset(x):
         return Sharing(threshold, lambda value, name: _share(value, key and f"{key}/{name}", timeout)).run(x)
     return _share(x, key, timeout)

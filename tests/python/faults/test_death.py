@@ -1,4 +1,5 @@
-"""Workers that die, a main process that dies, and exits that must not hang (P20, P26, T11)."""
+"""Workers that die, and shutdowns that must not hang (P20, P26, T11). After each test, the fixture
+`nothing_left_behind` looks for processes, mappings, descriptors and files."""
 
 import contextlib
 import multiprocessing

@@ -234,15 +234,6 @@ def test_another_number_of_workers_leaves_the_loader_as_it_was(kind, saved, load
     assert list(loader) == rest
 
 
-@pytest.mark.parametrize("saved, loaded", [(0, 2), (2, 0), (1, 3)])
-def test_a_stateless_map_style_dataset_resumes_with_any_num_workers(saved, loaded):
-    iterator, state = stopped(make("map", saved))
-    rest = list(iterator)
-    loader = make("map", loaded)
-    loader.load_state_dict(state)
-    assert list(loader) == rest
-
-
 @pytest.mark.parametrize("back", [-1, 1.0, True, "1", None])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_back_is_a_small_number(workers, back):

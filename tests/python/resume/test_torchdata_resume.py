@@ -9,6 +9,8 @@ from pairwise import pairs
 from stateful import datasets
 from stateful.datasets import unchanged
 
+from rustloader.stateful_dataloader import StatefulDataLoader
+
 pytestmark = pytest.mark.ours
 
 
@@ -81,6 +83,22 @@ def test_a_shuffled_map_style_dataset(lib, kind, workers, interrupt):
     make = loaders(lib, dataset, num_workers=number, batch_size=2, shuffle=True, snapshot_every_n_steps=every)
     check(make, interrupt)
     check(make, interrupt, epochs_before=1)
+
+
+@pytest.mark.parametrize("saved, loaded", [(0, 2), (2, 0), (1, 3), (3, 2)])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_map_style_dataset_resumes_with_another_number_of_workers(saved, loaded, shuffle):  # not with torchdata
+    def make(workers):
+        options = {"shuffle": shuffle, "collate_fn": unchanged, "snapshot_every_n_steps": 4}
+        return StatefulDataLoader(datasets.Records(40), 3, num_workers=workers, **options)
+
+    before, after = make(saved), make(loaded)
+    iterator = iter(before)
+    for _ in range(6):
+        next(iterator)
+    after.load_state_dict(before.state_dict())
+    rest = list(iterator)
+    assert list(after) == rest and len(rest) == 8
 
 
 @pytest.mark.parametrize("workers", [0, 3])

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 import torch
-from support import run_script, rustloader, start_script, wait_until
+from support import run_script, rustloader, start_script
 from torch.utils.data import Dataset, Subset
 
 pytestmark = pytest.mark.ours
@@ -227,11 +227,14 @@ def test_more_than_the_disk_has_is_refused(path):
 
 
 FILL = """
-import sys, torch, rustloader
+import sys, time, torch, rustloader
 class Rows(torch.utils.data.Dataset):
     def __len__(self):
         return 200
     def __getitem__(self, index):
+        if index == {stop}:
+            print("stopped", flush=True)
+            time.sleep(600)
         return torch.full((1000,), float(index)), index
 print("ready", flush=True)
 found = rustloader.cache(Rows(), "16MiB", path={path!r}, version="1")
@@ -242,7 +245,7 @@ print("filled", flush=True)
 
 
 def test_two_programs_fill_one_file(path):
-    processes = [start_script(FILL.format(path=path, start=start), fresh=False) for start in (0, 0, 100)]
+    processes = [start_script(FILL.format(path=path, start=start, stop=None), fresh=False) for start in (0, 0, 100)]
     ends = [process.communicate(timeout=120) for process in processes]
     assert [end[0] for end in ends] == ["ready\nfilled\n"] * 3, ends
     data = Rows()
@@ -250,13 +253,13 @@ def test_two_programs_fill_one_file(path):
 
 
 def test_a_program_that_is_killed_leaves_a_file_for_the_next_one(path):
-    for _ in range(5):
-        process = start_script(FILL.format(path=path, start=0), fresh=False)
-        assert process.stdout.readline() == "ready\n"
-        wait_until(lambda: os.path.exists(path) and os.path.getsize(path) > 0, 60)
+    for stop in (50, 100, 150):
+        process = start_script(FILL.format(path=path, start=0, stop=stop), fresh=False)
+        assert [process.stdout.readline() for _ in range(2)] == ["ready\n", "stopped\n"]
         os.kill(process.pid, signal.SIGKILL)
         process.communicate(timeout=60)
-        assert is_correct(cached(path))
+    data = Rows()
+    assert is_correct(cached(path, data)) and 50 <= data.built <= 50 + COMPARED
 
 
 def test_the_repr_names_its_bytes(filled):

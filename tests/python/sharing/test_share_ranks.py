@@ -291,6 +291,11 @@ def test_invalid_thresholds_are_refused(threshold):
         share(["a"], threshold=threshold)
 
 
+def test_keys_that_are_no_str_are_refused():
+    with pytest.raises(TypeError, match=r"^key must be a str, got 5$"):
+        share(["a"], key=5)
+
+
 @pytest.mark.parametrize("when", ["building", "serving"])
 def test_forked_children_do_not_hold_the_name(run, when):
     body = f"""

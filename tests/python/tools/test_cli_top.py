@@ -17,7 +17,7 @@ from unittest import mock
 
 import pytest
 from pinning_support import pinning
-from sample_data import Numbers
+from sample_data import Numbers, Shards
 from support import (
     STARTED,
     DataLoader,
@@ -560,6 +560,24 @@ def test_a_worker_that_has_died_stands_out(tmp_path, capsys):
         assert (dead["state"], dead["memory_bytes"]) == ("ended", None) and alive["state"] != "ended"
         out = run(process.pid, "--once", "--interval", "0.1", capsys=capsys)[1]
         assert f"worker 0 (pid {printed['workers'][0]}) has ended" in out and "\n    !0 " in out
+
+
+def test_a_worker_that_leaves_while_it_is_observed_is_not_shown_as_dead(monkeypatch):
+    iterator = iter(DataLoader(Shards([0, 100]), num_workers=2))
+    leaving, read = iterator._workers[0].pid, processes.loaders
+
+    def loaders(pid):
+        found = read(pid)
+        if not gone(leaving):
+            assert found[0].figures.workers[0].state != "left"
+            next(iterator)  # worker 0 has no samples, and is told to leave
+            assert wait_until(lambda: gone(leaving), STARTED)
+        return found
+
+    monkeypatch.setattr(processes, "loaders", loaders)
+    (look,) = model.observe(os.getpid())
+    leaver, worker = model.Loader(os.getpid(), None, look).workers
+    assert (leaver.state, leaver.is_marked) == ("left", False) and not worker.is_marked
 
 
 # Arguments, and missing packages

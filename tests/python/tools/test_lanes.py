@@ -32,6 +32,12 @@ def test_a_function_has_two_seconds_and_no_case_that_takes_more_than_five(second
     assert len(lanes.short(cases, seconds)) == count
 
 
+def test_quick_cases_use_each_value_even_if_that_takes_longer():
+    rows = [Case({"row": n}) for n in range(30)]
+    assert lanes.short(rows, 0.2) == rows
+    assert len(lanes.short(rows, 0.21)) == 9
+
+
 def test_what_is_marked_random_stays_in_a_short_run():
     cases = [Case({"a": 1}, "random"), Case({"a": 2}, "random")]
     assert lanes.short(cases, 100) == cases[:1]

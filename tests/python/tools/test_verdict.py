@@ -639,7 +639,7 @@ REMEDIES = {
     "a busy pin thread, and busier workers": "Use num_workers=22.",
     "tiny batches": "use fewer, larger batches",
     "remote workers that wait for a network": "Send fewer bytes",
-    "remote workers with small batches": "use larger ones",
+    "remote workers with small batches": "use larger batches",
     "busy remote workers": "Use num_workers=20",
     "short epochs": "set persistent_workers=True",
     "epochs left after two batches": "set persistent_workers=True",

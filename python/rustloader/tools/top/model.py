@@ -38,12 +38,14 @@ class Observation:
         figures: the result of ``_core.inspect_arena``.
         pids: process IDs of the workers in this PID namespace; None for one that is unknown.
         times: CPU time that each worker has spent on batches.
+        ended: workers that had ended before ``figures`` was read. Only for these is the state in ``figures`` final.
     """
 
     file: tuple[int, int]
     figures: Observed
     pids: tuple[int | None, ...]
     times: tuple[WorkTime, ...]
+    ended: frozenset[int] = frozenset()
 
     @property
     def key(self) -> tuple[tuple[int, int], float]:
@@ -56,20 +58,32 @@ def observe(pid: int) -> list[Observation]:
 
     Raises ``NothingToSee`` if the process has ended, or if its loaders cannot be read.
     """
+    ended: frozenset[int] = frozenset()
+    while True:
+        observations = _observe(pid, ended)
+        workers = {worker for it in observations for worker in it.pids if worker is not None}
+        # A worker that ends sets its state first, possibly after the state was read here. So read the state again.
+        newly_ended = {worker for worker in workers - ended if procfs.has_ended(worker)}
+        if not newly_ended:
+            return observations
+        ended |= newly_ended
+
+
+def _observe(pid: int, ended: frozenset[int]) -> list[Observation]:
     loaders = processes.loaders(pid)
     if procfs.has_ended(pid):
         raise processes.NothingToSee(f"process {pid} has ended")
     inner, outer = processes.inner_pid(pid), processes.outer_pids(pid)
-    return [_observe_iterator(it, outer) for it in loaders if it.figures.pid == inner]
+    return [_observe_iterator(it, outer, ended) for it in loaders if it.figures.pid == inner]
 
 
-def _observe_iterator(loader: LoaderArena, outer: dict[int, int] | None) -> Observation:
+def _observe_iterator(loader: LoaderArena, outer: dict[int, int] | None, ended: frozenset[int]) -> Observation:
     totals = [worker.totals for worker in loader.figures.workers]
     inner = [worker.pid for worker in totals]
     pids = tuple((pid if outer is None else outer.get(pid)) or None for pid in inner)
     times = (None if pid is None else time_of_process(pid) for pid in pids)
     work = tuple(time_of_work(time, worker) for time, worker in zip(times, totals, strict=True))
-    return Observation(loader.file, loader.figures, pids, work)
+    return Observation(loader.file, loader.figures, pids, work, ended.intersection(pids))
 
 
 @dataclass(frozen=True)
@@ -206,7 +220,7 @@ class Loader:
         pid = self._now.pids[number]
         at_batch = now.state in _BUSY
         state = _BUSY.get(now.state, now.state)
-        if state != "left" and pid and procfs.has_ended(pid):
+        if state != "left" and pid in self._now.ended:
             state = "ended"
         elif pid and procfs.is_stopped(pid):
             state = "stopped"
