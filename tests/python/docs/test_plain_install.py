@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from script_server import Server
-from support import HEAD, HERE, ROOT, finish, wait_until
+from support import HEAD, HERE, ROOT, finish, gone, wait_until
 from test_docs import PAGES, blocks, page_script
 
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(600)]
@@ -256,7 +256,7 @@ def test_each_way_out_says_what_python_says_and_no_more(start, way, tmp_path):
     else:
         assert err.count("Traceback (most recent call last)") == 1 and err.rstrip().endswith(last), err
     pids = [int(pid) for pid in out.split()]
-    assert len(pids) >= 2 and wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
+    assert len(pids) >= 2 and wait_until(lambda: all(map(gone, pids)))
 
 
 LOADERS = """

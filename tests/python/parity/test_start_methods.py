@@ -10,7 +10,7 @@ import pytest
 import torch
 from orders import FLOATS, Meeting, MeetsWhenUnpickled, MethodCalls, Shares, collate
 from sample_data import Dying, Epochs, Index, Pair, Record, Shards
-from support import TORCH_MODE, DataLoader, LoaderIter, children, epoch, in_time, outcome, outcomes, values, worker_pids
+from support import TORCH_MODE, DataLoader, children, epoch, in_time, outcome, outcomes, values, worker_pids
 
 METHODS = ["fork", "forkserver", "spawn"]
 PROCESSES = {"fork": "ForkProcess", "forkserver": "ForkServerProcess", "spawn": "SpawnProcess"}
@@ -208,23 +208,16 @@ def test_p19_p20_a_timeout_loses_nothing_and_a_death_is_named(context, tmp_path)
 )
 def test_p20_where_the_kernel_keeps_no_status_the_fork_server_has_it(how, text, monkeypatch):
     from rustloader._core import DEAD
+    from rustloader.iterator.session import Session
 
-    class Older:
-        """An engine on a kernel that keeps no status of a process that another one has reaped."""
+    def on_an_older_kernel(self, it, code, death):
+        """A kernel that keeps no status of a process that another one has reaped."""
+        assert code == DEAD
+        known = {name: getattr(death, name) for name in ("worker_id", "pid", "index", "stalled")}
+        raise_for(self, it, code, types.SimpleNamespace(**known, exitcode=None, signal=None))
 
-        def __init__(self, engine):
-            self.engine = engine
-
-        def __getattr__(self, name):
-            return getattr(self.engine, name)
-
-        def next(self, answer, next_index):
-            self.engine.next(answer, next_index)
-            if answer[0] == DEAD:
-                known = {name: getattr(answer[1], name) for name in ("worker_id", "pid", "index", "stalled")}
-                answer[1] = types.SimpleNamespace(**known, exitcode=None, signal=None)
-
-    monkeypatch.setattr(LoaderIter, "_engine", lambda self: Older(self._core))
+    raise_for = Session._raise_for
+    monkeypatch.setattr(Session, "_raise_for", on_an_older_kernel)
     loader = DataLoader(Dying(4, 1, how), num_workers=1, batch_size=None, multiprocessing_context="forkserver")
     iterator = iter(loader)
     assert next(iterator) == 0

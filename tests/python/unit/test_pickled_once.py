@@ -11,7 +11,7 @@ import os
 import pathlib
 import re
 import socket
-from multiprocessing import reduction
+from multiprocessing import managers, reduction
 
 import numpy as np
 import pytest
@@ -170,6 +170,11 @@ def heap():
 def test_what_belongs_to_processes_is_pickled_for_each(name):
     arguments = {"Value": ("i", 0), "Array": ("i", 2)}.get(name, ())
     assert PickledOnce.of([getattr(multiprocessing.get_context("spawn"), name)(*arguments)]) is None
+
+
+def test_a_managers_proxy_is_pickled_for_each():
+    # Its pickle contains the manager's key only if a process is being started. Each proxy contains a token.
+    assert PickledOnce.of([managers.Token("list", "address", "id")]) is None
 
 
 @pytest.mark.parametrize(

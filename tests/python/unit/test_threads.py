@@ -91,10 +91,13 @@ def test_two_threads_in_one_next_get_every_batch_once(in_order):
     wrong = []
 
     def take(own):
-        for x, i in iterator:
-            own.append(int(i))
-            if not torch.equal(x[0], dataset.image(int(i))):
-                wrong.append(int(i))
+        try:
+            for x, i in iterator:
+                own.append(int(i))
+                if not torch.equal(x[0], dataset.image(int(i))):
+                    wrong.append(int(i))
+        except RuntimeError as error:
+            wrong.append(error)
 
     threads = [threading.Thread(target=take, args=(own,)) for own in taken]
     [t.start() for t in threads]
@@ -103,6 +106,25 @@ def test_two_threads_in_one_next_get_every_batch_once(in_order):
     assert sorted(itertools.chain(*taken)) == list(range(200)) and wrong == []
     if in_order:
         assert all(own == sorted(own) for own in taken)
+
+
+@pytest.mark.ours
+def test_all_threads_in_next_at_the_end_get_stop_iteration():
+    ends = []
+
+    def take(iterator):
+        try:
+            ends.append(len(list(iterator)))
+        except RuntimeError as error:
+            ends.append(error)
+
+    for _ in range(20):  # in most rounds no thread is waiting when the epoch ends
+        iterator = iter(DataLoader(Numbers(2), num_workers=1, batch_size=1))
+        threads = [threading.Thread(target=take, args=(iterator,)) for _ in range(8)]
+        [t.start() for t in threads]
+        [t.join(60) for t in threads]
+        assert sum(ends) == 2 and len(ends) == 8, ends
+        ends.clear()
 
 
 @pytest.mark.ours
