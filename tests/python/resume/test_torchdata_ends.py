@@ -136,6 +136,16 @@ def test_at_the_last_batch_nothing_is_left_and_the_next_epoch_is_full(lib, kind,
     assert len(list(loader)) == number
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_state_after_the_end_has_the_workers_states(lib, persistent):
+    dataset = datasets.CountingRecords(12)
+    options = {"num_workers": 2, "collate_fn": unchanged, "persistent_workers": persistent}
+    loader = lib.StatefulDataLoader(dataset, 3, **options)
+    list(loader)
+    snapshots = loader.state_dict()["_snapshot"]["_worker_snapshots"]
+    assert [snapshots[f"worker_{worker}"]["dataset_state"] for worker in (0, 1)] == [{"made": 6}] * 2
+
+
 @pytest.mark.parametrize("workers", [0, 3])
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("kind", ["map", "iterable", "generator", "stateless"])

@@ -4,6 +4,7 @@ import functools
 import os
 import pickle
 import threading
+import time
 
 import pytest
 import torch
@@ -139,6 +140,27 @@ def test_a_delivered_batch_has_its_snapshot(engine, method):
     assert outcome(next, iterator)[0] == "end"
 
 
+class SlowState(Logged, IterableDataset):
+    """Yields 0, 1, 2. Its state, the number of samples yielded, takes 50 ms."""
+
+    def __iter__(self):
+        for self.mark in (1, 2, 3):
+            yield self.mark - 1
+
+    def state_dict(self):
+        time.sleep(0.05)
+        return super().state_dict()
+
+
+@pytest.mark.forks
+def test_a_delivered_batch_has_its_snapshot_even_if_the_state_takes_long(engine):
+    iterator = iter(make(SlowState(), batch_size=None, collate_fn=untouched))
+    for sample in range(3):
+        assert next(iterator) == sample
+        count, state, _ = snapshot(iterator, 0, sample + 1)
+        assert (count, state.dataset_state) == (sample + 1, {"mark": sample + 1})
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_worker_cannot_change_the_state_that_it_was_given(engine, method):
     mark = torch.zeros(1000)
@@ -196,6 +218,12 @@ def test_the_end_has_its_snapshot(engine):
             assert place(iterator, worker, 2) == (2, 3) and place(iterator, worker, 1) == (1, 2)
             assert snapshot(iterator, worker, 2)[1].ended
         assert iter(loader) is iterator
+
+
+def test_the_end_of_a_dataset_without_batches_has_its_snapshot(engine):
+    iterator = iter(make(Tail(2), persistent_workers=True, batch_size=None, collate_fn=untouched))
+    assert list(iterator) == [0, 1]
+    assert [snapshot(iterator, 0, answers)[1].ended for answers in (1, 2, 3)] == [False, False, True]
 
 
 def test_an_error_of_worker_init_fn_is_known_at_the_start(engine):
