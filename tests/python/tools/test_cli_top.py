@@ -565,11 +565,12 @@ def test_a_worker_that_has_died_stands_out(tmp_path, capsys):
 def test_a_worker_that_leaves_while_it_is_observed_is_not_shown_as_dead(monkeypatch):
     iterator = iter(DataLoader(Shards([0, 100]), num_workers=2))
     leaving, read = iterator._workers[0].pid, processes.loaders
+    assert wait_until(lambda: read(os.getpid())[0].figures.workers[0].state == "idle", STARTED)
 
     def loaders(pid):
         found = read(pid)
         if not gone(leaving):
-            assert found[0].figures.workers[0].state != "left"
+            assert found[0].figures.workers[0].state == "idle"
             next(iterator)  # worker 0 has no samples, and is told to leave
             assert wait_until(lambda: gone(leaving), STARTED)
         return found
