@@ -395,7 +395,8 @@ def connected(name, data=b""):
     try:
         client.settimeout(60)
         client.connect(name)
-        client.sendall(data)
+        if data:  # sending nothing fails, too, if the other end has closed
+            client.sendall(data)
     except OSError:
         client.close()
         raise

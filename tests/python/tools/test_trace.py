@@ -184,8 +184,9 @@ def test_workers_that_run_when_it_begins_are_traced_and_no_more_after_its_end(tm
         with rustloader.trace(path):
             list(loader)
         rows = check(load(path))
-        assert len(named(rows, "batch")) == 4
-        assert {event["args"]["epoch"] for event in named(rows, "batch")} == {2 * round + 1}
+        epochs = [event["args"]["epoch"] for event in named(rows, "batch")]
+        # A worker may record the last batch of the epoch before after it was delivered.
+        assert epochs.count(2 * round + 1) == 4 and {*epochs} <= {2 * round, 2 * round + 1}
         list(loader)
 
 
