@@ -113,17 +113,14 @@ def test_all_threads_in_next_at_the_end_get_stop_iteration():
     ends = []
 
     def take(iterator):
-        try:
-            ends.append(len(list(iterator)))
-        except RuntimeError as error:
-            ends.append(error)
+        ends.append(outcome(list, iterator))
 
     for _ in range(20):  # in most rounds no thread is waiting when the epoch ends
         iterator = iter(DataLoader(Numbers(2), num_workers=1, batch_size=1))
         threads = [threading.Thread(target=take, args=(iterator,)) for _ in range(8)]
         [t.start() for t in threads]
         [t.join(60) for t in threads]
-        assert sum(ends) == 2 and len(ends) == 8, ends
+        assert [end[0] for end in ends] == ["value"] * 8 and sum(len(end[1]) for end in ends) == 2, ends
         ends.clear()
 
 
