@@ -53,10 +53,12 @@ impl Kind {
         (0..).map_while(Self::of_number).map(Self::name).collect()
     }
 
-    /// Returns the kind of the event that records the time spent in a worker state, or `None` for
-    /// [`WorkerState::Left`].
+    /// Returns the kind of the event that is recorded when a worker leaves a state. Returns `None` for
+    /// [`WorkerState::Left`], which never ends, and for [`WorkerState::Publish`], see
+    /// [`published`](super::Recorder::published).
     pub(super) fn of_state(state: WorkerState) -> Option<Self> {
-        (state != WorkerState::Left).then(|| Self::of_number(state as u32)).flatten()
+        let is_recorded = !matches!(state, WorkerState::Left | WorkerState::Publish);
+        is_recorded.then(|| Self::of_number(state as u32)).flatten()
     }
 }
 

@@ -39,9 +39,10 @@ fn event(kind: Kind, begin: u64, number: u64) -> Event {
 #[test]
 fn the_states_of_a_worker_have_their_numbers() {
     use WorkerState as State;
-    let states = [State::Starting, State::Idle, State::Fetch, State::Collate, State::Pack, State::Publish];
+    let states = [State::Starting, State::Idle, State::Fetch, State::Collate, State::Pack];
     assert!(states.iter().all(|state| Kind::of_state(*state).unwrap() as u32 == *state as u32));
-    assert_eq!(Kind::of_state(State::Left), None);
+    assert_eq!(Kind::Publish as u32, State::Publish as u32);
+    assert_eq!([State::Publish, State::Left].map(Kind::of_state), [None, None]);
     let names = Kind::names();
     assert_eq!((names[Kind::Fetch as usize], names.last()), ("fetch", Some(&"copy")));
 }
@@ -66,7 +67,9 @@ fn workers_record_only_while_a_trace_is_on() {
     assert!(recorder.is_on() && !recorder.has_samples() && source.is_on());
     recorder.spent(WorkerState::Fetch, (1000, 20), 101, false);
     recorder.spent(WorkerState::Collate, (1020, 1), 101, true);
-    recorder.spent(WorkerState::Left, (1021, 1), 101, false);
+    recorder.published((1021, 2), 101);
+    recorder.spent(WorkerState::Publish, (1021, 3), 101, false);
+    recorder.spent(WorkerState::Left, (1024, 1), 101, false);
     source.slice(Kind::Step, MAIN, Duration::from_nanos(5), Duration::from_nanos(9), 0);
     source.end();
     assert!(!recorder.is_on() && !source.is_on());
@@ -79,6 +82,7 @@ fn workers_record_only_while_a_trace_is_on() {
         [first(3, MAIN, Kind::Step), 5, 4, 0, 0],
         [first(3, 1, Kind::Fetch), 1000, 20, 101, 0],
         [first(3, 1, Kind::Replay), 1020, 1, 101, 0],
+        [first(3, 1, Kind::Publish), 1021, 2, 101, 0],
     ];
     assert_eq!(recorded[1..], expected);
 }

@@ -80,8 +80,6 @@ class _Source:
         self._epochs: list[int] = []
         # By row, the records of the current batch, or the waits of the current `next`.
         self._pending: dict[int, list[_Record]] = {}
-        # The last delivered task.
-        self._delivered = -1
 
     def names(self) -> Iterator[str]:
         """Yields the events that name the rows, unless an earlier iterator has named them."""
@@ -131,7 +129,6 @@ class _Source:
                 yield self._slice(row, "wait", since, time)
             pending.clear()
             if number:
-                self._delivered = number - 1
                 # The arrow must end within the slice, and after the batch was sent.
                 yield self._flow(row, "f", begin + max(0, length - 1000), number - 1)
         elif kind == _WAITING:
@@ -178,8 +175,6 @@ class _Source:
         if not records:
             return
         records.sort(key=lambda record: (record[1], -record[2]))
-        # The trace may have ended while the worker was still in the call that sent the batch.
-        is_whole |= records[0][3] == self._delivered
         sent: list[_Record] = []
         if is_whole:
             begin, end = records[0][1], max(record[1] + record[2] for record in records)

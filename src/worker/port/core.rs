@@ -194,6 +194,18 @@ impl Port {
         }
     }
 
+    /// Records that the worker is about to publish a batch, if a trace is on and the worker has a batch to publish.
+    #[inline]
+    pub(super) fn record_published(&self) {
+        if self.trace.is_on() {
+            let (state, task, _) = self.activity();
+            if state == WorkerState::Publish as u32 {
+                let (since, now) = (self.status().since_ns.load(Ordering::Relaxed), sys::clock::monotonic_ns());
+                self.trace.published((since, now.saturating_sub(since)), task);
+            }
+        }
+    }
+
     /// Returns true if a trace records each sample.
     #[inline]
     pub fn traces_samples(&self) -> bool {

@@ -221,6 +221,32 @@ fn the_return_of_a_large_block_is_awaited_briefly() {
 }
 
 #[test]
+fn a_trace_has_a_batch_before_the_main_process_can_receive_it() {
+    let port = port(64 << 20);
+    let mut ring = Consumer::new(port.arena.trace_ring(0));
+    let mut recorded = || -> Vec<_> { std::iter::from_fn(|| ring.pop().unwrap()).map(|entry| entry[0]).collect() };
+    let trace = |level| port.arena.header().trace.0.store(level, Ordering::Relaxed);
+    let send = |task| {
+        port.status().begin(task, TaskKind::Plain, sys::clock::monotonic_ns());
+        port.enter(WorkerState::Publish);
+        port.send(task, ResultKind::Plain, &[], b"batch", Timings::default()).unwrap();
+    };
+    trace(1);
+    send(0);
+    assert_eq!(recorded(), [WorkerState::Fetch as u64, WorkerState::Publish as u64]);
+    port.enter(WorkerState::Idle);
+    assert!(recorded().is_empty());
+    // The batch was sent before the trace began.
+    trace(0);
+    send(1);
+    trace(1);
+    port.enter(WorkerState::Idle);
+    assert!(recorded().is_empty());
+    port.answer(2, ResultKind::Exhausted).unwrap();
+    assert!(recorded().is_empty(), "an answer without a batch");
+}
+
+#[test]
 fn a_batch_of_a_replay_restarts_the_time_of_the_task() {
     let port = port(64 << 20);
     let since = || port.status().task_since_ns.load(Ordering::Relaxed);

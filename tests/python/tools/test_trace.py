@@ -134,9 +134,6 @@ def test_slices_are_counted_against_batches_and_samples(method, persistent, tmp_
     with rustloader.trace(tmp_path / "run.json", level="sample"):
         for _ in range(2):
             assert [batch.tolist() for batch in loader] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
-        if persistent:
-            # A worker records a batch after it was delivered, so the last one may still be missing.
-            loader._iterator._shutdown_workers()
     events = load(tmp_path / "run.json")
     rows = check(events)
     assert set(rows) <= {f"0 Sleepy: {row}" for row in ("main", "worker 0", "worker 1")}
@@ -158,24 +155,28 @@ def test_slices_are_counted_against_batches_and_samples(method, persistent, tmp_
 
 def test_waits_and_work_are_those_of_a_stopwatch(tmp_path):
     loader = DataLoader(Sleepy(20, 0.01), batch_size=2, num_workers=1)
-    in_next = in_step = 0.0
+    calls, steps = [], []
     with rustloader.trace(tmp_path / "run.json"):
         it = iter(loader)
+        first = time.perf_counter()
         for _ in range(10):
             before = time.perf_counter()
             next(it)
             after = time.perf_counter()
             time.sleep(0.005)
-            in_next, in_step = in_next + after - before, in_step + time.perf_counter() - after
+            calls.append(after - before)
+            steps.append(time.perf_counter() - after)
     rows = check(load(tmp_path / "run.json"))
     seconds = {
         name: sum(event["dur"] for event in named(rows, name, row)) / 1e6
         for name, row in [("next", "main"), ("wait", "main"), ("step", "main"), ("fetch", "worker")]
     }
-    assert seconds["next"] == pytest.approx(in_next, rel=0.1)
-    assert 0.5 * in_next < seconds["wait"] <= seconds["next"]
-    # Nine of the ten steps are between two calls.
-    assert 0.8 * in_step < seconds["step"] <= in_step
+    rounding = 30e-6  # of each slice's start and end, to a microsecond
+    assert 0.5 * sum(calls) < seconds["next"] <= sum(calls) + rounding
+    assert 0.5 * sum(calls) < seconds["wait"] <= seconds["next"] + rounding
+    # The last step is not between two calls.
+    assert sum(steps[:-1]) <= seconds["step"] + rounding
+    assert seconds["step"] + seconds["next"] <= after - first + rounding
     assert seconds["fetch"] >= 0.2
 
 
@@ -188,8 +189,7 @@ def test_workers_that_run_when_it_begins_are_traced_and_no_more_after_its_end(tm
             list(loader)
         rows = check(load(path))
         epochs = [event["args"]["epoch"] for event in named(rows, "batch")]
-        # A worker may record the last batch of the epoch before after it was delivered.
-        assert epochs.count(2 * round + 1) == 4 and {*epochs} <= {2 * round, 2 * round + 1}
+        assert epochs == [2 * round + 1] * 4
         list(loader)
 
 
