@@ -13,9 +13,9 @@ class Kernel:
     def __init__(self, manager, client):
         self.manager, self.client = manager, client
 
-    def run(self, cell, interrupt_at=None):
+    def run(self, cell, interrupt_at=None, lines=0):
         """Runs a cell. Returns (status, stdout, stderr, error names). Interrupts the kernel once its output contains
-        `interrupt_at`."""
+        `interrupt_at`. Waits until there are `lines` lines in stdout: those of workers may come after the cell's end."""
         streams, errors, interrupt_pending = {"stdout": "", "stderr": ""}, [], interrupt_at is not None
 
         def on_output(message):
@@ -30,6 +30,8 @@ class Kernel:
                 errors.append(content["ename"])
 
         reply = self.client.execute_interactive(cell, timeout=LIMIT, output_hook=on_output)
+        while streams["stdout"].count("\n") < lines:
+            on_output(self.client.get_iopub_msg(timeout=LIMIT))
         return reply["content"]["status"], streams["stdout"], streams["stderr"], errors
 
 

@@ -27,6 +27,8 @@ class Squares:
         return torch.tensor(i * i)
 
 class Slow(Squares):
+    def __len__(self):
+        return 1200  # so that an epoch takes minutes
     def __getitem__(self, i):
         time.sleep(0.2 if i else 0)
         return torch.tensor(i)
@@ -40,7 +42,7 @@ SQUARES = [[0, 1, 4, 9], [16, 25, 36, 49], [64, 81, 100, 121]]
 ITERATE = """
 iterator = iter(DataLoader(Slow(), batch_size=1, num_workers=2))
 pids = [worker.pid for worker in iterator._workers]
-for batch in iterator: print("step", flush=True)
+for batch in iterator: print("step\\n", end="", flush=True)
 
 """
 
@@ -122,13 +124,14 @@ def test_progress_and_prints_of_workers_show_in_the_cell(notebook):
                 loader = DataLoader(Talks(), batch_size=4, num_workers=1)
                 for batch in tqdm(loader, ncols=40, mininterval=0, miniters=1):
                     time.sleep(0.15)
-            ''')
+            ''', lines=12)
             assert (status, errors) == ("ok", []), err
             bars = err.split("\\r")
             print(any("0/3" in bar for bar in bars), any("2/3" in bar for bar in bars), "3/3" in bars[-1])
             print(out)
     """)
-    # A forked process opens a connection of its own for each write, and the kernel reads connections in any order.
+    # A forked process opens a connection of its own for each write, and the kernel reads connections in any order, and
+    # perhaps after the cell's end.
     bars, *samples = out.splitlines()
     assert bars == "True True True"
     assert sorted(line for line in samples if line) == sorted(f"sample {i}" for i in range(12))
