@@ -15,7 +15,7 @@ class Kernel:
 
     def run(self, cell, interrupt_at=None, lines=0):
         """Runs a cell. Returns (status, stdout, stderr, error names). Interrupts the kernel once its output contains
-        `interrupt_at`. Waits until there are `lines` lines in stdout: those of workers may come after the cell's end."""
+        `interrupt_at`. Waits until stdout has `lines` lines: those of workers may come after the cell's end."""
         streams, errors, interrupt_pending = {"stdout": "", "stderr": ""}, [], interrupt_at is not None
 
         def on_output(message):
