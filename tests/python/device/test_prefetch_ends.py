@@ -137,9 +137,15 @@ def test_a_ctrl_c_in_next_ends_the_loop_and_its_workers(side):
     process, pids = started(
         side,
         """
+    from support import wait_until, waits_in_next
     iterator = iter(prefetched(Slow(40, {20: 60})))
     first = next(iterator)
     say(*pids(iterator))
+    def interrupt():
+        # Sample 20, in the eleventh batch, takes a minute.
+        if wait_until(lambda: iterator._inner._num_yielded == 10) and waits_in_next():
+            os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=interrupt).start()
     try:
         for k, batch in enumerate(iterator):
             say(k)
@@ -150,10 +156,6 @@ def test_a_ctrl_c_in_next_ends_the_loop_and_its_workers(side):
         """,
     )
     assert len(pids) == 2
-    # Sample 20 takes a minute. The loop waits for it soon, because two batches are fetched ahead.
-    while process.stdout.readline() != "5\n":
-        assert process.poll() is None
-    os.kill(process.pid, signal.SIGINT)
     status, out, err = finish(process)
     assert (status, err) == (0, "") and out.endswith("interrupted\n")
     assert wait_until(lambda: all(map(gone, pids)), 20)
