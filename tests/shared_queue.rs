@@ -183,9 +183,12 @@ fn each_task_is_answered_once_by_the_worker_that_holds_it() {
     }
     assert_eq!(main.payloads(), 0);
     // They fall asleep, and are told to leave.
-    std::thread::sleep(Duration::from_millis(50));
     let handle = Handle::new(arena.clone()).unwrap();
-    assert!(arena.sleeper_of(0).asleep.load(Relaxed) > 0);
+    let end = Instant::now() + LIMIT;
+    while arena.sleeper_of(0).asleep.load(Relaxed) < WORKERS {
+        assert!(Instant::now() < end, "they do not fall asleep");
+        std::thread::sleep(Duration::from_millis(1));
+    }
     handle.close();
     for child in children {
         assert_eq!(child.wait(), 1 << 8);

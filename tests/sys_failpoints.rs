@@ -213,6 +213,8 @@ fn driven() {
 
 #[test]
 fn the_environment_drives_a_process() {
+    // Another test limits the descriptors of this process for a moment.
+    let _alone = alone();
     let run = |text: &str| {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", "driven", "--ignored"]).env("RUSTLOADER_FAILPOINT", text);

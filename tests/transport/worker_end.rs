@@ -106,8 +106,8 @@ fn huge_lengths_and_what_no_main_process_sends_end_the_connection_before_memory_
 fn more_tasks_than_may_be_outstanding_end_the_connection() {
     for transport in SOCKETS {
         let (mut other, worker) = raw(transport);
-        // The worker takes none of them.
-        (0..100).for_each(|task| other.write_all(&frame(task, b"index")).unwrap());
+        // The worker takes none of them. The connection may end before everything is sent.
+        (0..100).for_each(|task| _ = other.write_all(&frame(task, b"index")));
         wait_until(|| worker.lost.load(Relaxed));
     }
 }

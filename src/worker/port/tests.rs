@@ -3,7 +3,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::*;
-use crate::config::AHEAD;
+use crate::config::{AHEAD, RETURN_WAIT};
 use crate::shm::arena::Arena;
 use crate::shm::block::CONSUMER;
 use crate::shm::layout::{StatusPage, WorkerState};
@@ -141,6 +141,11 @@ fn set_idle(port: &Port, time: Duration) {
     port.status().task_since_ns.store(since, Ordering::Relaxed);
 }
 
+/// Returns true if the worker has been idle for [`AHEAD`]: on a busy machine the test itself may have been stopped.
+fn is_long_idle(port: &Port) -> bool {
+    port.idle() >= AHEAD
+}
+
 #[test]
 fn a_worker_that_is_ahead_of_the_loop_returns_its_idle_pages() {
     const LEN: u64 = 4 << 20;
@@ -150,7 +155,7 @@ fn a_worker_that_is_ahead_of_the_loop_returns_its_idle_pages() {
     assert!(all >= 3 * LEN);
     set_idle(&port, AHEAD / 2);
     port.trim().unwrap();
-    assert_eq!(warm(), all, "a short time without a task is normal");
+    assert!(warm() == all || is_long_idle(&port), "a short time without a task is normal");
     set_idle(&port, AHEAD);
     port.trim().unwrap();
     assert_eq!(warm(), all - LEN);
@@ -186,7 +191,7 @@ fn a_returned_block_wakes_an_idle_worker() {
         let ticket = port.sleeper().announce();
         port.arena.release_delivered(0, delivered);
         let rung = port.sleeper().bell.load(Ordering::Relaxed) != ticket.0;
-        assert_eq!(rung, is_woken, "{len} bytes, {idle:?}, {state:?}");
+        assert!(rung == is_woken || idle < AHEAD && is_long_idle(&port), "{len} bytes, {idle:?}, {state:?}");
     }
 }
 
@@ -202,8 +207,11 @@ fn the_return_of_a_large_block_is_awaited_briefly() {
     port.await_return(LEN, pause).unwrap();
     assert_eq!(pauses.get(), 0, "a block is idle");
     port.allocate(LEN).unwrap();
+    let begin = sys::clock::monotonic();
+    // Whether the wait may have expired before its first pause.
+    let has_expired = || sys::clock::monotonic() - begin >= 4 * RETURN_WAIT;
     port.await_return(LEN, pause).unwrap();
-    assert!((1..=16).contains(&pauses.get()), "{}", pauses.get());
+    assert!(pauses.get() <= 16 && (pauses.get() > 0 || has_expired()), "{}", pauses.get());
     pauses.set(0);
     port.await_return(LEN, pause).unwrap();
     assert_eq!(pauses.get(), 0, "the last wait expired");
@@ -211,11 +219,16 @@ fn the_return_of_a_large_block_is_awaited_briefly() {
     port.await_return(LEN, pause).unwrap();
     assert_eq!(port.allocate(LEN).unwrap().0, delivered);
     port.arena.mark_delivered(0, waits).unwrap();
+    let begin = sys::clock::monotonic();
     port.await_return(LEN, |_| {
         pauses.set(pauses.get() + 1);
         port.arena.release_delivered(0, waits);
     })
     .unwrap();
+    if pauses.get() == 0 {
+        assert!(sys::clock::monotonic() - begin >= 4 * RETURN_WAIT, "a block was returned since");
+        return;
+    }
     assert_eq!(pauses.get(), 1, "a block was returned since");
     assert_eq!(port.allocate(LEN).unwrap().0, waits);
 }
