@@ -15,7 +15,6 @@ from rustloader.auto import arguments
 from rustloader.auto.decision import Epoch, History, Limit, decide
 from rustloader.metrics import ledger
 from rustloader.metrics.cpu_time import WorkTime
-from rustloader.metrics.ledger import Ledger
 from rustloader.metrics.memory import Allowance, private_bytes
 from rustloader.remote.context import is_remote
 from rustloader.settings import loader_state, options
@@ -42,13 +41,13 @@ class Tuner:
 
     Attributes:
         count: Number of workers in the latest epoch; before the first epoch and after `pin`, in the next epoch.
+        watch: The measurements of the latest epoch; None if there are none.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._history = History()
-        # The measurements of the latest epoch.
-        self._watch: _Watch | None = None
+        self.watch: Watch | None = None
         # True if `pin` has set the number for the next epoch.
         self._is_pinned = False
         self._memory: Limit | None = None
@@ -60,7 +59,7 @@ class Tuner:
 
     def reconsider(self, loader: LoaderLike, config: LoaderConfig) -> None:
         """Sets the number of workers for the epoch that is about to start, and logs any change that `decide` makes."""
-        watch, self._watch = self._watch, None
+        watch, self.watch = self.watch, None
         is_pinned, self._is_pinned = self._is_pinned, False
         if is_pinned:
             return
@@ -85,10 +84,6 @@ class Tuner:
             if config.seed_by == "worker" and loader_state.of(loader).is_new(_SEEDS_TEXT):
                 logger.info(_SEEDS_TEXT)
 
-    def watch(self, iterator: IteratorLike) -> None:
-        """Starts to measure an epoch of an iterator, which has `count` workers."""
-        self._watch = _Watch(ledger.of(iterator).detached(), self.count)
-
     def note_memory(self, pids: Iterable[int]) -> None:
         """Reads how much private memory the running workers use, and limits their number accordingly.
 
@@ -108,12 +103,13 @@ class Tuner:
             self._memory = Limit(self.count + int(_MEMORY_PART * free / taken), text)
 
 
-class _Watch:
-    """The measurements of an iterator since the start of an epoch."""
+class Watch:
+    """The measurements of an iterator since the creation of this object. Create it when the iterator's engine exists,
+    just before an epoch begins."""
 
-    def __init__(self, ledger: Ledger, workers: int) -> None:
-        self._ledger, self._workers = ledger, workers
-        self._before, self._times_before = ledger.totals(), ledger.cpu_times()
+    def __init__(self, iterator: IteratorLike, workers: int) -> None:
+        self._ledger, self._workers = ledger.of(iterator).detached(), workers
+        self._before, self._times_before = self._ledger.totals(), self._ledger.cpu_times()
 
     def epoch(self) -> Epoch:
         after, times = self._ledger.totals(), _time(self._ledger.cpu_times())
@@ -185,7 +181,7 @@ def _limits_of_affinity(config: LoaderConfig) -> list[Limit]:
     return [Limit(len(cores), f"worker_affinity has {count_of(len(cores), 'entry')}")]
 
 
-def _limits_of_shards(dataset: Any, watch: _Watch) -> list[Limit]:
+def _limits_of_shards(dataset: Any, watch: Watch) -> list[Limit]:
     """Returns the limits that follow from an iterable dataset: the number of shards that it reports and, if not all
     workers had data, the number of those that did."""
     limits = []

@@ -221,8 +221,6 @@ class Session:
             if self.epochs.owes_an_epoch() and self.last is None:
                 self.last = _not_begun
             raise
-        if self._tuner is not None:
-            self._tuner.watch(it)
 
     def _begin(self, it: WorkersIterator, loader: LoaderLike, is_first: bool) -> None:
         epochs, count = self.epochs, self.epochs.failures
@@ -244,6 +242,8 @@ class Session:
         message, predictor = early_epochs.encoded(content), self._predictor
         if predictor is not None:
             predictor.before_epoch()
+        # Before the first tasks are submitted, because their times belong to this epoch.
+        watch = None if self._tuner is None else tuner.Watch(it, self._tuner.count)
         engine.begin(answer, index_source(it), begins_engine, message, first_worker, predictor)
         while answer[0] == VACANT:
             self._replace_dead(it, answer[1])
@@ -251,6 +251,8 @@ class Session:
         code, value = answer
         if code != END:
             self._raise_for(it, code, value)
+        if self._tuner is not None:
+            self._tuner.watch = watch
         if predictor is not None:
             predictor.after_start(value)
         epochs.engine_begun(it, engine, is_first)
