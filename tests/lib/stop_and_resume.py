@@ -103,7 +103,7 @@ def stop_and_resume(command, folder, *, kill_at, epoch, ranks=1, resume=None, mi
     must do all steps. `resume` is the command of the resumed run, if it differs.
     """
     whole = Training([*command, "--folder", folder / "whole"]).run()
-    stopped = Training([*command, "--folder", folder / "stopped", "--step-seconds", "0.05"]).run(kill_at, ranks)
+    stopped = Training([*command, "--folder", folder / "stopped", "--step-seconds", "0.2"]).run(kill_at, ranks)
     resumed = Training([*(resume or command), "--folder", folder / "stopped"]).run()
     steps = whole.last
     assert whole.steps.keys() == {(rank, step + 1) for rank in range(ranks) for step in range(steps)}, whole.output

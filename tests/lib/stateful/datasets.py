@@ -1,7 +1,6 @@
 """Datasets and samplers with and without state: at module level, so that spawned workers can import them."""
 
 import itertools
-import time
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
@@ -70,19 +69,6 @@ class CountingRecords(Records):
 
     def load_state_dict(self, state):
         self.made = state["made"]
-
-
-class SlowRecords(Records):
-    """Sample `slow` takes half a second."""
-
-    def __init__(self, size, slow):
-        super().__init__(size)
-        self.slow = slow
-
-    def __getitem__(self, i):
-        if i == self.slow:
-            time.sleep(0.5)
-        return int(i)
 
 
 # Iterable

@@ -242,7 +242,7 @@ def test_a_peer_that_is_too_slow_or_silent_is_refused_in_time(pair, in_backgroun
     for end, sent in ((as_main, worker), (hurried, main)):
         for data in (sent, b""):
             mine, other = pair()
-            sender = in_background(trickle, other, data, 0.02)
+            sender = in_background(trickle, other, data, 0.1)
             refused = end(mine)
             assert refused is None if end is as_main else isinstance(refused, TimeoutError)
             mine.close()

@@ -21,7 +21,7 @@ import torch
 from remote_support import LoopbackContext, serve_file
 from restart_support import DiesAgain, MortalStream, loader_of
 from restart_support import epochs as batches_of
-from support import config_of, open_files, run_script
+from support import config_of, open_files, run_script, wait_until
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import rustloader
@@ -32,7 +32,7 @@ from rustloader.remote import handshake
 from rustloader.remote.handshake import PROTOCOL
 from rustloader.system.cleanup import forget_frames
 from rustloader.tools.probe.side import Side
-from rustloader.workers import remote
+from rustloader.workers import group, remote
 
 
 class Noisy(Dataset):
@@ -270,13 +270,16 @@ def test_a_death_names_the_worker_and_the_connection(tmp_path):
     assert "It ran on another machine: " in notes and any(reason in notes for reason in reasons), notes
 
 
-def test_a_worker_that_an_error_ends_is_named_with_what_the_cluster_says(tmp_path):
+def test_a_worker_that_an_error_ends_is_named_with_what_the_cluster_says(tmp_path, monkeypatch):
+    monkeypatch.setattr(remote, "STATUS_AFTER", 60.0)
     with pytest.raises(WorkerDiedError, match="exited unexpectedly") as caught:
         epochs(FaultyAt13("leave"), LoopbackContext(tmp_path))
     assert "It ran on another machine: its process ended with exit code 7" in caught.value.__notes__
 
 
-def test_an_ordinary_end_has_no_reason(tmp_path):
+def test_an_ordinary_end_has_no_reason(tmp_path, monkeypatch):
+    # A slow worker would be killed.
+    monkeypatch.setattr(group, "REMOTE_GRACE", 60.0)
     context = LoopbackContext(tmp_path)
     iterator = iter(rustloader.DataLoader(Noisy(), num_workers=2, multiprocessing_context=context))
     workers = list(iterator._workers)
@@ -296,11 +299,16 @@ def test_restarts_make_the_same_batches(tmp_path, dispatch):
     loader = rustloader.DataLoader(
         Noisy(), batch_size=4, num_workers=2, multiprocessing_context=context, max_restarts=5, **options
     )
-    batches = []
-    for at, batch in enumerate(loader):
+    batches, iterator = [], iter(loader)
+    for at, batch in enumerate(iterator):
         batches.append(batch)
         if at in (2, 7):
             context.workers[-1].process.kill()
+            if dispatch == "shared_queue":
+                # The other worker could do the rest before `next` notices the death, for which it looks every 0.1 s.
+                killed = iterator._workers[context.calls[-1].worker_id]
+                assert wait_until(lambda killed=killed: not killed.is_alive())
+                time.sleep(0.1)
     forget_workers([*batches, *expected])
     assert same(batches, expected)
     # A worker whose tasks another one has taken is not replaced in this epoch.
@@ -357,15 +365,15 @@ def test_a_sample_that_kills_three_workers_is_passed_over(tmp_path, on_error, di
 
 
 class StuckOnce(IterableDataset):
-    """All samples are slow, and sample 8 never comes from the first process."""
+    """All samples take some time, and sample 40 never comes from the first process."""
 
     def __init__(self, folder):
         self.mark = folder / "stuck"
 
     def __iter__(self):
-        for at in range(12):
-            time.sleep(0.4)
-            if at == 8 and not self.mark.exists():
+        for at in range(42):
+            time.sleep(0.15)
+            if at == 40 and not self.mark.exists():
                 self.mark.touch()
                 time.sleep(1000)
             yield at
@@ -378,10 +386,10 @@ def test_a_replay_may_take_longer_than_a_batch(tmp_path):
         batch_size=None,
         num_workers=1,
         multiprocessing_context=LoopbackContext(tmp_path),
-        stall_timeout=2.0,
+        stall_timeout=5.0,
         max_restarts=1,
     )
-    assert [int(sample) for sample in loader] == [*range(12)]
+    assert [int(sample) for sample in loader] == [*range(42)]
     assert rustloader.stats(loader).faults.stalls == 1
 
 
@@ -425,7 +433,7 @@ def test_a_replacement_that_ends_in_its_start_is_replaced(tmp_path, limit):
 @pytest.mark.parametrize("dispatch", ["round_robin", "shared_queue"])
 def test_a_stuck_worker_is_killed(tmp_path, caplog, dispatch):
     with pytest.raises(rustloader.WorkerStalledError):
-        epochs(FaultyAt13("sleep"), LoopbackContext(tmp_path), stall_timeout=1.0, dispatch=dispatch, in_order=False)
+        epochs(FaultyAt13("sleep"), LoopbackContext(tmp_path), stall_timeout=4.0, dispatch=dispatch, in_order=False)
     # It holds the next task as well.
     assert "; the batch has index [12, 13, 14, 15]. " in caplog.text
     assert "Stack unavailable: it runs on another machine." in caplog.text
@@ -443,7 +451,7 @@ class OneAtATime(LoopbackContext):
 def test_a_worker_that_is_stopped_ends_before_its_replacement_starts(tmp_path):
     context = OneAtATime(tmp_path)
     loader = rustloader.DataLoader(
-        range(20), num_workers=1, multiprocessing_context=context, stall_timeout=1.0, max_restarts=1
+        range(20), num_workers=1, multiprocessing_context=context, stall_timeout=4.0, max_restarts=1
     )
     numbers = []
     for batch in loader:
@@ -530,12 +538,11 @@ def test_a_worker_at_a_long_sample_ends_soon_after_the_loader(tmp_path, stopped)
     if stopped:
         for worker in context.workers:
             os.kill(worker.process.pid, signal.SIGSTOP)
-    begin = time.monotonic()
     del iterator
     for worker in context.workers:
-        worker.process.join(20)
-    # Within 2 s on a quiet machine; local workers have 5 s.
-    assert time.monotonic() - begin < 4
+        worker.process.join(60)
+        # The sample takes 1000 s.
+        assert worker.process.exitcode is not None
 
 
 def test_nothing_is_left(tmp_path):
@@ -712,8 +719,6 @@ def test_versions_that_matter_are_compared_and_builds_are_not():
 
 
 def test_the_handler_of_ray_is_not_the_programs():
-    from rustloader.workers import group
-
     def handler(number, frame):
         pass
 

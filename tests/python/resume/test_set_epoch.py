@@ -88,7 +88,7 @@ class Held(Epochs, IterableDataset):
 @pytest.mark.parametrize("sets_another", [True, False])
 def test_a_worker_that_is_late_for_an_epoch_hears_of_the_next_one(sets_another, tmp_path):
     """The program gives up the epoch before that worker has begun it."""
-    loader = make(Held(tmp_path / "go"), timeout=4)
+    loader = make(Held(tmp_path / "go"), timeout=6)
     iterator = iter(loader)
     assert [next(iterator) for _ in range(3)] == [(0, 0)] * 3
     for epoch in (4, 5):

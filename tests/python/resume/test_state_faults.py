@@ -54,6 +54,8 @@ def sortable(batches):
 
 # With a shared queue, the other worker may finish the epoch before the death is noticed.
 @pytest.mark.filterwarnings("ignore:an epoch of 0 batches")
+# Out of order, the death may come before the first batch.
+@pytest.mark.filterwarnings("ignore:load_state_dict.. replaces an iterator:UserWarning")
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kind", DATASETS)
 @pytest.mark.parametrize("steps", [0, 3])
@@ -304,22 +306,27 @@ def test_an_interrupt_in_next_counts_nothing(tmp_path, kind):
     assert [batch.tolist() for batch in resumed] == delivered[3:]
 
 
-def test_ctrl_c_in_a_program_that_saves_and_another_that_resumes(tmp_path):
+@pytest.mark.parametrize(("held", "before"), [(11, 5), (1, 0)])
+def test_ctrl_c_in_a_program_that_saves_and_another_that_resumes(tmp_path, held, before):
     head = f"""
         from rustloader.stateful_dataloader import StatefulDataLoader
         from sample_data import Held
         from support import while_next_waits
         torch.manual_seed(3)
-        loader = StatefulDataLoader(Held(20, 11, {str(tmp_path / "go")!r}), 2, num_workers=2)
+        loader = StatefulDataLoader(Held(20, {held}, {str(tmp_path / "go")!r}), 2, num_workers=2)
         def show(batch):
             print(batch.tolist(), flush=True)
     """
     status, first, err = run_script(
         head
         + f"""
+        batches = iter(loader)
+        for _ in range({before}):
+            show(next(batches))
+        # The next batch does not come, so the interrupt cannot fall between its delivery and its output.
         while_next_waits(os.kill, os.getpid(), signal.SIGINT)
         try:
-            for batch in loader:
+            for batch in batches:
                 show(batch)
         except KeyboardInterrupt:
             torch.save(loader.state_dict(), {str(tmp_path / "state")!r})
@@ -337,7 +344,7 @@ def test_ctrl_c_in_a_program_that_saves_and_another_that_resumes(tmp_path):
     )
     assert status == 0, err
     assert (first + second).splitlines() == [str([i, i + 1]) for i in range(0, 20, 2)]
-    assert len(first.splitlines()) <= 5
+    assert len(first.splitlines()) == before
 
 
 def test_a_timeout_counts_nothing(tmp_path):
@@ -491,7 +498,7 @@ def test_a_worker_that_does_not_start_holds_up_neither_states_nor_a_new_epoch(tm
 
 def test_next_after_an_iter_that_failed_is_an_error(tmp_path):
     def make():
-        return StatefulDataLoader(Stuck(tmp_path), batch_size=2, num_workers=2, timeout=3, persistent_workers=True)
+        return StatefulDataLoader(Stuck(tmp_path), batch_size=2, num_workers=2, timeout=6, persistent_workers=True)
 
     loader = make()
     iterator = iter(loader)

@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from pairwise import pairs
+from sample_data import Held
 from stateful import datasets
 from stateful.datasets import unchanged
 
@@ -190,12 +191,21 @@ def test_an_empty_dataset(lib, workers, style):
     assert list(loader) == []
 
 
+class Late(Held):
+    """Sample 2 waits until a worker begins sample 6: by then, the loader has delivered sample 3, 4 or 5."""
+
+    def __getitem__(self, i):
+        if i == 6:
+            open(self.file, "w").close()
+        return int(super().__getitem__(i))
+
+
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("interrupt", [0, 2, 5])
-def test_out_of_order_each_sample_comes_once(lib, workers, interrupt):
+def test_out_of_order_each_sample_comes_once(lib, workers, interrupt, tmp_path):
     def make():
         return lib.StatefulDataLoader(
-            datasets.SlowRecords(10, slow=2), batch_size=None, num_workers=workers, prefetch_factor=1, in_order=False
+            Late(10, 2, tmp_path / "go"), batch_size=None, num_workers=workers, prefetch_factor=1, in_order=False
         )
 
     loader = make()
