@@ -88,11 +88,12 @@ def test_p21_the_profilers_label():
 def test_a_sleeping_worker_is_woken_for_a_task():
     loader = DataLoader(Numbers(1), num_workers=1, batch_size=None, persistent_workers=True)
     list(loader)
-    waited = 0.0
-    for _ in range(4):
+    waits = []
+    # On a busy machine an epoch may take long, but hardly each of them.
+    while len(waits) < 10 and min(waits, default=1.0) >= 0.3:
         # Without the wake, a worker that has been idle for 0.7 s would find the task at its next check, 0.6 s later.
         time.sleep(0.7)
         start = time.monotonic()
         assert list(loader) == [0]
-        waited += time.monotonic() - start
-    assert waited < 1
+        waits.append(time.monotonic() - start)
+    assert min(waits) < 0.3, waits

@@ -447,7 +447,10 @@ def test_a_death_in_the_next_epoch_does_not_touch_the_present_one():
 def test_a_worker_that_is_killed_between_epochs_is_noticed(dispatch):
     loader = DataLoader(Numbers(8), num_workers=2, persistent_workers=True, overlap_epochs=True, dispatch=dispatch)
     epoch(loader)
-    os.kill(worker_pids(loader._iterator)[0], signal.SIGKILL)
+    victim = worker_pids(loader._iterator)[0]
+    os.kill(victim, signal.SIGKILL)
+    # With a shared queue, the other worker alone may serve all epochs below before a busy kernel has ended this one.
+    assert wait_until(lambda: gone(victim))
     with within(60), pytest.raises(RuntimeError, match="killed by signal"):
         for _ in range(100):
             epoch(loader)
@@ -556,9 +559,11 @@ def test_a_loop_that_is_left_gives_its_blocks_back(tmp_path):
             if count == 4:
                 break
         if number == 0:
-            assert wait_until(lambda before=before: dataset.begun() - before > 6)
+            # The outstanding tasks: the last one of this epoch, and three of the next.
+            assert wait_until(lambda before=before: dataset.begun() - before == 9)
+            assert workers_report(loader._iterator, state="idle")
         held.append(loader._iterator._core.memory()[1])
-    assert max(held[4:]) <= 2 * max(held[:4])
+    assert max(held) <= 2 * held[0]
 
 
 # --- where it applies

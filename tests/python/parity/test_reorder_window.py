@@ -291,10 +291,12 @@ def test_the_bytes_of_finished_batches_stay_below_the_limit(megabytes, batches, 
     iterator = iter(loader)
     limit = float(megabytes[:-2]) * 1e6
     # The stuck worker has every second task, so only the other half of the batches is finished.
-    held = []
+    finished, held = batches // 2, []
 
     def watch():
-        held.append(draws_stop_at(sampler, batches) and iterator._core.memory()[1])
+        memory = iterator._core.memory
+        wait_until(lambda: memory()[1] >= finished * BATCH)
+        held.append(draws_stop_at(sampler, batches) and memory()[1])
         go.touch()
 
     watcher = threading.Thread(target=watch)
@@ -302,7 +304,6 @@ def test_the_bytes_of_finished_batches_stay_below_the_limit(megabytes, batches, 
     assert next(iterator)[0] == 0
     watcher.join()
     assert held[0] is not False, sampler.drawn
-    finished = batches // 2
     assert finished * BATCH <= held[0] <= max(limit, BATCH) + (1 << 17)
     assert [batch[0].item() for batch in iterator] == list(range(1, 60))
 

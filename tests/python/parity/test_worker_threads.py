@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -240,6 +241,8 @@ def test_errors_are_torchs_at_their_place(name):
 class Marked(Numbers):
     """Samples create files when they begin and when they end. Samples 1 and 4 fail, 4 first."""
 
+    failing = None
+
     def __init__(self, n, folder):
         super().__init__(n)
         self.folder = folder
@@ -250,6 +253,10 @@ class Marked(Numbers):
     def wait_for(self, what, count):
         assert wait_until(lambda: len(self.seen(what)) >= count)
 
+    def error_is_kept(self):
+        """Whether the thread of sample 4 has left the batch, and so the pool knows of its error."""
+        return self.failing is not None and sys._current_frames()[self.failing].f_code.co_name == "_serve"
+
     def __getitem__(self, i):
         (self.folder / f"begun {i}").touch()
         self.make(i)
@@ -259,9 +266,9 @@ class Marked(Numbers):
     def make(self, i):
         self.wait_for("begun", 5)
         if i == 4:
-            (self.folder / f"failed {i}").touch()
+            self.failing = threading.get_ident()
             raise KeyError("the second error")
-        self.wait_for("failed", 1)
+        assert wait_until(self.error_is_kept)
         # Time for threads to begin samples that they must not begin.
         time.sleep(0.3)
         if i == 1:
@@ -394,11 +401,11 @@ class StuckSamples(Numbers):
         return len(list(self.folder.glob("begun *")))
 
     def __getitem__(self, i):
-        (self.folder / f"begun {i}").touch()
-        self.wait_in_sample()
+        self.wait_in_sample(i)
         return torch.tensor(i)
 
-    def wait_in_sample(self):
+    def wait_in_sample(self, i):
+        (self.folder / f"begun {i}").touch()
         end = time.monotonic() + 240
         while not (self.folder / "go").exists():
             assert time.monotonic() < end, "it was not released in time"
