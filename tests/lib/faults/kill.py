@@ -83,6 +83,10 @@ class Program:
         from rules import left_after, state
         from support import wait_until
 
+        from rustloader.supervision import deaths
+
+        # On a busy machine the fork server may be slow to tell how a worker ended.
+        deaths.STATUS_AFTER = mains.LIMIT
         with contextlib.ExitStack() as stack:
             host = None
             if self.trial.pinned:

@@ -112,7 +112,11 @@ def run(case):
 def play(case):
     from support import wait_until
 
+    from rustloader.supervision import deaths
+
     torch.set_num_threads(1)
+    # On a busy machine the fork server may be slow to tell how a worker ended.
+    deaths.STATUS_AFTER = LIMIT[case.method]
     multiprocessing.process._process_counter = itertools.count(1)
     scenes.use_the_parents_fork_server()
     with contextlib.ExitStack() as stack:
@@ -165,7 +169,7 @@ class Play:
             delivered += [scenes.number(next(iterator)) for _ in range(3)]
         if case.place in ("idle", "between"):
             assert wait_until(lambda: os.path.exists(self.marker + ".ready"), LIMIT[case.method])
-            time.sleep(0.1)
+            assert wait_until(lambda core=iterator._core: core.worker_status(VICTIM)["state"] == "idle")
             os.kill(pids[VICTIM], signal.SIGUSR1)
         seen = None
         if case.place == "shutdown":

@@ -226,8 +226,8 @@ def test_p19_the_timeout_is_paused_between_calls_of_next(tmp_path):
         result = outcome(next, iterator)
         # Without a batch, the call has waited for the remaining time.
         assert result == ("value", 0) or time.monotonic() - start >= left
-        thread.join()
         assert result == ("value", 0) or in_time(next, iterator) == ("value", 0)
+        thread.join()
     finally:
         signal.signal(signal.SIGUSR1, before)
 
@@ -299,14 +299,16 @@ def test_an_interrupt_while_the_last_reference_goes_is_not_lost():
     """Python only prints what is raised in a destructor. Here a stuck worker makes the destructor wait."""
     status, out, err = run_script("""
         import threading
+        from rustloader.workers import group
         from sample_data import Slow
+        group.INTERRUPT_AFTER = 2  # on a busy machine the end of the destructor may take a while
         loader = DataLoader(Slow(9, {1: 60, 2: 60}), num_workers=1, batch_size=None)
         iterator = iter(loader)
         next(iterator)
         try:
             threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
             del iterator
-            time.sleep(5)
+            time.sleep(60)
             print("lost")
         except KeyboardInterrupt:
             print("caught")
@@ -440,10 +442,12 @@ def test_an_alarm_at_any_moment_of_a_start_leaves_no_signal_blocked():
                 iter(loader)
             except ZeroDivisionError:
                 pass
-        start = time.monotonic()
+        times = []
         for _ in range(20):
+            start = time.monotonic()
             begin()
-        longest = 2 * (time.monotonic() - start) / 20
+            times.append(time.monotonic() - start)
+        longest = 2 * sorted(times)[10]
         starts = alarms = 0
         while starts < 1500 or alarms <= 100:
             starts += 1

@@ -12,9 +12,12 @@ from support import (
     STARTED,
     TORCH_MODE,
     DataLoader,
+    gone,
     in_thread,
+    in_time,
     state_of,
     values,
+    wait_until,
     within,
     worker_pids,
 )
@@ -54,9 +57,9 @@ def test_a_refused_start_is_retried(tmp_path, lines):
 
 def test_a_start_that_is_always_refused_raises_the_death(tmp_path):
     iterator = iter(loader_of(Mortal(N, Deaths(tmp_path, {3: 1})), max_restarts=3))
-    next(iterator)
+    # The first call of next() may already find the death.
     with refusing(100, OSError(errno.ENOMEM, "no memory")), pytest.raises(WorkerDiedError) as caught:
-        next(iterator)
+        list(iterator)
     assert caught.value.index == [2, 3]
     assert "worker 1 could not be restarted: [Errno 12] no memory" in caught.value.__notes__[1]
 
@@ -68,7 +71,8 @@ def test_an_interrupt_during_a_restart_loses_nothing(tmp_path, moment, kind):
     kw = {"max_restarts": 4}
     expected = epochs(loader_of(Mortal(N), **kw))[0]
     torch.manual_seed(3)
-    iterator = iter(loader_of(Mortal(N, Deaths(tmp_path, {3: 1})), **kw))
+    # The batch of sample 11 is not requested before the second call of next().
+    iterator = iter(loader_of(Mortal(N, Deaths(tmp_path, {11: 1})), **kw))
     delivered = [next(iterator)]
     real, started = process.start, []
 
@@ -79,7 +83,8 @@ def test_an_interrupt_during_a_restart_loses_nothing(tmp_path, moment, kind):
         raise kind
 
     with mock.patch.object(process, "start", start), pytest.raises(kind):
-        next(iterator)
+        while True:
+            delivered.append(next(iterator))
     assert all(state_of(pid) == "X" for pid in started) and len(started) == (moment == "after")
     delivered += list(iterator)
     assert delivered == expected
@@ -117,9 +122,12 @@ def test_an_interrupt_just_after_a_restart_loses_nothing():
 def test_a_loader_may_end_while_a_slot_is_vacant(tmp_path, persistent, end):
     loader = loader_of(Mortal(N, Deaths(tmp_path, {3: 1})), max_restarts=99, timeout=0.3, persistent_workers=persistent)
     iterator = iter(loader)
-    next(iterator)
-    with refusing(100, OSError(errno.EAGAIN, "none left")), pytest.raises(LoaderTimeoutError):
-        for _ in range(N):
+    dying = worker_pids(iterator)[1]
+    with refusing(100, OSError(errno.EAGAIN, "none left")):
+        # This call may already find the death.
+        assert in_time(next, iterator)[0] == "value"
+        assert wait_until(lambda: gone(dying))
+        with pytest.raises(LoaderTimeoutError):
             next(iterator)
     with within(20):
         if end == "shut down":

@@ -77,7 +77,7 @@ def test_out_of_order_every_batch_but_the_lost_one_comes_first(tmp_path):
     dataset = Recorded(40, tmp_path / "sample", held=(2,))
     iterator = iter(shared(dataset, 2, batch_size=None, in_order=False, prefetch_factor=3))
     delivered = [next(iterator).item() for _ in range(12)]
-    assert dataset.reached(2) and 2 not in delivered and len(set(delivered)) == 12
+    assert wait_until(lambda: dataset.reached(2)) and 2 not in delivered and len(set(delivered)) == 12
     victim = iterator._task_info[2][0]
     os.kill(worker_pids(iterator)[victim], signal.SIGKILL)
     rest = outcomes(iterator, 40)

@@ -171,10 +171,10 @@ def test_of_workers_that_share_a_queue_the_one_that_holds_the_item_is_named(warn
     dataset = Stuck(6, [3], tmp_path)
     iterator = iter(DataLoader(dataset, batch_size=None, num_workers=2, dispatch="shared_queue"))
     pids = worker_pids(iterator)
-    assert [int(next(iterator)) for _ in range(3)] == [0, 1, 2]
+    # Before the first batch is requested: otherwise a slow worker that waits for item 3 would be named.
     dataset.wait_for(3)
     holder = iterator._task_info[3][0]
-    assert [int(batch) for batch in iterator] == [3, 4, 5]
+    assert [int(batch) for batch in iterator] == [0, 1, 2, 3, 4, 5]
     text = warning_about(warnings, 3)
     assert text.startswith(f"DataLoader worker {holder} (pid {pids[holder]}) has been working on one batch for "), text
     assert re.search(r"test_stall\.py\", line \d+ in __getitem__\n", text), text
@@ -261,7 +261,11 @@ def test_the_start_of_a_later_epoch_is_named(limits, monkeypatch, tmp_path):
 
     monkeypatch.setattr(rustloader.supervision.stalls.logger, "warning", warning)
     loader = DataLoader(Epochs(tmp_path), batch_size=None, num_workers=1, persistent_workers=True)
-    assert [list(loader) for _ in range(3)] == [[0, 1, 2]] * 3
+    assert list(loader) == [0, 1, 2]
+    iterator = iter(loader)
+    # Otherwise the worker could be named before it is in `__iter__`, and only once.
+    assert wait_until((tmp_path / "begins").exists, STARTED)
+    assert [list(iterator), list(loader)] == [[0, 1, 2]] * 2
     [text] = warnings
     assert re.search(
         r"has not produced its first batch after [\d.]+ s.*test_stall\.py\", line \d+ in __iter__\n", text, re.S

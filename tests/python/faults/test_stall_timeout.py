@@ -28,7 +28,7 @@ pytestmark = [
 ]
 
 # Seconds: a limit that only stuck batches exceed, a limit for slow batches, and the time of a stuck batch.
-LIMIT, PATIENT, LONG = 1.0, 2.0, 600
+LIMIT, PATIENT, LONG = 2.0, 2.0, 600
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_a_stuck_worker_is_killed_and_its_batch_raises(warnings, tmp_path, way):
     assert all(wait_until(functools.partial(gone, pid)) for pid in pids)
     [line] = warnings
     what = rf"DataLoader worker 1 \(pid {pids[1]}\) has been working on one batch for [\d.]+ s \(state: fetch\); "
-    assert re.match(what + r"the batch has index 3\. It was killed: stall_timeout is 1 s\. ", line), line
+    assert re.match(what + r"the batch has index 3\. It was killed: stall_timeout is 2 s\. ", line), line
 
 
 def test_the_log_has_the_stack(warnings, tmp_path):
@@ -129,14 +129,15 @@ def test_the_log_has_the_stack(warnings, tmp_path):
         stalled_error(iter(DataLoader(dataset, batch_size=None, num_workers=1, stall_timeout=0.5)))
         [line] = warnings
         stack = re.search(r"Its stack:\n.*most recent call first.*in keep_the_gil\n.*in get_stuck\n", line, re.S)
-        assert stack or "Stack unavailable: it did not answer within 0.2 s" in line
+        # The worker may also be slow to get as far as that.
+        assert "Its stack:\n" in line or "Stack unavailable: it did not answer within 0.2 s" in line
         return stack
 
     assert wait_until(has_stack, 120)
 
 
 def test_a_stopped_worker_has_no_stack(warnings, tmp_path):
-    stalled_error(iter(DataLoader(Stuck(tmp_path / "b", stop, 1, 0), num_workers=1, stall_timeout=0.5)))
+    stalled_error(iter(DataLoader(Stuck(tmp_path / "b", stop, 1, 0), num_workers=1, stall_timeout=LIMIT)))
     [line] = warnings
     assert "Stack unavailable: it did not answer within 0.2 s: it is stopped" in line
 
@@ -178,7 +179,8 @@ def test_a_stuck_worker_is_killed_whatever_the_options(warnings, tmp_path, optio
 
 def test_batches_of_other_workers_are_delivered_meanwhile(warnings, tmp_path):
     dataset = Stuck(tmp_path / "began", sleep, n=40, at=1)
-    iterator = iter(DataLoader(dataset, batch_size=None, num_workers=2, in_order=False, stall_timeout=LIMIT))
+    # The others' batches arrive within the limit, even on a busy machine.
+    iterator = iter(DataLoader(dataset, batch_size=None, num_workers=2, in_order=False, stall_timeout=5))
     delivered = [int(next(iterator)) for _ in range(30)]
     assert 1 not in delivered and warnings == []
     stalled = False
@@ -384,7 +386,7 @@ print(list(DataLoader(Busy(), batch_size=None, num_workers=1, stall_timeout={lim
 
 def test_a_job_that_was_suspended_as_a_whole_continues(tmp_path):
     """After that, the worker has half of the limit to finish its batch."""
-    file, limit = tmp_path / "began", 4
+    file, limit = tmp_path / "began", 8
     script = start_script(SUSPENDED.format(file=str(file), limit=limit))
     assert wait_until(file.exists, STARTED)
     os.killpg(script.pid, signal.SIGSTOP)

@@ -12,7 +12,7 @@ import refusals
 import torch
 from pinning_support import pinning
 from sample_data import Numbers, WhoAmI
-from support import DataLoader, finish, gone, start_script, wait_until, within, worker_pids
+from support import DataLoader, finish, gone, start_script, wait_until, within, worker_pids, workers_report
 
 import rustloader.supervision.stalls
 
@@ -194,7 +194,8 @@ def test_a_worker_that_was_named_while_a_batch_waited_for_it_is_named_again_wher
     monkeypatch.setenv("RUSTLOADER_STALL_ITEM_SECONDS", "1")
     iterator = iter(DataLoader(Waits(3, tmp_path / "warned"), batch_size=None, num_workers=1, prefetch_factor=1))
     [pid] = worker_pids(iterator)
-    assert wait_until(lambda: iterator._core.worker_status(0)["state"] == "idle")
+    # It is also idle for a moment before it takes the first task.
+    assert workers_report(iterator, tasks_done=1, state="idle")
     os.kill(pid, signal.SIGSTOP)
 
     def resume():

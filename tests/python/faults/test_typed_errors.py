@@ -12,7 +12,7 @@ import weakref
 
 import pytest
 from sample_data import Dying, Failing, Held, Numbers
-from support import DataLoader, gone, run_script, wait_until, worker_pids
+from support import SOON, DataLoader, gone, run_script, wait_until, worker_pids
 from torch.utils.data import IterableDataset, Subset
 
 pytestmark = pytest.mark.ours
@@ -36,7 +36,9 @@ def raised_by(function, *args, kind=Exception):
     [(signal.SIGKILL, -9, "is killed by signal: Killed. "), (3, 3, "exited unexpectedly with exit code 3. ")],
 )
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_a_death_is_an_error_with_all_known_details(rustloader, how, exitcode, text, method):
+def test_a_death_is_an_error_with_all_known_details(rustloader, how, exitcode, text, method, monkeypatch):
+    # On a busy machine the fork server may be slow to tell how the worker ended.
+    monkeypatch.setattr("rustloader.supervision.deaths.STATUS_AFTER", SOON)
     loader = DataLoader(Dying(4, 1, how), num_workers=1, batch_size=None, multiprocessing_context=method)
     iterator = iter(loader)
     pid = worker_pids(iterator)[0]
