@@ -24,7 +24,7 @@ EXIT_KILL_AFTER = 0.2
 # Seconds to wait for a process after SIGKILL. Only a process in uninterruptible sleep lives longer.
 KILLED_AFTER = 5.0
 # Seconds until a Ctrl-C that a destructor has caught is raised again. By then, the object must have been destroyed.
-INTERRUPT_AFTER = 0.02
+INTERRUPT_AFTER = 0.1
 # Seconds to wait for a report of how a worker ended (from the fork server, or from the cluster of a worker on another
 # machine), or for the end of the fork server.
 STATUS_AFTER = 1.0

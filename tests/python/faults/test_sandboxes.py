@@ -246,7 +246,8 @@ def test_workers_exit_when_main_is_killed_although_nothing_reports_its_end():
 
     def body():
         refuse(pidfd_open=errno.ENOSYS)
-        next(iter(loader(Slow(9, {4: 30, 5: 30}), batch_size=None)))
+        it = iter(loader(Slow(9, {4: 30, 5: 30}), batch_size=None))
+        assert [int(next(it)) for _ in range(4)] == [0, 1, 2, 3]
         os.kill(os.getpid(), signal.SIGKILL)
 
     in_own_mounts(no_proc, body, status=signal.SIGKILL)
