@@ -10,7 +10,7 @@ from multiprocessing.reduction import ForkingPickler
 import pytest
 from pinning_support import pinning
 from sample_data import untouched
-from support import DataLoader, in_thread, wait_until, waits_in_next, within, worker_pids
+from support import POLLS, DataLoader, call_of, in_thread, wait_until, waits_in_next, within, worker_pids
 from torch.utils.data import Dataset, get_worker_info
 
 import rustloader._core
@@ -182,16 +182,19 @@ def test_a_handler_that_raises_ends_the_wait(tmp_path):
     def handler(signum, frame):
         raise Interrupted
 
+    def interrupt():
+        assert wait_until(lambda: call_of(f"/proc/self/task/{os.getpid()}") in POLLS)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+
     iterator = iter(loader_of(Sending(4), worker_init_fn=FirstSnapshot(tmp_path / "go")))
     before = signal.signal(signal.SIGUSR1, handler)
-    main = threading.main_thread().ident
-    timer = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGUSR1))
+    thread = threading.Thread(target=interrupt)
     try:
-        timer.start()
+        thread.start()
         with pytest.raises(Interrupted), within(120):
             iterator._core.wait_started()
     finally:
-        timer.join()
+        thread.join()
         signal.signal(signal.SIGUSR1, before)
     (tmp_path / "go").touch()
     assert iterator._core.wait_started()

@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from support import wait_until
 
 from rustloader.system import generators
 from rustloader.system.generators import GeneratorStates
@@ -130,6 +131,7 @@ def test_other_threads_lose_and_repeat_no_draw():
     sys.setswitchinterval(1e-5)
     thread.start()
     try:
+        assert wait_until(lambda: drawn)
         for _ in range(3000):
             GeneratorStates()
     finally:

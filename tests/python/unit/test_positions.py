@@ -326,7 +326,7 @@ def test_a_position_outlives_the_workers():
     assert position(iterator, 4) == (4, [], [2, 2], 1)
     pids = worker_pids(iterator)
     iterator._shutdown_workers()
-    assert gone(pids)
+    assert all(map(gone, pids))
     assert position(iterator, 4, 1) == (3, [], [2, 1], 0)
 
 
