@@ -16,7 +16,7 @@ import typing
 
 import pytest
 import torch
-from support import in_session, rustloader
+from support import SOON, in_session, rustloader
 
 pytestmark = pytest.mark.ours
 
@@ -26,12 +26,13 @@ if rustloader is not None:
     from rustloader.tools.bench import command, passes
     from rustloader.tools.bench.side import BenchSide
     from rustloader.tools.harness import progress
+    from rustloader.tools.probe import deaths
     from rustloader.tools.probe import process as probes
     from rustloader.tools.probe.factory import Unusable
 
 # Time limit of tests whose processes import torch, on a busy machine.
 LONG = 400.0
-# `--timeout` in tests of other options.
+# `--timeout` and `--seconds` in tests of other options.
 PATIENT = "300"
 
 LOADERS = """
@@ -130,7 +131,7 @@ def folder(tmp_path, monkeypatch):
 
 def run(*arguments, capsys):
     patient = () if "--timeout" in arguments else ("--timeout", PATIENT)
-    status = cli.main(["bench", *arguments, *patient])
+    status = cli.main(["bench", *arguments, *patient, "--seconds", PATIENT])
     captured = capsys.readouterr()
     return status, captured.out, captured.err
 
@@ -229,7 +230,7 @@ def test_a_sweep_as_json(folder, capsys):
         "pin_memory": False,
         "start_method": "fork",
     }
-    limits = {"epochs": 2, "budget": None, "batches": 20, "seconds": 3.0, "step": 0.0, "timeout": 300.0}
+    limits = {"epochs": 2, "budget": None, "batches": 20, "seconds": 300.0, "step": 0.0, "timeout": 300.0}
     assert parsed["settings"] == limits | {"loader": loader}
     alone, two = parsed["results"]
     assert (alone["workers"], two["workers"]) == (0, 2)
@@ -381,6 +382,7 @@ def test_a_loader_that_hangs_is_given_up(engine, folder, monkeypatch):
     # Before the worker hangs, torch is imported and workers start, which is slow on a busy machine.
     stuck = (folder / "stuck").exists
     monkeypatch.setattr(probes.Probe, "limit", lambda self, awaited: self.timeout if stuck() else 300.0)
+    monkeypatch.setattr(deaths, "_STACK_SECONDS", SOON)
     side = BenchSide("loaders.py:stuck", engine)
     with probes.Probe(side, 2.0) as process:
         process.ask("about")
@@ -412,6 +414,7 @@ def test_a_factory_that_hangs_is_given_up(folder, capsys, monkeypatch):
         return self.timeout if (folder / f"hanging-{self.group}").exists() else 300.0
 
     monkeypatch.setattr(probes.Probe, "limit", limit)
+    monkeypatch.setattr(deaths, "_STACK_SECONDS", SOON)
     status, _, err = run("loaders.py:hanging", "--timeout", "8", capsys=capsys)
     assert status == 2
     what = "with torch's iterator, loaders.py:hanging did not return a loader within 8 s"

@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 import torch
 from bench_figures import a_point, a_timeline
-from support import rustloader, wait_until
+from support import STARTED, rustloader, wait_until
 
 pytestmark = pytest.mark.ours
 
@@ -59,7 +59,8 @@ def test_a_pass_ends_where_it_should(engine, options):
 
 
 def test_a_long_pass_has_a_steady_rate():
-    loader = rustloader.DataLoader(Numbers(60, 0.004), batch_size=1, num_workers=2, collate_fn=len)
+    # So slow that few batches follow the last mark: marks are 50 ms apart.
+    loader = rustloader.DataLoader(Numbers(60, 0.01), batch_size=1, num_workers=2, collate_fn=len)
     result = passes.run_pass(loader, passes.Limits(None, 60.0))
     assert result.complete and result.batches == 60
     assert result.steady_batches_per_second > 0 and result.steady_cpu_seconds_per_batch > 0
@@ -138,16 +139,29 @@ def test_a_pass_is_watched(engine, run):
 
 
 class Deadly(Numbers):
+    """A worker exits at sample 5, once the file `begun` exists."""
+
+    def __init__(self, length, begun):
+        super().__init__(length)
+        self.begun = begun
+
     def __getitem__(self, i):
         if i == 5:
+            assert wait_until(self.begun.exists, STARTED)
             os._exit(3)
         return super().__getitem__(i)
 
 
 @pytest.mark.parametrize("engine", ["torch", "rustloader"])
-def test_a_worker_that_dies_is_found_before_the_end_of_the_pass_ends_all(engine):
-    watcher = Watcher()
-    loader = torch.utils.data.DataLoader(Deadly(12), batch_size=2, num_workers=3)
+def test_a_worker_that_dies_is_found_before_the_end_of_the_pass_ends_all(engine, tmp_path):
+    class Beginning(Watcher):
+        def on_start(self, iterator):
+            super().on_start(iterator)
+            (tmp_path / "begun").touch()
+
+    # torch may report a death within iter(), where no watcher hears of it.
+    watcher = Beginning()
+    loader = torch.utils.data.DataLoader(Deadly(12, tmp_path / "begun"), batch_size=2, num_workers=3)
     with ENGINES[engine](), pytest.raises(RuntimeError, match="DataLoader worker"):
         passes.run_pass(loader, passes.Limits(None, 60.0), watcher=watcher)
     assert watcher.heard[-1] == ("failed", f"worker 2 (pid {watcher.workers[2].pid}) ended with exit code 3")
@@ -185,7 +199,7 @@ HOLDER = """
 """
 
 
-def test_memory_counts_each_page_once(tmp_path):
+def test_memory_counts_each_page_once(monkeypatch):
     """A process and its child, which map the same 20 MB, hold the same 30 MB, and have the same 10 MB open."""
 
     def start(source):
@@ -204,6 +218,7 @@ def test_memory_counts_each_page_once(tmp_path):
             pytest.skip("/proc has no smaps_rollup here")
         more = (memory.used(holder.pid) - memory.used(plain.pid)) / (1 << 20)
         assert 55 < more < 70
+        monkeypatch.setattr(memory, "_SAMPLE_INTERVAL", 600.0)
         peak = memory.Peak(holder.pid)
         peak.sample()
         peak.sample()

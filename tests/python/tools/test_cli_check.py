@@ -9,7 +9,7 @@ import sys
 import textwrap
 
 import pytest
-from support import in_session, rustloader, wait_until
+from support import SOON, in_session, rustloader, wait_until
 
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(600)]
 
@@ -203,6 +203,7 @@ def patient(monkeypatch):
     monkeypatch.setattr(
         _CheckProbe, "limit", lambda self, awaited: limit(self, awaited) if awaited in ("about", "next") else 300.0
     )
+    monkeypatch.setattr(deaths, "_STACK_SECONDS", SOON)
 
 
 def children():
