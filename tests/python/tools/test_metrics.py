@@ -15,8 +15,18 @@ import urllib.parse
 import urllib.request
 
 import pytest
-from sample_data import Numbers
-from support import ROOT, TORCH_MODE, DataLoader, TorchDataLoader, kill, run_script, start_script, wait_until
+from sample_data import Held, Numbers
+from support import (
+    ROOT,
+    TORCH_MODE,
+    DataLoader,
+    TorchDataLoader,
+    kill,
+    run_script,
+    start_script,
+    wait_until,
+    while_next_waits,
+)
 
 pytestmark = [pytest.mark.ours, pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")]
 
@@ -80,14 +90,17 @@ def test_what_a_loader_has_counted(server):
     assert metrics.of("workers", "counted") == 0 and metrics.of("cache_hits_total", "counted") is None
 
 
-def test_waits_are_a_histogram(server):
-    class Slow(Numbers):
-        def __getitem__(self, i):
-            time.sleep(0.03)
-            return super().__getitem__(i)
+def test_waits_are_a_histogram(server, tmp_path):
+    def release():
+        time.sleep(0.03)
+        (tmp_path / "go").touch()
 
-    loader = DataLoader(Slow(5), batch_size=None, num_workers=1, name="slow")
-    list(loader)
+    loader = DataLoader(Held(5, 2, tmp_path / "go"), batch_size=None, num_workers=1, name="slow")
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    thread = while_next_waits(release)
+    assert len(list(iterator)) == 3
+    thread.join()
     metrics, stats = Metrics(server.port), rustloader.stats(loader)
     buckets = [(key[1][1], value) for key, value in metrics.items() if key[0] == "wait_seconds_bucket"]
     counts = [value for _, value in buckets]
@@ -95,8 +108,8 @@ def test_waits_are_a_histogram(server):
     # All but the first: four batches and the end.
     assert metrics.of("wait_seconds_count", "slow") == counts[-1] == 5
     assert metrics.of("wait_seconds_sum", "slow") == pytest.approx(stats.waited_seconds)
-    # The end is immediate, and each batch takes 30 ms.
-    assert dict(buckets)["0.01"] >= 1 and dict(buckets)["30.0"] == 5 and dict(buckets)["0.0001"] <= 4
+    # The end is immediate, and sample 2 takes 30 ms from the time at which the loop waits for it.
+    assert dict(buckets)["0.01"] >= 1 and dict(buckets)["30.0"] == 5 and dict(buckets)["0.01"] <= 4
     assert metrics.families["rustloader_wait_seconds"].type == "histogram"
 
 
@@ -617,7 +630,8 @@ class Items(torch.utils.data.Dataset):
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    loader = rustloader.DataLoader(Items(0.02 if rank == 1 else 0), num_workers=1, name="train")
+    # So slow that waits for a core are short in comparison.
+    loader = rustloader.DataLoader(Items(0.1 if rank == 1 else 0), num_workers=1, name="train")
     for _ in loader:
         dist.barrier()
     report = rustloader.report_ranks()

@@ -110,6 +110,8 @@ def test_the_figures_of_an_epoch():
     loader = DataLoader(Images(8), batch_size=2, num_workers=2)
     iterator = iter(loader)
     batches = [next(iterator)]
+    # Until then, a worker may take memory between two reads of the sizes.
+    assert wait_until(lambda: sum(worker.tasks for worker in rustloader.stats(iterator).workers) == 4)
     live = rustloader.stats(iterator)
     assert (live.batches, live.epochs, live.iterators, live.num_workers) == (1, 1, 1, 2)
     assert [worker.pid for worker in live.workers] == worker_pids(iterator)
