@@ -583,7 +583,12 @@ def test_a_worker_that_has_died_stands_out(tmp_path, capsys):
 def test_a_worker_that_leaves_while_it_is_observed_is_not_shown_as_dead(monkeypatch):
     iterator = iter(DataLoader(Shards([0, 100]), num_workers=2))
     leaving, read = iterator._workers[0].pid, processes.loaders
-    assert wait_until(lambda: read(os.getpid())[0].figures.workers[0].state == "idle", STARTED)
+
+    def has_no_more():
+        worker = read(os.getpid())[0].figures.workers[0]
+        return worker.state == "idle" and worker.ready and not worker.queued
+
+    assert wait_until(has_no_more, STARTED)
 
     def loaders(pid):
         found = read(pid)

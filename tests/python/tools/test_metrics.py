@@ -18,6 +18,7 @@ import pytest
 from sample_data import Held, Numbers
 from support import (
     ROOT,
+    STARTED,
     TORCH_MODE,
     DataLoader,
     TorchDataLoader,
@@ -659,7 +660,7 @@ def test_a_report_names_the_slowest_of_two_ranks(tmp_path):
         for rank in (0, 1)
     ]
     try:
-        outs = [process.communicate(timeout=120) for process in ranks]
+        outs = [process.communicate(timeout=STARTED) for process in ranks]
     finally:
         for process in ranks:
             kill(process)

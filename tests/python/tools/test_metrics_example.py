@@ -8,9 +8,9 @@ import subprocess
 import sys
 
 import pytest
-from support import ROOT
+from support import ROOT, STARTED
 
-pytestmark = [pytest.mark.ours, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ours, pytest.mark.timeout(600)]
 
 EXAMPLE = ROOT / "examples/measuring/metrics_tensorboard.py"
 READ = """
@@ -23,7 +23,7 @@ print(json.dumps({tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag 
 
 
 def run(*command):
-    process = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=150)
+    process = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=STARTED)
     assert process.returncode == 0, process.stderr
     return process.stdout
 
