@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import random
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from rustloader._core import seed_words
+from rustloader.system.generators import loaded_numpy_random
 
 # The largest seed. It fits in a signed 64-bit integer, so that a tensor can hold it.
 MAX_SEED = (1 << 63) - 1
@@ -203,7 +203,7 @@ class Seeds:
         # torch.manual_seed would also seed the GPUs, which takes 200 us.
         torch.default_generator.manual_seed(_current.seed)
         random.seed(second)
-        numpy_random = sys.modules.get("numpy.random")
+        numpy_random = loaded_numpy_random()
         if numpy_random is not None:
             numpy_random.seed(third & _NUMPY_SEED)
 

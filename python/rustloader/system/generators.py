@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import random
 import struct
 import sys
@@ -23,7 +24,7 @@ class GeneratorStates:
     def __init__(self) -> None:
         self._torch_state = torch.default_generator.get_state()
         self._python_state = random.getstate()
-        numpy_random = sys.modules.get("numpy.random")
+        numpy_random = loaded_numpy_random()
         self._numpy_state = None if numpy_random is None else _NumpyState(numpy_random)
 
     def restore(self) -> None:
@@ -32,6 +33,12 @@ class GeneratorStates:
         random.setstate(self._python_state)
         if self._numpy_state is not None:
             self._numpy_state.restore()
+
+
+def loaded_numpy_random() -> Any:
+    """Returns the module ``numpy.random``; None if the program has not imported it."""
+    # `import_module` waits if another thread has begun the import but not completed it.
+    return importlib.import_module("numpy.random") if "numpy.random" in sys.modules else None
 
 
 class _NumpyState:

@@ -560,8 +560,10 @@ impl Arena {
         for region in 0..self.geometry.regions() {
             let count = self.block_count(region);
             let peak = self.region_head(region).high_water.load(Ordering::Relaxed);
-            usage.high_water = usage.high_water.saturating_add(peak);
+            let warm_before = usage.warm;
             self.table(region)[..count as usize].iter().for_each(|entry| usage.add_block(entry));
+            // The owner may take pages after the peak was read, and updates it after the blocks.
+            usage.high_water = usage.high_water.saturating_add(peak.max(usage.warm - warm_before));
         }
         usage
     }

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from support import wait_until
+from support import run_script, wait_until
 
 from rustloader.system import generators
 from rustloader.system.generators import GeneratorStates
@@ -162,3 +162,32 @@ def test_words_that_are_all_zero():
     np.random.seed(1)
     saved.restore()
     assert np.random.random() == 0
+
+
+def test_an_import_of_numpy_random_in_another_thread_is_awaited():
+    program = """
+        import sys, threading, time
+        import torch
+        from rustloader.system.generators import GeneratorStates
+
+        class Slow:
+            def find_spec(self, name, path=None, target=None):
+                if name == "numpy.random.mtrand":
+                    begun.set()
+                    time.sleep(0.3)
+
+        assert "numpy.random" not in sys.modules
+        begun = threading.Event()
+        sys.meta_path.insert(0, Slow())
+        thread = threading.Thread(target=__import__, args=("numpy.random",))
+        thread.start()
+        begun.wait()
+        saved = GeneratorStates()
+        thread.join()
+        import numpy
+        drawn = numpy.random.random()
+        saved.restore()
+        assert numpy.random.random() == drawn
+    """
+    status, _, err = run_script(program, head="", fresh=True)
+    assert (status, err) == (0, "")
