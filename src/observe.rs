@@ -291,13 +291,14 @@ impl File<'_> {
     fn add_region(&self, geometry: &Geometry, region: u32, usage: &mut Usage) -> Result<()> {
         let head: RegionHead = self.read(geometry.region_head(region))?;
         let blocks = head.blocks.load(Ordering::Relaxed).min(geometry.table_len);
-        usage.high_water = usage.high_water.saturating_add(head.high_water.load(Ordering::Relaxed));
+        let (peak, warm_before) = (head.high_water.load(Ordering::Relaxed), usage.warm);
         for first in (0..blocks).step_by(TABLE_READ as usize) {
             let count = TABLE_READ.min(blocks - first) as usize;
             let offset = geometry.table(region) + u64::from(first) * size_of::<BlockEntry>() as u64;
             let bytes = self.bytes(offset, count * size_of::<BlockEntry>())?;
             bytes.chunks_exact(size_of::<BlockEntry>()).for_each(|row| usage.add_block(&struct_of(row)));
         }
+        usage.add_peak(peak, warm_before);
         Ok(())
     }
 }

@@ -161,6 +161,7 @@ mod tests {
 
     static LEFT: AtomicU32 = AtomicU32::new(0);
     static CALLS: AtomicU32 = AtomicU32::new(0);
+    static IS_BUSY: AtomicBool = AtomicBool::new(false);
 
     fn count_down() -> Option<Duration> {
         CALLS.fetch_add(1, Ordering::Relaxed);
@@ -170,6 +171,13 @@ mod tests {
         }
         LEFT.store(left - 1, Ordering::Relaxed);
         Some(Duration::from_millis(1))
+    }
+
+    fn slow() -> Option<Duration> {
+        IS_BUSY.store(true, Ordering::Relaxed);
+        std::thread::sleep(Duration::from_millis(200));
+        IS_BUSY.store(false, Ordering::Relaxed);
+        Some(Duration::from_secs(1000))
     }
 
     fn wait_until(condition: impl Fn() -> bool) {
@@ -233,6 +241,14 @@ mod tests {
         wait_until(|| threads() == 0);
         restart();
         assert_eq!(threads(), 0, "there is no more work");
+        // `pause` waits for a call that is in progress.
+        start(slow);
+        wait_until(|| IS_BUSY.load(Ordering::Relaxed));
+        pause();
+        assert!(!IS_BUSY.load(Ordering::Relaxed), "it is joined before a fork");
+        resume();
+        stop();
+        wait_until(|| threads() == 0);
         // A call of `wake` ends a long wait.
         start(|| (LEFT.load(Ordering::Relaxed) != 7).then_some(Duration::from_secs(1000)));
         wait_until(|| threads() == 1);

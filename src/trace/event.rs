@@ -17,7 +17,7 @@ numbered_enum! {
         Collate = 3 => "collate",
         /// A worker that encodes a batch.
         Pack = 4 => "pack",
-        /// A worker that publishes a batch.
+        /// A worker that prepares the publication of a batch.
         Publish = 5 => "publish",
         /// A worker that replays earlier batches.
         Replay = 6 => "replay",
@@ -53,9 +53,9 @@ impl Kind {
         (0..).map_while(Self::of_number).map(Self::name).collect()
     }
 
-    /// Returns the kind of the event that is recorded when a worker leaves a state. Returns `None` for
-    /// [`WorkerState::Left`], which never ends, and for [`WorkerState::Publish`], see
-    /// [`published`](super::Recorder::published).
+    /// Returns the kind of the event for the time that a worker has spent in a state. Returns `None` for
+    /// [`WorkerState::Left`], which never ends, and for [`WorkerState::Publish`], whose event is recorded before the
+    /// state ends: see [`published`](super::Recorder::published).
     pub(super) fn of_state(state: WorkerState) -> Option<Self> {
         let is_recorded = !matches!(state, WorkerState::Left | WorkerState::Publish);
         is_recorded.then(|| Self::of_number(state as u32)).flatten()

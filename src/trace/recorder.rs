@@ -59,8 +59,8 @@ impl Recorder {
         self.push(&mut inner, Event { kind, who: self.worker, begin, length, number: task, extra: 0 });
     }
 
-    /// Records the time spent publishing a batch. Call it just before the main process can receive the batch, so that a
-    /// trace contains each batch that is delivered in it, and none that was delivered before it.
+    /// Records the time until a batch is published. Call it just before the main process can receive the batch: a trace
+    /// then has each batch that is published and delivered while it is on, and none that was delivered before.
     pub fn published(&self, (begin, length): (u64, u64), task: u64) {
         let event = Event { kind: Kind::Publish, who: self.worker, begin, length, number: task, extra: 0 };
         self.push(&mut lock(&self.state), event);

@@ -103,7 +103,8 @@ impl Source {
         }
     }
 
-    /// Records a worker's death, preceded by the events in its ring and by an event for the state in which it died.
+    /// Records a worker's death, preceded by the events in its ring and by an event for the state in which it died. There
+    /// is none for [`WorkerState::Publish`]: the worker itself records it, and may already have done so.
     pub fn died(&self, worker: u32) {
         if !self.is_on() {
             return;

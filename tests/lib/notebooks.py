@@ -15,7 +15,7 @@ class Kernel:
 
     def run(self, cell, interrupt_at=None, lines=0):
         """Runs a cell. Returns (status, stdout, stderr, error names). Interrupts the kernel once its output contains
-        `interrupt_at`. Waits until stdout has `lines` lines: those of workers may come after the cell's end."""
+        `interrupt_at`. Waits until stdout has `lines` lines: output of workers may arrive after the cell has ended."""
         streams, errors, interrupt_pending = {"stdout": "", "stderr": ""}, [], interrupt_at is not None
 
         def on_output(message):
@@ -30,7 +30,7 @@ class Kernel:
                 errors.append(content["ename"])
 
         reply = self.client.execute_interactive(cell, timeout=LIMIT, output_hook=on_output)
-        while streams["stdout"].count("\n") < lines:
+        while not errors and streams["stdout"].count("\n") < lines:
             on_output(self.client.get_iopub_msg(timeout=LIMIT))
         return reply["content"]["status"], streams["stdout"], streams["stderr"], errors
 

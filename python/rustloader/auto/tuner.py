@@ -104,8 +104,8 @@ class Tuner:
 
 
 class Watch:
-    """The measurements of an iterator since the creation of this object. Create it when the iterator's engine exists,
-    just before an epoch begins."""
+    """The measurements of an iterator since the creation of this object, which must come after that of the iterator's
+    engine and before the epoch's first task."""
 
     def __init__(self, iterator: IteratorLike, workers: int) -> None:
         self._ledger, self._workers = ledger.of(iterator).detached(), workers

@@ -242,7 +242,7 @@ class Session:
         message, predictor = early_epochs.encoded(content), self._predictor
         if predictor is not None:
             predictor.before_epoch()
-        # Before the first tasks are submitted, because their times belong to this epoch.
+        # Created before the first tasks are submitted: the time they take belongs to this epoch.
         watch = None if self._tuner is None else tuner.Watch(it, self._tuner.count)
         engine.begin(answer, index_source(it), begins_engine, message, first_worker, predictor)
         while answer[0] == VACANT:

@@ -36,9 +36,9 @@ class GeneratorStates:
 
 
 def loaded_numpy_random() -> Any:
-    """Returns the module ``numpy.random``; None if the program has not imported it."""
-    # `import_module` waits if another thread has begun the import but not completed it.
-    return importlib.import_module("numpy.random") if "numpy.random" in sys.modules else None
+    """Returns the module ``numpy.random``; None if the program has not imported it. If another thread is importing it,
+    waits until that is done."""
+    return importlib.import_module("numpy.random") if sys.modules.get("numpy.random") is not None else None
 
 
 class _NumpyState:

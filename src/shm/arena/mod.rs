@@ -559,11 +559,9 @@ impl Arena {
         let mut usage = Usage::default();
         for region in 0..self.geometry.regions() {
             let count = self.block_count(region);
-            let peak = self.region_head(region).high_water.load(Ordering::Relaxed);
-            let warm_before = usage.warm;
+            let (peak, warm_before) = (self.region_head(region).high_water.load(Ordering::Relaxed), usage.warm);
             self.table(region)[..count as usize].iter().for_each(|entry| usage.add_block(entry));
-            // The owner may take pages after the peak was read, and updates it after the blocks.
-            usage.high_water = usage.high_water.saturating_add(peak.max(usage.warm - warm_before));
+            usage.add_peak(peak, warm_before);
         }
         usage
     }

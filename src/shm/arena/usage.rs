@@ -33,6 +33,13 @@ impl Usage {
             self.leased = self.leased.saturating_add(warm);
         }
     }
+
+    /// Adds a region's peak, which was read before the region's blocks were added. `warm_before` is [`Self::warm`] from
+    /// before these blocks.
+    pub(crate) fn add_peak(&mut self, peak: u64, warm_before: u64) {
+        // The region's owner may have taken pages since then, and it updates the peak only after the blocks.
+        self.high_water = self.high_water.saturating_add(peak.max(self.warm - warm_before));
+    }
 }
 
 impl std::ops::Add for Usage {
@@ -46,5 +53,19 @@ impl std::ops::Add for Usage {
             high_water: self.high_water.saturating_add(other.high_water),
             blocks: self.blocks.saturating_add(other.blocks),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Usage;
+
+    #[test]
+    fn a_peak_is_at_least_the_use_of_its_region() {
+        let mut usage = Usage { warm: 10, ..Usage::default() };
+        usage.add_peak(12, 0);
+        usage.warm += 5;
+        usage.add_peak(3, 10);
+        assert_eq!(usage.high_water, 12 + 5);
     }
 }

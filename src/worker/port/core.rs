@@ -194,15 +194,14 @@ impl Port {
         }
     }
 
-    /// Records that the worker is about to publish a batch, if a trace is on and the worker has a batch to publish.
+    /// Records the time since the worker entered [`WorkerState::Publish`], if it is in this state and a trace is on. Call
+    /// it just before the result of `task` is published.
     #[inline]
-    pub(super) fn record_published(&self) {
-        if self.trace.is_on() {
-            let (state, task, _) = self.activity();
-            if state == WorkerState::Publish as u32 {
-                let (since, now) = (self.status().since_ns.load(Ordering::Relaxed), sys::clock::monotonic_ns());
-                self.trace.published((since, now.saturating_sub(since)), task);
-            }
+    pub(super) fn record_published(&self, task: u64) {
+        let StatusPage { state, since_ns, .. } = self.status();
+        if self.trace.is_on() && state.load(Ordering::Relaxed) == WorkerState::Publish as u32 {
+            let (since, now) = (since_ns.load(Ordering::Relaxed), sys::clock::monotonic_ns());
+            self.trace.published((since, now.saturating_sub(since)), task);
         }
     }
 

@@ -107,7 +107,7 @@ impl Port {
 
     fn publish(&self, ends: &mut Ends, entry: &ResultEntry) -> Result<()> {
         sys::moment::task_done();
-        self.record_published();
+        self.record_published(entry.task);
         let count = || {
             let done = &self.status().tasks_done;
             done.store(done.load(Ordering::Relaxed) + 1, Ordering::Relaxed);

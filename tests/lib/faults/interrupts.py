@@ -158,7 +158,7 @@ def _del(self):
 setattr(Program, "del", _del)
 
 
-def drive(main, trial, figures, limit):
+def drive(main, trial, figures, limit, outlive):
     """Interrupts the process. Returns the problems found."""
     mark = "ready" if trial.place in ("user", "shutdown", "del", "exit") else "begin"
     main.listen(mains.LIMIT, lambda reports: any(kind == mark for kind, _ in reports))
@@ -179,8 +179,8 @@ def drive(main, trial, figures, limit):
     elif status not in (0, -signal.SIGINT, 130):
         wrong.append(f"it ends with status {status}")
     figures["late or lost" if status == 0 else "interrupted"] += 1
-    gone = main.none_left(max(limit / 20, 5))
-    if gone is None or gone > limit / 20:
+    gone = main.none_left(max(outlive, 5))
+    if gone is None or gone > outlive:
         wrong.append(f"workers left, gone after {gone} s")
     figures["gone"] = max(figures["gone"], gone or 0)
     return wrong
@@ -205,6 +205,7 @@ def arguments():
     parser.add_argument("--seed", type=int, help="seed of programs and moments (default: random)")
     parser.add_argument("--only", type=int, help="run only the program with this number")
     parser.add_argument("--limit", type=float, default=20.0, help="seconds within which the process must end")
+    parser.add_argument("--outlive", type=float, default=1.0, help="seconds that workers may outlive the process")
     parser.add_argument("--show", action="store_true", help="print the output of each program")
     return parser.parse_args()
 
@@ -217,7 +218,7 @@ def main():
     failed, run = mains.run_all(
         drawn(Trial, args.count, args),
         Program,
-        drive=lambda process, trial: drive(process, trial, figures, args.limit),
+        drive=lambda process, trial: drive(process, trial, figures, args.limit, args.outlive),
         check_output=lambda trial, output: check_output(trial, output, figures),
         show=args.show,
     )

@@ -85,7 +85,7 @@ class Program:
 
         from rustloader.supervision import deaths
 
-        # On a busy machine the fork server may be slow to tell how a worker ended.
+        # On a busy machine the fork server may be slow to report how a worker ended.
         deaths.STATUS_AFTER = mains.LIMIT
         with contextlib.ExitStack() as stack:
             host = None

@@ -115,7 +115,7 @@ def play(case):
     from rustloader.supervision import deaths
 
     torch.set_num_threads(1)
-    # On a busy machine the fork server may be slow to tell how a worker ended.
+    # On a busy machine the fork server may be slow to report how a worker ended.
     deaths.STATUS_AFTER = LIMIT[case.method]
     multiprocessing.process._process_counter = itertools.count(1)
     scenes.use_the_parents_fork_server()
@@ -169,6 +169,7 @@ class Play:
             delivered += [scenes.number(next(iterator)) for _ in range(3)]
         if case.place in ("idle", "between"):
             assert wait_until(lambda: os.path.exists(self.marker + ".ready"), LIMIT[case.method])
+            # The default keeps the iterator out of the closure.
             assert wait_until(lambda core=iterator._core: core.worker_status(VICTIM)["state"] == "idle")
             os.kill(pids[VICTIM], signal.SIGUSR1)
         seen = None

@@ -26,8 +26,7 @@ def test_s3_a_kill_at_a_random_moment_is_named_and_leaves_nothing():
 
 
 def test_an_interrupt_at_a_random_moment_ends_the_process():
-    # Workers that main has not ended have a twentieth of the limit.
-    drive("interrupts", "--count", 8, "--seed", 1, "--limit", 200)
+    drive("interrupts", "--count", 8, "--seed", 1, "--limit", 50, "--outlive", 10)
 
 
 def test_whatever_ends_main_its_workers_are_gone():

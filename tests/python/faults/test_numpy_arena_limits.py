@@ -91,7 +91,8 @@ def test_a_full_region_leaves_arrays_to_ordinary_memory_until_blocks_are_free():
     for error in errors:
         wanted, size, used, idle, longest = map(int, REGION_FULL.fullmatch(error).groups())
         assert wanted == 8 * MB and longest < wanted < size and longest <= idle and used + idle == size
-    # Up to nine batches are in flight when the loop releases its arrays: four that may fail as well, and five others.
+    # When the loop releases its arrays, up to nine batches are in flight: four arrays, which may fail as well, and five
+    # others.
     assert before[0] is True and before[-1] is False and 4 <= len(errors) <= 8
     assert after.count(False) <= 5 and after[-10:] == ["array", True] * 5
 

@@ -171,7 +171,7 @@ def test_of_workers_that_share_a_queue_the_one_that_holds_the_item_is_named(warn
     dataset = Stuck(6, [3], tmp_path)
     iterator = iter(DataLoader(dataset, batch_size=None, num_workers=2, dispatch="shared_queue"))
     pids = worker_pids(iterator)
-    # Before the first batch is requested: otherwise a slow worker that waits for item 3 would be named.
+    # Wait here, not in next(): there, a worker that has not yet taken item 3 could be named.
     dataset.wait_for(3)
     holder = iterator._task_info[3][0]
     assert [int(batch) for batch in iterator] == [0, 1, 2, 3, 4, 5]

@@ -37,7 +37,7 @@ def raised_by(function, *args, kind=Exception):
 )
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_a_death_is_an_error_with_all_known_details(rustloader, how, exitcode, text, method, monkeypatch):
-    # On a busy machine the fork server may be slow to tell how the worker ended.
+    # On a busy machine the fork server may be slow to report how a worker ended.
     monkeypatch.setattr("rustloader.supervision.deaths.STATUS_AFTER", SOON)
     loader = DataLoader(Dying(4, 1, how), num_workers=1, batch_size=None, multiprocessing_context=method)
     iterator = iter(loader)

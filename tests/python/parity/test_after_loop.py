@@ -115,7 +115,7 @@ FORKS = """
 import os, sys
 found = []
 def note():
-    # The kernel lists a thread for a moment after it was joined.
+    # The kernel may list a joined thread for a moment. The caretaker itself would stay for 10 s.
     found.append(not wait_until(lambda: threads_named("rl_caretaker") == 0, 5))
 # Registered before rustloader's hook, so that it sees the threads as they were at the fork.
 os.register_at_fork(after_in_parent=note)
@@ -125,7 +125,7 @@ import rustloader
 loader = rustloader.DataLoader(Images(32, (3, 300, 300)), batch_size=8, num_workers=2)
 other = rustloader.DataLoader(Images(8), batch_size=8, num_workers=1)
 for _ in range(3):
-    # The pages stay for 10 s after an epoch, so each fork follows one.
+    # Pages stay for 10 s after an epoch, so each fork comes just after one.
     for batch in loader:
         pass
     del batch

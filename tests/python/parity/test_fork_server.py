@@ -183,6 +183,7 @@ ours, fork_server._PRELOADED = fork_server._PRELOADED, "slow"
 signal.signal(signal.SIGALRM, signal.default_int_handler)
 def interrupt():
     main = threading.main_thread().ident
+    # Until main waits for the server to send the worker's pid. The server is still importing `slow`.
     while sys._current_frames()[main].f_code.co_name != "read_signed":
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGALRM)

@@ -39,6 +39,7 @@ def flat(samples):
 loader = DataLoader(Squares(), batch_size=4, num_workers=2, collate_fn=flat)
 """
 SQUARES = [[0, 1, 4, 9], [16, 25, 36, 49], [64, 81, 100, 121]]
+# print("step") could write the text and the newline separately, and the interrupt could come in between.
 ITERATE = """
 iterator = iter(DataLoader(Slow(), batch_size=1, num_workers=2))
 pids = [worker.pid for worker in iterator._workers]
@@ -130,8 +131,8 @@ def test_progress_and_prints_of_workers_show_in_the_cell(notebook):
             print(any("0/3" in bar for bar in bars), any("2/3" in bar for bar in bars), "3/3" in bars[-1])
             print(out)
     """)
-    # A forked process opens a connection of its own for each write, and the kernel reads connections in any order, and
-    # perhaps after the cell's end.
+    # A forked process opens a connection of its own for each write. The kernel reads connections in any order, perhaps
+    # after the cell has ended.
     bars, *samples = out.splitlines()
     assert bars == "True True True"
     assert sorted(line for line in samples if line) == sorted(f"sample {i}" for i in range(12))

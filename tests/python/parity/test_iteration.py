@@ -89,11 +89,11 @@ def test_a_sleeping_worker_is_woken_for_a_task():
     loader = DataLoader(Numbers(1), num_workers=1, batch_size=None, persistent_workers=True)
     list(loader)
     waits = []
-    # On a busy machine an epoch may take long, but hardly each of them.
-    while len(waits) < 10 and min(waits, default=1.0) >= 0.3:
+    for _ in range(5):
         # Without the wake, a worker that has been idle for 0.7 s would find the task at its next check, 0.6 s later.
         time.sleep(0.7)
         start = time.monotonic()
         assert list(loader) == [0]
         waits.append(time.monotonic() - start)
-    assert min(waits) < 0.3, waits
+    # On a busy machine one or two may be late.
+    assert sorted(waits)[2] < 0.3, waits

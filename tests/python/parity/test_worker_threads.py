@@ -254,7 +254,7 @@ class Marked(Numbers):
         assert wait_until(lambda: len(self.seen(what)) >= count)
 
     def error_is_kept(self):
-        """Whether the thread of sample 4 has left the batch, and so the pool knows of its error."""
+        """Whether the thread of sample 4 is idle again: the pool then has its error."""
         return self.failing is not None and sys._current_frames()[self.failing].f_code.co_name == "_serve"
 
     def __getitem__(self, i):

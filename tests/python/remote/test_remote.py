@@ -530,7 +530,7 @@ def connections():
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_worker_at_a_long_sample_ends_soon_after_the_loader(tmp_path, stopped):
+def test_a_worker_at_a_long_sample_ends_soon_after_the_loader(tmp_path, stopped, monkeypatch):
     context = LoopbackContext(tmp_path)
     iterator = iter(rustloader.DataLoader(FaultyAt13("sleep"), num_workers=2, multiprocessing_context=context))
     for _ in range(11):
@@ -538,7 +538,10 @@ def test_a_worker_at_a_long_sample_ends_soon_after_the_loader(tmp_path, stopped)
     if stopped:
         for worker in context.workers:
             os.kill(worker.process.pid, signal.SIGSTOP)
+    graces, end = [], group._end
+    monkeypatch.setattr(group, "_end", lambda groups, *limits: (graces.append(limits), end(groups, *limits)))
     del iterator
+    assert graces == [(group.REMOTE_GRACE, group.REMOTE_KILL_AFTER)]
     for worker in context.workers:
         worker.process.join(60)
         # The sample takes 1000 s.

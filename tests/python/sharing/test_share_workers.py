@@ -215,7 +215,7 @@ if __name__ == "__main__":
     assert done.returncode == -signal.SIGKILL, done.stderr
     inode, *pids = map(int, done.stdout.split())
     assert wait_until(lambda: all(gone(pid) for pid in pids), 60)
-    # Other programs have semaphores in it, and files for a moment.
+    # Other programs have semaphores there, and short-lived files.
     new = {name for name in set(os.listdir("/dev/shm")) - before if not name.startswith("sem.mp-")}
     assert wait_until(lambda: not new & set(os.listdir("/dev/shm")), 60), new & set(os.listdir("/dev/shm"))
     assert wait_until(lambda: not users_of(inode), 60), users_of(inode)

@@ -124,14 +124,14 @@ LOADERS = """
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A working directory with the loaders above in loaders.py, which only other processes import."""
+    monkeypatch.setattr(deaths, "_STACK_SECONDS", SOON)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "loaders.py").write_text(textwrap.dedent(LOADERS))
     return tmp_path
 
 
 def run(*arguments, capsys):
-    patient = () if "--timeout" in arguments else ("--timeout", PATIENT)
-    status = cli.main(["bench", *arguments, *patient, "--seconds", PATIENT])
+    status = cli.main(["bench", "--timeout", PATIENT, "--seconds", PATIENT, *arguments])
     captured = capsys.readouterr()
     return status, captured.out, captured.err
 
@@ -382,7 +382,6 @@ def test_a_loader_that_hangs_is_given_up(engine, folder, monkeypatch):
     # Before the worker hangs, torch is imported and workers start, which is slow on a busy machine.
     stuck = (folder / "stuck").exists
     monkeypatch.setattr(probes.Probe, "limit", lambda self, awaited: self.timeout if stuck() else 300.0)
-    monkeypatch.setattr(deaths, "_STACK_SECONDS", SOON)
     side = BenchSide("loaders.py:stuck", engine)
     with probes.Probe(side, 2.0) as process:
         process.ask("about")
@@ -414,7 +413,6 @@ def test_a_factory_that_hangs_is_given_up(folder, capsys, monkeypatch):
         return self.timeout if (folder / f"hanging-{self.group}").exists() else 300.0
 
     monkeypatch.setattr(probes.Probe, "limit", limit)
-    monkeypatch.setattr(deaths, "_STACK_SECONDS", SOON)
     status, _, err = run("loaders.py:hanging", "--timeout", "8", capsys=capsys)
     assert status == 2
     what = "with torch's iterator, loaders.py:hanging did not return a loader within 8 s"

@@ -59,7 +59,7 @@ def test_a_pass_ends_where_it_should(engine, options):
 
 
 def test_a_long_pass_has_a_steady_rate():
-    # So slow that few batches follow the last mark: marks are 50 ms apart.
+    # Marks are 50 ms apart. The batches are slow, so that few of them follow the last mark.
     loader = rustloader.DataLoader(Numbers(60, 0.01), batch_size=1, num_workers=2, collate_fn=len)
     result = passes.run_pass(loader, passes.Limits(None, 60.0))
     assert result.complete and result.batches == 60
@@ -157,9 +157,9 @@ def test_a_worker_that_dies_is_found_before_the_end_of_the_pass_ends_all(engine,
     class Beginning(Watcher):
         def on_start(self, iterator):
             super().on_start(iterator)
+            # Deaths come after this: torch may report an earlier one within iter(), where no watcher hears of it.
             (tmp_path / "begun").touch()
 
-    # torch may report a death within iter(), where no watcher hears of it.
     watcher = Beginning()
     loader = torch.utils.data.DataLoader(Deadly(12, tmp_path / "begun"), batch_size=2, num_workers=3)
     with ENGINES[engine](), pytest.raises(RuntimeError, match="DataLoader worker"):

@@ -126,7 +126,7 @@ def test_a_live_process_is_shown(method, tmp_path, capsys):
         shown = {}
 
         def has_shares():
-            """Looks again if this process stopped within a look: the parts of it then have different times."""
+            """False if this process was stopped while it looked: what it saw is then from several moments."""
             shown.update(as_json(process.pid, capsys))
             (loader,) = shown["loaders"]
             shares = loader["main"]["shares"]

@@ -631,7 +631,7 @@ class Items(torch.utils.data.Dataset):
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    # So slow that waits for a core are short in comparison.
+    # So slow that waits for a core do not matter.
     loader = rustloader.DataLoader(Items(0.1 if rank == 1 else 0), num_workers=1, name="train")
     for _ in loader:
         dist.barrier()

@@ -41,7 +41,7 @@ class Sleepy(Dataset):
 
 
 class WhenWaitedFor(Held):
-    """Samples take 10 ms, and the held one 200 ms from the time at which its file exists."""
+    """A sample takes 10 ms. The held one takes another 200 ms once its file exists."""
 
     def __getitem__(self, index):
         time.sleep(0.01)
@@ -185,15 +185,15 @@ def test_waits_and_work_are_those_of_a_stopwatch(tmp_path):
         name: sum(event["dur"] for event in named(rows, name, row)) / 1e6
         for name, row in [("next", "main"), ("wait", "main"), ("step", "main"), ("fetch", "worker")]
     }
-    rounding = 30e-6  # of each slice's start and end, to a microsecond
+    rounding = 30e-6  # of each of up to 20 slices, to a microsecond
     assert 0.2 <= seconds["next"] <= sum(calls) + rounding
-    # A call may wake up in between.
+    # A call may wake up while it waits, which leaves gaps between its waits.
     assert 0.1 <= seconds["wait"] <= seconds["next"] + rounding
     # The last step is not between two calls.
     assert sum(steps[:-1]) <= seconds["step"] + rounding
     assert sum(calls[1:-1]) + sum(steps[:-1]) <= seconds["step"] + seconds["next"] + rounding
     assert seconds["step"] + seconds["next"] <= after - first + rounding
-    assert seconds["fetch"] >= 0.2
+    assert seconds["fetch"] >= 0.4
 
 
 def test_workers_that_run_when_it_begins_are_traced_and_no_more_after_its_end(tmp_path):

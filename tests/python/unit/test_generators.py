@@ -176,7 +176,8 @@ def test_an_import_of_numpy_random_in_another_thread_is_awaited():
                     begun.set()
                     time.sleep(0.3)
 
-        assert "numpy.random" not in sys.modules
+        if "numpy.random" in sys.modules:
+            sys.exit()  # NumPy 1 imports it with numpy
         begun = threading.Event()
         sys.meta_path.insert(0, Slow())
         thread = threading.Thread(target=__import__, args=("numpy.random",))
