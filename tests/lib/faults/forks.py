@@ -8,6 +8,7 @@ for a lock that is never released. Half of the forks happen with plain loaders, 
 
 import argparse
 import contextlib
+import faulthandler
 import gc
 import os
 import random
@@ -106,6 +107,7 @@ class Forks:
         reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
+            faulthandler.register(signal.SIGALRM, file=writer, all_threads=True, chain=True)
             signal.alarm(LIMIT)
             status = 1
             try:
@@ -125,7 +127,9 @@ class Forks:
         except BlockingIOError:
             text = ""
         os.close(reader)
-        return "it hangs" if status == -signal.SIGALRM else text or (status and f"it ends with status {status}")
+        if status == -signal.SIGALRM:
+            return f"it hangs\n{text}"
+        return text or (status and f"it ends with status {status}")
 
     def child(self, iterators, held, loads, drops):
         from support import engine_batches
