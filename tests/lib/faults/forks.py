@@ -77,8 +77,6 @@ class Forks:
         wrong = []
         waiting = iter(self.loader(prefetch_factor=3))
         held = [next(waiting) for _ in range(5)]
-        # torch initializes parts of itself at their first use. A child that is forked while a thread is in there hangs.
-        assert list(map(number, held)) == list(range(5))
         busy = [Busy(self.loader(persistent_workers=True)), Busy(self.loader(num_workers=1))]
         try:
             for at in range(count):
