@@ -13,6 +13,8 @@ import torch
 from refusals import RUNNER
 from support import SERVER, STARTED_PIDS, TORCH_MODE, children, mappings, open_files, trim_pool
 
+# The clock of files may be some milliseconds late.
+IMPORTED = time.time() - 1
 # Otherwise some test would start an intra-op thread pool, which would then stay.
 torch.set_num_threads(1)
 # Workers of a fork server then start without importing these modules, which takes a second.
@@ -50,6 +52,13 @@ def threads():
     return named
 
 
+def is_new(name):
+    """Whether a file in /dev/shm was written after this module was imported. The pid of an older file may be reused."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.stat(f"/dev/shm/{name}").st_mtime >= IMPORTED
+    return False
+
+
 def shared_memory_files():
     """Returns the names of files in /dev/shm that the tests have created. torch's names contain the creator's pid."""
     names = os.listdir("/dev/shm")
@@ -58,7 +67,7 @@ def shared_memory_files():
     if torch_files:
         with open(STARTED_PIDS) as file:
             pids = set(file.read().split())
-    torch_files = [name for name in torch_files if name.split("_")[1] in pids]
+    torch_files = [name for name in torch_files if name.split("_")[1] in pids and is_new(name)]
     return [name for name in names if "rustloader" in name] + torch_files
 
 

@@ -31,7 +31,10 @@ STEPS = (
     # The parent restarts the thread that returns idle pages. In the parent, this is the last step that does anything,
     # so that all locks are free again when the thread starts.
     "pages",
-    # A child of multiprocessing's fork server reseeds NumPy's generator. This step is independent of the others.
+    # The child frees the locks of the global generators, which threads of the parent may have held. This step precedes
+    # the next one, which uses NumPy's generator.
+    "generators",
+    # A child of multiprocessing's fork server reseeds NumPy's generator.
     "numpy",
 )
 _PARTS = ("before", "after_in_parent", "after_in_child")

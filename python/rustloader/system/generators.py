@@ -1,4 +1,4 @@
-"""Saves and restores the states of the global random number generators."""
+"""The global random number generators: saves and restores their states, and frees their locks in forked children."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import threading
 from typing import Any
 
 import torch
+
+from rustloader.system.forks import at_fork
 
 # Sizes, in bytes, of two parts of the state of NumPy's MT19937: its 624 words, and these words together with the
 # position that follows them.
@@ -117,3 +119,29 @@ def _address_of(bits: Any, usual: Any) -> int | None:
                 address = None
         _checked = bits, address
     return address
+
+
+# Offset, in bytes, of the mutex in torch's `c10::GeneratorImpl`: it follows the virtual table and the reference counts.
+_MUTEX = 16
+
+
+def _free_locks() -> None:
+    """Frees the locks of the generators of torch and NumPy in a forked child.
+
+    A thread that draws numbers holds such a lock, and not the GIL. If the parent forks at that moment, the lock is held
+    in the child by a thread that does not exist there, and the child would wait forever when it draws or seeds.
+    """
+    # The first words of glibc's mutex. All must have the values of a mutex that a thread holds: with another C library,
+    # or if torch moves its mutex, nothing is written.
+    address = torch.default_generator._cdata + _MUTEX  # type: ignore[attr-defined]
+    words = (ctypes.c_uint32 * 5).from_address(address)
+    lock, count, owner, users, kind = words
+    if lock in (1, 2) and owner and (count, users, kind) == (0, 1, 0):
+        ctypes.memset(words, 0, ctypes.sizeof(words))
+    # A thread of the parent may have been importing NumPy.
+    numpy_generator = getattr(sys.modules.get("numpy.random.mtrand"), "_rand", None)
+    if numpy_generator is not None:
+        numpy_generator._bit_generator.lock._at_fork_reinit()
+
+
+at_fork("generators", after_in_child=_free_locks)

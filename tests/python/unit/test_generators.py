@@ -1,8 +1,10 @@
-"""The states of the global generators are read and restored exactly."""
+"""The states of the global generators are read and restored exactly; a forked child has their locks free."""
 
+import ctypes
 import random
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -192,3 +194,75 @@ def test_an_import_of_numpy_random_in_another_thread_is_awaited():
     """
     status, _, err = run_script(program, head="", fresh=True)
     assert (status, err) == (0, "")
+
+
+@pytest.mark.parametrize("draw", ["torch.empty(N).normal_()", "np.random.random_sample(N)"])
+def test_t33_a_child_forked_while_a_thread_draws_can_draw_and_start_workers(draw):
+    """The thread holds the generator's lock almost all the time, and without the GIL."""
+    program = f"""
+        import multiprocessing, os, sys, threading
+        import numpy as np
+        import torch
+        from rustloader import DataLoader
+
+        class Draws(torch.utils.data.Dataset):
+            def __len__(self):
+                return 4
+
+            def __getitem__(self, i):
+                return torch.rand(3), np.random.rand(3)
+
+        def thread():
+            while not ended.is_set():
+                {draw}
+                drawn.release()
+
+        def child():
+            torch.rand(3), np.random.rand(3)
+            assert len(list(DataLoader(Draws(), num_workers=1))) == 4
+
+        N = 3_000_000
+        ended, drawn = threading.Event(), threading.Semaphore(0)
+        # The loader's own draws would wait for the thread's.
+        loader = DataLoader(Draws(), num_workers=2, generator=torch.Generator())
+        threading.Thread(target=thread).start()
+        try:
+            for _ in range(3):
+                drawn.acquire()
+                assert len(list(loader)) == 4
+            process = multiprocessing.get_context("fork").Process(target=child)
+            process.start()
+            process.join()
+            assert process.exitcode == 0
+        finally:
+            ended.set()
+    """
+    status, _, err = run_script(program, head="", fresh=True)
+    assert (status, err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "is_held"),
+    [
+        # lock, count, owner, users, kind
+        ((1, 0, 77, 1, 0), True),
+        ((2, 0, 77, 1, 0), True),
+        ((0, 0, 0, 0, 0), False),
+        ((3, 0, 77, 1, 0), False),
+        ((1, 9, 77, 1, 0), False),
+        ((1, 0, 0, 1, 0), False),
+        ((1, 0, 77, 2, 0), False),
+        ((1, 0, 77, 1, 9), False),
+    ],
+)
+def test_only_a_mutex_that_is_held_is_freed(words, is_held, monkeypatch):
+    memory = (ctypes.c_uint32 * 10)(5, 6, 7, 8, *words, 9)
+    monkeypatch.setattr(torch, "default_generator", SimpleNamespace(_cdata=ctypes.addressof(memory)))
+    generators._free_locks()
+    assert tuple(memory) == (5, 6, 7, 8, *((0,) * 5 if is_held else words), 9)
+
+
+@pytest.mark.parametrize("module", [None, SimpleNamespace()])
+def test_a_numpy_that_is_not_imported_or_not_yet_complete_has_no_lock(module, monkeypatch):
+    monkeypatch.setitem(sys.modules, "numpy.random.mtrand", module)
+    generators._free_locks()
