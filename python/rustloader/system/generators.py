@@ -121,27 +121,35 @@ def _address_of(bits: Any, usual: Any) -> int | None:
     return address
 
 
-# Offset, in bytes, of the mutex in torch's `c10::GeneratorImpl`: it follows the virtual table and the reference counts.
-_MUTEX = 16
+# The first words of the mutex in torch's `c10::GeneratorImpl`: their offset and size, in bytes. A pointer and the
+# reference counts precede them.
+_MUTEX, _MUTEX_SIZE = 16, 20
+
+
+def _mutex_of(generator: Any) -> tuple[int, ...]:
+    """Returns the first words of a generator's mutex, in glibc's order: lock, count, owner, number of users, kind."""
+    return struct.unpack("=5I", ctypes.string_at(generator._cdata + _MUTEX, _MUTEX_SIZE))
 
 
 def _free_locks() -> None:
-    """Frees the locks of the generators of torch and NumPy in a forked child.
+    """Frees the locks of torch's default generator and NumPy's global generator in a forked child.
 
-    A thread that draws numbers holds such a lock, and not the GIL. If the parent forks at that moment, the lock is held
-    in the child by a thread that does not exist there, and the child would wait forever when it draws or seeds.
+    A thread holds such a lock, but not the GIL, while it draws numbers. If another thread forks at that moment, the
+    lock is held in the child by a thread that does not exist there, and the child hangs when it draws or seeds.
     """
-    # The first words of glibc's mutex. All must have the values of a mutex that a thread holds: with another C library,
-    # or if torch moves its mutex, nothing is written.
-    address = torch.default_generator._cdata + _MUTEX  # type: ignore[attr-defined]
-    words = (ctypes.c_uint32 * 5).from_address(address)
-    lock, count, owner, users, kind = words
-    if lock in (1, 2) and owner and (count, users, kind) == (0, 1, 0):
-        ctypes.memset(words, 0, ctypes.sizeof(words))
+    generator: Any = torch.default_generator
+    lock, count, _, users, kind = _mutex_of(generator)
+    # With another C library, or if torch moves its mutex, nothing is written: the words must be those of a mutex that
+    # is held, and the words of a new generator those of a mutex that is free.
+    if lock in (1, 2) and users in (0, 1) and count == kind == 0 and not any(_mutex_of(torch.Generator())):
+        ctypes.memset(generator._cdata + _MUTEX, 0, _MUTEX_SIZE)
     # A thread of the parent may have been importing NumPy.
     numpy_generator = getattr(sys.modules.get("numpy.random.mtrand"), "_rand", None)
     if numpy_generator is not None:
-        numpy_generator._bit_generator.lock._at_fork_reinit()
+        numpy_lock = numpy_generator._bit_generator.lock
+        # NumPy's `shuffle` holds the lock while it calls Python code, which may fork. NumPy 1's lock has no owner.
+        if not (hasattr(numpy_lock, "_is_owned") and numpy_lock._is_owned()):
+            numpy_lock._at_fork_reinit()
 
 
 at_fork("generators", after_in_child=_free_locks)

@@ -77,7 +77,8 @@ class Forks:
         wrong = []
         waiting = iter(self.loader(prefetch_factor=3))
         held = [next(waiting) for _ in range(5)]
-        # torch initializes an operation at its first use. A child forked while a thread does that would hang in it.
+        # torch initializes an operation at its first use. A child that is forked while a thread does that hangs when it
+        # uses the operation.
         assert list(map(number, held)) == list(range(5))
         busy = [Busy(self.loader(persistent_workers=True)), Busy(self.loader(num_workers=1))]
         try:
