@@ -131,6 +131,19 @@ def _mutex_of(generator: Any) -> tuple[int, ...]:
     return struct.unpack("=5I", ctypes.string_at(generator._cdata + _MUTEX, _MUTEX_SIZE))
 
 
+# Modules with a lock that `torch.manual_seed` takes.
+_DEVICES = ("torch.cuda", "torch.mtia", "torch.xpu")
+
+
+def _free(lock: Any) -> bool:
+    """Frees a lock in a forked child if another thread of the parent held it. Returns whether that is so."""
+    if lock.acquire(blocking=False):
+        lock.release()
+        return False
+    lock._at_fork_reinit()
+    return True
+
+
 def _free_locks() -> None:
     """Frees the locks of torch's default generator and NumPy's global generator in a forked child.
 
@@ -143,13 +156,17 @@ def _free_locks() -> None:
     # is held, and the words of a new generator those of a mutex that is free.
     if lock in (1, 2) and users in (0, 1) and count == kind == 0 and not any(_mutex_of(torch.Generator())):
         ctypes.memset(generator._cdata + _MUTEX, 0, _MUTEX_SIZE)
+    for name in _DEVICES:
+        if (device_lock := getattr(sys.modules.get(name), "_initialization_lock", None)) is not None:
+            _free(device_lock)
     # A thread of the parent may have been importing NumPy.
     numpy_generator = getattr(sys.modules.get("numpy.random.mtrand"), "_rand", None)
-    if numpy_generator is not None:
-        numpy_lock = numpy_generator._bit_generator.lock
-        # NumPy's `shuffle` holds the lock while it calls Python code, which may fork. NumPy 1's lock has no owner.
-        if not (hasattr(numpy_lock, "_is_owned") and numpy_lock._is_owned()):
-            numpy_lock._at_fork_reinit()
+    if numpy_generator is not None and _free((bits := numpy_generator._bit_generator).lock):
+        # NumPy keeps the constants of the last binomial distribution, and seeding does not reset them. The thread may
+        # have written only some of them. Drawing from a distribution that nobody else uses writes them all.
+        state = bits.state
+        numpy_generator.binomial(1, 0.123456789)
+        bits.state = state
 
 
 at_fork("generators", after_in_child=_free_locks)

@@ -277,6 +277,63 @@ def test_a_generator_whose_mutex_lies_elsewhere_is_left_alone(monkeypatch):
     assert words_after_a_fork(HELD, monkeypatch, new=(1, 0, 0, 0, 0)) == HELD
 
 
+def test_a_child_forked_while_threads_seed_or_set_up_a_distribution_draws_as_the_parent():
+    """The constants that NumPy keeps of the last binomial distribution are then written in part. This test overwrites
+    one in memory, in the order flag, p, n, r."""
+    program = """
+        import contextlib, ctypes, multiprocessing, threading
+        import numpy as np
+        import torch
+        import rustloader
+        from rustloader.system import generators
+
+        def draws():
+            return np.random.binomial(10, 0.3, 8).tolist(), np.random.rand(3).tolist(), torch.rand(3).tolist()
+
+        def seeded_draws():
+            np.random.seed(1), torch.manual_seed(1)
+            return draws()
+
+        def state():
+            _, key, pos, *_ = np.random.get_state()
+            return key.tolist(), pos
+
+        def child():
+            assert state() == before
+            assert seeded_draws() == expected
+
+        def hold():
+            with contextlib.ExitStack() as stack:
+                for lock in locks:
+                    stack.enter_context(lock)
+                held.set()
+                ended.wait()
+
+        rustloader.DataLoader
+        numpy_generator = np.random.mtrand._rand
+        locks = [numpy_generator._bit_generator.lock]
+        locks += [getattr(torch, name)._initialization_lock for name in ("cuda", "mtia", "xpu") if hasattr(torch, name)]
+        held, ended = threading.Event(), threading.Event()
+        expected, n = seeded_draws(), type(numpy_generator).__basicsize__ // 8
+        as_float = (ctypes.c_double * n).from_address(id(numpy_generator))
+        as_int = (ctypes.c_int64 * n).from_address(id(numpy_generator))
+        (r,) = (at + 2 for at in range(n - 2) if as_float[at] == 0.3 and as_int[at + 1] == 10)
+        as_float[r] = 0.5
+        assert seeded_draws() != expected
+        before = state()
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait()
+        process = multiprocessing.get_context("fork").Process(target=child)
+        process.start()
+        process.join()
+        ended.set()
+        assert process.exitcode == 0
+    """
+    status, _, err = run_script(program, head="", fresh=True)
+    assert (status, err) == (0, "")
+
+
 def test_a_thread_that_forks_while_it_holds_numpys_lock_keeps_it():
     lock = np.random.mtrand._rand._bit_generator.lock
     if not hasattr(lock, "_is_owned"):
