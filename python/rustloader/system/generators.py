@@ -163,7 +163,7 @@ def _free_locks() -> None:
     numpy_generator = getattr(sys.modules.get("numpy.random.mtrand"), "_rand", None)
     if numpy_generator is not None and _free((bits := numpy_generator._bit_generator).lock):
         # NumPy keeps the constants of the last binomial distribution, and seeding does not reset them. The thread may
-        # have written only some of them. Drawing from a distribution that nobody else uses writes them all.
+        # have written only some of them. Drawing from a distribution that no program uses writes them all.
         state = bits.state
         numpy_generator.binomial(1, 0.123456789)
         bits.state = state
