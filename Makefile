@@ -86,6 +86,7 @@ STRESS.restarts := faults.restarts
 STRESS.connections := faults.connections
 STRESS.interrupts := faults.interrupts
 STRESS.caches := faults.caches
+STRESS.cache-programs := faults.cache_programs
 STRESS.ends := faults.ends --all
 STRESS.drops := faults.drops
 STRESS.forks := faults.forks

@@ -1,0 +1,348 @@
+"""Random programs that use caches, with a model as the judge: `make stress KIND=cache-programs`.
+
+A program makes several runs over one cache: other start methods, ranks, orders and datasets, deaths, and damage to the
+file between two runs. Required: every sample delivered is the dataset's own; a dataset whose samples are not those in the file is
+refused, and no other; a file that is not a cache stays as it is; with nothing lost or damaged, each sample is made once.
+"""
+
+import argparse
+import copy
+import multiprocessing.forkserver
+import os
+import pickle
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass, field
+
+from support import rustloader, same
+
+from .cache_data import Batches, Scans, as_list, in_a_list
+from .trials import drawn, quiet
+
+# Seconds after which a rank counts as hung.
+LIMIT = 120
+LARGE = "64MiB"
+
+
+@dataclass
+class Run:
+    """One run over the cache: `damage` happens before it, and its ranks share the indices."""
+
+    dataset: int
+    epochs: int
+    share: float
+    shuffled: bool
+    opened_early: bool
+    damage: str
+    killed: bool
+    ranks: int
+    seed: int
+
+
+@dataclass
+class Trial:
+    place: str
+    method: str | None
+    options: dict
+    batches: bool
+    then: bool
+    length: int
+    large: int
+    empty: int
+    memory: str
+    runs: list[Run] = field(default_factory=list)
+
+    @classmethod
+    def random(cls, draws):
+        place = draws.choice(["memory", "disk", "disk", "shm"])
+        methods, weights = [None, "fork", "forkserver", "spawn"], [44, 47, 7, 2]
+        method = draws.choices(methods, weights)[0]
+        options = {}
+        if method is not None:
+            options = {"num_workers": draws.choice([1, 2]), "dispatch": draws.choice(["round_robin", "shared_queue"])}
+            options["persistent_workers"] = draws.random() < 0.3
+            options["worker_threads"] = draws.choice([None, None, 2])
+        length = draws.choice([6, 40, 40, 150])
+        return cls(
+            place,
+            method,
+            options,
+            batches=draws.random() < 0.3,
+            then=draws.random() < 0.3,
+            length=length,
+            large=draws.choice([10, 300, 9000]),
+            empty=draws.choice([0, 0, min(8, length - 1), length // 2]),
+            memory=draws.choice([LARGE, LARGE, LARGE, "128KiB"]),
+            runs=[cls._run(draws, place, at) for at in range(draws.choice([1, 2, 2, 3, 4]))],
+        )
+
+    @staticmethod
+    def _run(draws, place, at):
+        is_file = place != "memory"
+        damages = ["none"] * 6 + (["bytes"] * 2 + ["cut", "zeros", "garbage", "version"] if is_file and at else [])
+        return Run(
+            dataset=draws.choice([0, 0, 1]) if is_file else 0,
+            epochs=draws.choice([1, 1, 2]),
+            share=draws.choice([1, 1, 0.5]),
+            shuffled=draws.random() < 0.5,
+            opened_early=draws.random() < 0.3,
+            damage=draws.choice(damages),
+            killed=draws.random() < 0.1,
+            ranks=draws.choice([1, 1, 2]),
+            seed=draws.randrange(1 << 30),
+        )
+
+    # Running
+
+    def run(self, folder):
+        """Returns the problems found."""
+        base = "/dev/shm" if self.place == "shm" else folder
+        self.folder = tempfile.mkdtemp(prefix="rustloader-cache-", dir=base)
+        try:
+            self.path = None if self.place == "memory" else os.path.join(self.folder, "samples.cache")
+            return self._run_all()
+        finally:
+            shutil.rmtree(self.folder)
+
+    def dataset(self, salt):
+        return (Batches if self.batches else Scans)(self.length, self.large, salt, self.empty)
+
+    def open(self, salt, version="1"):
+        then = in_a_list if self.then else None
+        data = self.dataset(salt)
+        if self.method is not None:
+            data.main = os.getpid()
+        return rustloader.cache(data, self.memory, then=then, path=self.path, version=version)
+
+    def _run_all(self):
+        model, wrong = Model(self), []
+        shared = self.open(0) if self.path is None else None
+        early = {at: self.open(run.dataset) for at, run in enumerate(self.runs) if self.path and run.opened_early}
+        for at, run in enumerate(self.runs):
+            if run.damage != "none" and os.path.exists(self.path or ""):
+                if early:  # A handle that is open has checked its records before.
+                    continue
+                problems, is_over = self._damage(run, model)
+                wrong += problems
+                if is_over:
+                    return wrong
+            try:
+                cached = shared or early.get(at) or self.open(run.dataset)
+            except ValueError as error:
+                return [*wrong, f"run {at}: the file is refused: {error}"]
+            wrong += [f"run {at}: {problem}" for problem in self._play(run, cached, model)]
+        return wrong
+
+    def _play(self, run, cached, model):
+        """Runs the ranks of one run. One rank that is not killed runs in this process."""
+        orders = [self._order(run, rank) for rank in range(run.ranks)]
+        before = cached.usage()
+        if run.ranks == 1 and not run.killed:
+            results = [self._epochs(run, cached, orders[0])]
+        else:
+            results = self._in_children(run, cached, orders)
+        return model.judge(run, orders, results, before, cached.usage())
+
+    def _order(self, run, rank):
+        order = list(range(rank, self.length, run.ranks))[: max(1, int(self.length * run.share / run.ranks))]
+        if run.shuffled:
+            random.Random(run.seed + rank).shuffle(order)
+        return order
+
+    def _epochs(self, run, cached, order):
+        """Returns (problems, samples delivered, the refusal's text or None)."""
+        wrong, delivered, pristine = [], 0, self.dataset(run.dataset)
+        loader = rustloader.DataLoader(
+            cached,
+            batch_size=4,
+            sampler=order,
+            collate_fn=as_list,
+            multiprocessing_context=self.method,
+            timeout=LIMIT if self.method else 0,
+            **self.options,
+        )
+        try:
+            for epoch in range(run.epochs):
+                samples = [sample for batch in loader for sample in batch]
+                delivered += len(samples)
+                expected = [pristine[index] for index in order]
+                if self.then:
+                    expected = [in_a_list(sample) for sample in copy.deepcopy(expected)]
+                if len(samples) != len(expected):
+                    wrong.append(f"{len(samples)} samples instead of {len(expected)}")
+                wrong += [
+                    f"epoch {epoch}: sample {index} is wrong"
+                    for index, sample, right in zip(order, samples, expected, strict=False)
+                    if not same(sample, right)
+                ][:3]
+        except ValueError as error:
+            if "another dataset" not in str(error):
+                raise
+            return wrong, delivered, str(error)
+        finally:
+            del loader
+        return wrong, delivered, None
+
+    def _in_children(self, run, cached, orders):
+        children = []
+        for rank, order in enumerate(orders):
+            reader, writer = os.pipe()
+            if (pid := os.fork()) == 0:
+                status = 1
+                try:
+                    os.close(reader)
+                    own = cached
+                    if self.method is not None:
+                        cached.dataset.main = os.getpid()
+                        # A fork server belongs to the process that has started it.
+                        multiprocessing.forkserver._forkserver.__init__()
+                    if rank and self.path is not None and not run.opened_early:
+                        own = self.open(run.dataset)
+                    os.write(writer, pickle.dumps(self._epochs(run, own, order)))
+                    status = 0
+                except BaseException:
+                    os.write(2, traceback.format_exc().encode())
+                finally:
+                    os._exit(status)
+            os.close(writer)
+            children.append((pid, reader))
+        if run.killed:
+            time.sleep(random.Random(run.seed).choice([0, 0.002, 0.01, 0.05]))
+            os.kill(children[0][0], signal.SIGKILL)
+        return [self._result(pid, reader, run.killed and not at) for at, (pid, reader) in enumerate(children)]
+
+    def _result(self, pid, reader, killed):
+        end = time.monotonic() + LIMIT
+        while (found := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
+            time.sleep(0.001)
+        with open(reader, "rb") as file:
+            if found == (0, 0):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                return ["a rank hangs"], 0, None
+            report = file.read() if found[1] == 0 else b""
+        if report:
+            return pickle.loads(report)
+        return ([] if killed else [f"a rank ends with status {found[1]}"]), None, None
+
+    # Damage
+
+    def _damage(self, run, model):
+        """Returns the problems found, and whether the program ends here."""
+        draws, size = random.Random(run.seed), os.path.getsize(self.path)
+        if run.damage == "version":
+            return self._refused(lambda: self.open(run.dataset, version="2"), "version"), False
+        if run.damage in ("zeros", "garbage"):
+            content = bytes(9000) if run.damage == "zeros" else draws.randbytes(draws.choice([1, 100, 9000]))
+            os.unlink(self.path)
+            with open(self.path, "wb") as file:
+                file.write(content)
+            return self._refused(lambda: self.open(run.dataset), ""), True
+        overhead = 8192 + 8 * self.length
+        if run.damage == "cut":
+            os.truncate(self.path, draws.randrange(16384 + overhead, max(size, 16385 + overhead)))
+        else:
+            with open(self.path, "r+b") as file:
+                for _ in range(draws.choice([1, 8, 200])):
+                    # Most of the heap is empty, so most damage is done near its start.
+                    file.seek(draws.randrange(16384 + overhead, min(size, 16384 + overhead + self._heap())))
+                    file.write(draws.randbytes(draws.choice([1, 8, 300])))
+        model.lose()
+        return [], False
+
+    def _heap(self):
+        """Returns about how many bytes the records take."""
+        return self.length * (64 + self.large * 2)
+
+    def _refused(self, action, text):
+        def content():
+            with open(self.path, "rb") as file:
+                return file.read(1 << 20)
+
+        before = content()
+        try:
+            action()
+        except ValueError as error:
+            wrong = [] if text in str(error) and self.path in str(error) else [f"the error is unclear: {error}"]
+        else:
+            wrong = [f"a file is accepted after damage {text or 'of its header'}"]
+        return wrong + ["a refused file is changed"] * (content() != before)
+
+
+class Model:
+    """Which datasets may have stored a row: {None} if none has."""
+
+    def __init__(self, trial):
+        self.trial = trial
+        self.owners = [{None} for _ in range(trial.length)]
+
+    def lose(self):
+        """Any record may be lost."""
+        for owners in self.owners:
+            owners.add(None)
+
+    def judge(self, run, orders, results, before, after):
+        wrong = [problem for problems, _, _ in results for problem in problems]
+        is_foreign = [row >= self.trial.empty and {1 - run.dataset} & owners for row, owners in enumerate(self.owners)]
+        for order, (_, delivered, refusal) in zip(orders, results, strict=True):
+            may = any(is_foreign[row] for row in order)
+            must = any(self.owners[row] == {1 - run.dataset} and row >= self.trial.empty for row in order)
+            # Another rank of this run may refuse only what it finds.
+            if refusal is not None and not may:
+                wrong.append(f"a file of this dataset is refused: {refusal}")
+            if refusal is None and must and delivered is not None:
+                wrong.append("another dataset's samples are not noticed")
+        whole = all(delivered is not None and refusal is None for _, delivered, refusal in results)
+        if whole:
+            wrong += self._counts(orders, run, results, before, after)
+        is_certain = whole and self.trial.memory == LARGE
+        for row in {row for order in orders for row in order}:
+            owners = self.owners[row]
+            if None in owners:
+                owners.add(run.dataset)
+                if is_certain:
+                    owners.discard(None)
+        return wrong
+
+    def _counts(self, orders, run, results, before, after):
+        reads = sum(delivered for _, delivered, _ in results)
+        counted = after.hits + after.misses - before.hits - before.misses
+        wrong = [] if counted == reads else [f"{reads} reads, but the cache counts {counted}"]
+        certain = all(None not in self.owners[row] for order in orders for row in order)
+        if certain and after.misses != before.misses:
+            wrong.append(f"{after.misses - before.misses} samples that are in the cache were made")
+        if run.epochs == 2 and self.trial.memory == LARGE and len(orders) == 1:
+            most = len(orders[0])
+            if after.misses - before.misses > most:
+                wrong.append(f"{after.misses - before.misses} misses in two epochs of {most} samples")
+        return wrong
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m faults.cache_programs", description=__doc__.partition("\n")[0])
+    parser.add_argument("--programs", type=int, default=500)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--only", type=int, help="run only the program with this number")
+    args = parser.parse_args()
+    quiet()
+    failed, start = 0, time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        for name, trial in drawn(Trial, args.programs, args):
+            try:
+                wrong = trial.run(folder)
+            except Exception:
+                wrong = [traceback.format_exc()]
+            failed += bool(wrong)
+            if wrong:
+                print(f"WRONG {name}", *wrong, sep="\n  ", flush=True)
+    print(f"{args.programs} programs, {failed} wrong, {time.monotonic() - start:.0f} s")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
