@@ -8,7 +8,7 @@ from .caches import Samples
 
 
 class Scans(Samples):
-    """Samples of dataset `salt`: the first `empty` are equal in all datasets, the others differ from dataset to dataset.
+    """The samples of dataset `salt`: the first `empty` are equal in all datasets, the others differ.
 
     With `main`, a use in that process raises: everything that a dataset opens there would cross the fork.
     """

@@ -1,8 +1,9 @@
 """Random programs that use caches, with a model as the judge: `make stress KIND=cache-programs`.
 
 A program makes several runs over one cache: other start methods, ranks, orders and datasets, deaths, and damage to the
-file between two runs. Required: every sample delivered is the dataset's own; a dataset whose samples are not those in the file is
-refused, and no other; a file that is not a cache stays as it is; with nothing lost or damaged, each sample is made once.
+file between two runs. Required: every sample delivered is the dataset's own; a dataset whose samples are not those in
+the file is refused, and no other; a file that is not a cache stays as it is; with nothing lost or damaged, each sample
+is made once.
 """
 
 import argparse
