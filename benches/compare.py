@@ -14,7 +14,7 @@ batches must come from the Rust engine. Otherwise the exit status is 1.
 examples:
   python benches/compare.py                            all rows, workers started each epoch
   python benches/compare.py --persistent               all rows, persistent workers
-  python benches/compare.py --both --docs              both, into docs/performance-log.md and its chart
+  python benches/compare.py --both --docs              both, into RESULTS.md, and docs/compare.svg
   python benches/compare.py --rows scalar,tokens --rounds 7
   python benches/compare.py --rows scalar --beside     torch in other settings, bare forks and memcpy
   python benches/compare.py --off RUSTLOADER_NUMPY_ARENA    also rustloader without that feature, in the same rounds
@@ -42,7 +42,7 @@ from rustloader.tools.harness.rounds import spread
 from rustloader.tools.probe.leaves import nbytes
 
 MARK = "<!-- compare -->"
-DOCS = Path(__file__).parent.parent / "docs"
+HERE = Path(__file__).parent
 TOLERANCE = 10  # percent, for --against
 HEAD = (
     "row",
@@ -189,7 +189,7 @@ def main() -> int:
         help="also measure torch with file_system sharing and persistent workers, and floors",
     )
     add("--off", metavar="VARIABLE", help="also measure rustloader with this variable at 0, and show the ratios")
-    add("--docs", action="store_true", help="write the table into docs/performance-log.md, and its chart next to it")
+    add("--docs", action="store_true", help="write the table into RESULTS.md, and the chart docs/compare.svg")
     add("--against", type=Path, metavar="FILE", help="compare with results that --save has written")
     options = program.parse()
     before = json.loads(options.against.read_text())["results"] if options.against else None
@@ -197,8 +197,8 @@ def main() -> int:
     off = [f"time with {options.off}=0 / without", "CPU time, likewise"] if options.off else []
     status = program.run(measure, [*HEAD, *(BESIDE.values() if options.beside else ()), *off])
     if options.docs:
-        report.write(DOCS / "performance-log.md", table(program.results), MARK)
-        (DOCS / "compare.svg").write_text(picture(program.results))
+        report.write(HERE / "RESULTS.md", table(program.results), MARK)
+        (HERE.parent / "docs" / "compare.svg").write_text(picture(program.results))
     if before is None:
         return status
     slower = slower_than(before)

@@ -7,7 +7,7 @@ is left out. The factors are medians of the rounds' ratios to "Pillow", which de
 examples:
   python benches/decoding.py                    all sizes
   python benches/decoding.py --rows 500x375 --rounds 1 --files 2
-  python benches/decoding.py --docs             write the table into docs/decoding.md
+  python benches/decoding.py --docs             write the table into docs/caching.md
 """
 
 import io
@@ -26,7 +26,7 @@ from rustloader.tools.harness.rounds import Failure, spread
 
 SIDE = 224
 SIZES = {"500x375": (500, 375), "1000x750": (1000, 750), "2000x1500": (2000, 1500)}
-DOCS = Path(__file__).parent.parent / "docs" / "decoding.md", "<!-- decoding -->"
+DOCS = Path(__file__).parent.parent / "docs" / "caching.md", "<!-- decoding -->"
 
 Decode = Callable[[bytes], Any]
 

@@ -1,7 +1,7 @@
 """Measures what registering shared memory with CUDA would cost and gain. The engine does not register memory.
 
 The memory is like the arena's: a memfd, mapped MAP_SHARED, whose pages are populated. It is registered with
-cudaHostRegister in grains of 64 MiB (--grain). docs/pinning-internals.md says which figures would justify it.
+cudaHostRegister in grains of 64 MiB (--grain). src/engine/PINNING.md says which figures would justify it.
 
 register      milliseconds per grain, and GB/s; unregister likewise.
 registered    GB/s to the device straight from registered memory, by batch size (--sizes, in MB).

@@ -1,6 +1,6 @@
 """Measures how fast faults are detected and how long shutdowns take: `make compare KIND=reliability`.
 
-The tables are those of docs/reliability.md. Deaths and shutdowns are those of real processes, in --rounds trials, or in
+The tables are those of RESULTS.md. Deaths and shutdowns are those of real processes, in --rounds trials, or in
 at most 10 trials if a trial takes seconds. The figures are medians, with confidence intervals, and maxima. Those of
 `ends` are compared with a lower bound from the same rounds: the same number of bare forked children, which wait in a
 read and then call `_exit`.
@@ -363,11 +363,11 @@ def ends() -> None:
 
 
 ROWS = {it.__name__: it for it in (restarts, faults, ends)}
-# The rows between each pair of marks in docs/reliability.md.
+# The rows between each pair of marks in RESULTS.md.
 MARKS = {"<!-- restarts -->": ("restarts",), "<!-- figures -->": ("faults", "ends")}
-DOCS = Path(__file__).parents[1] / "docs/reliability.md"
+DOCS = Path(__file__).parent / "RESULTS.md"
 program = Program(__doc__, list(ROWS), rounds=100)
-program.option("--docs", action="store_true", help="write the tables into docs/reliability.md")
+program.option("--docs", action="store_true", help="write the tables into RESULTS.md")
 tables: dict[str, str] = {}
 
 

@@ -23,7 +23,7 @@ from rustloader.tools.harness.rounds import Failure, spread
 
 OPTIONS = {"max_restarts": 1000, "stall_timeout": 60, "on_error": "skip", "max_errors": 1000}
 BATCH, DEATHS = 4, 100
-DOCS = Path(__file__).parents[1] / "docs/reliability.md"
+DOCS = Path(__file__).parent / "RESULTS.md"
 
 program = Program(__doc__, ["equal", *BY_NAME], docs=(DOCS, "<!-- options -->"))
 

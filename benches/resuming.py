@@ -325,7 +325,7 @@ def size(row: str) -> None:
 
 
 ROWS = {it.__name__: it for it in (state, rate, sequential, shuffled, iterable, large, size)}
-DOCS = Path(__file__).parents[1] / "docs" / "performance.md"
+DOCS = Path(__file__).parent / "RESULTS.md"
 program = Program(__doc__, list(ROWS), docs=(DOCS, "<!-- resuming -->"))
 
 

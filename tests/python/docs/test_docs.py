@@ -2,7 +2,7 @@
 
 Every block of code names its language. `python` runs, each page in its own process, with the names of docs_given.py.
 `sh` is checked command by command. `text` is not code (output, a drawing). A block that cannot be tested begins with
-`# Not run by the tests: why`, so that readers see the reason, and is skipped here with that reason.
+`# Needs ...`, so that readers see the reason, and is skipped here with that reason.
 """
 
 import functools
@@ -20,10 +20,19 @@ from rustloader.tools.cli import parser
 
 pytestmark = pytest.mark.ours
 
-FOLDERS = ("*.md", "docs/**/*.md", "examples/*.md", ".github/**/*.md")
+FOLDERS = (
+    "*.md",
+    "docs/**/*.md",
+    "examples/*.md",
+    ".github/**/*.md",
+    "benches/*.md",
+    "src/**/*.md",
+    "python/**/*.md",
+    "tests/README.md",
+)
 PAGES = {str(path.relative_to(ROOT)): path for folder in FOLDERS for path in sorted(ROOT.glob(folder))}
 LANGUAGES = {"python", "sh", "text"}
-NOT_RUN = "# Not run by the tests: "
+NOT_RUN = "# Needs "
 # Torch's warning on a page that starts more workers than this machine has cores.
 MANY_WORKERS = "'ignore', 'This DataLoader will create', UserWarning"
 # Python's warning about a fork while another thread runs, such as the metrics thread.
@@ -80,8 +89,8 @@ def test_every_block_says_what_it_is():
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.not_run is not None], ids=place)
 def test_a_block_that_is_not_run_says_why(block):
-    assert re.fullmatch(r"[a-z].*\.|[A-Z].*\.", block.not_run), "a reason is a sentence"
-    pytest.skip(f"not run: {block.not_run}")
+    assert block.not_run.endswith("."), "a reason is a sentence"
+    pytest.skip(f"needs {block.not_run}")
 
 
 # Python

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.ours, pytest.mark.timeout(600)]
 
 
 # Pages whose Python needs an extra, which a plain installation lacks.
-WITH_EXTRAS = {"docs/decoding.md", "docs/metrics.md"}
+WITH_EXTRAS = {"docs/caching.md", "docs/metrics.md"}
 
 
 def needed(names):

@@ -336,7 +336,7 @@ class InstallsLate(Stuck):
 
 
 def test_a_handler_that_a_hanging_item_installs_is_called_once(warnings, limits, monkeypatch, tmp_path):
-    """docs/reliability.md does not exclude this: that the handler is another one cannot be detected from outside."""
+    """docs/faults.md says so: that the handler is another one cannot be detected from outside."""
     limits(0, 0.3)
     monkeypatch.setenv("RUSTLOADER_STALL_STACK_SECONDS", "1")
     dataset = InstallsLate(tmp_path)

@@ -1,4 +1,4 @@
-"""Other programs and other users have no access (docs/reliability.md, Security)."""
+"""Other programs and other users have no access (docs/faults.md, Security)."""
 
 import fcntl
 import os
