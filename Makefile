@@ -189,15 +189,20 @@ test-ray: build $(RAY)/.made-with ## Run the tests of workers on a small Ray clu
 wheel: $(VENV)/.made-with ## Build a wheel into dist/
 	$(BIN)/maturin build --release --out dist
 
-dist: $(VENV)/.made-with ## Build and check a release in dist/: this machine's wheel and its symbols, the wheel for macOS and Windows, the sdist
+# zig links for both architectures and for an old glibc, so that the wheels install on other systems than this one.
+DIST := target/dist-tools
+DIST_TARGETS ?= x86_64-unknown-linux-gnu aarch64-unknown-linux-gnu
+dist: $(VENV)/.made-with ## Build and check a release in dist/: wheels for Linux and their symbols, the wheel for macOS and Windows, the sdist
 	rm -rf dist
-	$(BIN)/maturin build --profile dist --out dist
+	$(PYTHON) -m venv $(DIST) && $(DIST)/bin/pip install --quiet 'maturin[zig]>=1.9.4,<2' twine abi3audit
+	rustup target add $(DIST_TARGETS)
+	set -ex; for target in $(DIST_TARGETS); do PATH="$(CURDIR)/$(DIST)/bin:$$PATH" maturin build --profile dist --locked --out dist \
+		--zig --target $$target --compatibility manylinux_2_28; done
 	$(BIN)/python scripts/split_symbols.py dist/*.whl
-	$(BIN)/python scripts/pure_wheel.py dist/*.whl
-	$(BIN)/maturin sdist --out dist
-	$(BIN)/python -m venv target/twine && target/twine/bin/pip install --quiet twine abi3audit
-	target/twine/bin/twine check --strict dist/*.whl dist/*.tar.gz
-	target/twine/bin/abi3audit --strict dist/*-abi3-*.whl
+	$(BIN)/python scripts/pure_wheel.py dist/*manylinux*x86_64.whl
+	$(DIST)/bin/maturin sdist --out dist
+	$(DIST)/bin/twine check --strict dist/*.whl dist/*.tar.gz
+	$(DIST)/bin/abi3audit --strict dist/*-abi3-*.whl
 
 # The site is built from the sources alone, in a separate environment without torch.
 DOCS := target/docs

@@ -4,11 +4,13 @@
 
 The wheel must have been built with `--profile dist`. It is rewritten in place: function names stay in the wheel, and
 line numbers move to `symbols/WHEEL.debug` next to it. gdb finds that file if it is next to the installed
-`_core.abi3.so`; `symbol-file PATH` loads it from elsewhere. Needs objcopy (binutils) for the wheel's architecture.
+`_core.abi3.so`; `symbol-file PATH` loads it from elsewhere. Uses Rust's objcopy, which knows all architectures, or that
+of binutils.
 """
 
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -45,10 +47,19 @@ def split(wheel: pathlib.Path) -> pathlib.Path:
 
 
 def _objcopy(*arguments: str | pathlib.Path) -> None:
-    subprocess.run(["objcopy", *arguments], check=True)
+    subprocess.run([_program(), *arguments], check=True)
+
+
+def _program() -> str | pathlib.Path:
+    if shutil.which("rustc"):
+        sysroot = subprocess.run(["rustc", "--print", "sysroot"], check=True, capture_output=True, text=True).stdout
+        for program in pathlib.Path(sysroot.strip()).glob("lib/rustlib/*/bin/rust-objcopy"):
+            return program
+    return "objcopy"
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(f"usage: {sys.argv[0]} WHEEL")
-    print(split(pathlib.Path(sys.argv[1])))
+    if len(sys.argv) < 2:
+        sys.exit(f"usage: {sys.argv[0]} WHEEL ...")
+    for wheel in sys.argv[1:]:
+        print(split(pathlib.Path(wheel)))
