@@ -9,6 +9,7 @@ import importlib
 import inspect
 import sys
 import types
+import typing
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -80,10 +81,16 @@ class Completed(griffe.Extension):
 
     def parameters(self, names: list[str] | None = None) -> str:
         """Returns the source of keyword-only parameters for the fields of ``Options`` (default: for all fields)."""
-        signature = inspect.signature(self.options.Options)
-        given = [it for it in signature.parameters.values() if names is None or it.name in names]
-        text = str(signature.replace(parameters=given)).partition("(")[2].rpartition(")")[0]
-        return (text if names is None else text.removeprefix("*, ")).replace("multiprocessing.context.", "")
+        fields = self.options.Options.__dataclass_fields__
+        given = [f"{name}: {annotation_of(self.options.type_of(name))} = None" for name in names or fields]
+        return ("" if names else "*, ") + ", ".join(given)
+
+
+def annotation_of(kind: Any) -> str:
+    """Returns the source of a type annotation. Python before 3.14 writes some unions as ``Optional[...]``."""
+    kinds = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else [kind]
+    texts = ["None" if kind is types.NoneType else inspect.formatannotation(kind) for kind in kinds]
+    return " | ".join(texts).replace("multiprocessing.context.", "")
 
 
 def with_more(parameters: str) -> str:
@@ -93,5 +100,7 @@ def with_more(parameters: str) -> str:
 
 def made(source: str) -> griffe.Function:
     """Returns the function that ``source`` defines."""
+    # Without the import, griffe takes the words in ``Literal["auto"]`` for names.
+    source = f"from typing import Literal\n{source}"
     (function,) = griffe.visit("made", Path(__file__), source).functions.values()
     return function

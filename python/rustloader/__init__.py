@@ -59,8 +59,46 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch.utils.data import *  # noqa: F403
+    # No star import: mypy keeps the first import of a name, and would take torch's loader.
+    from torch.utils.data import BatchSampler as BatchSampler
+    from torch.utils.data import ChainDataset as ChainDataset
+    from torch.utils.data import ConcatDataset as ConcatDataset
+    from torch.utils.data import DataChunk as DataChunk
+    from torch.utils.data import Dataset as Dataset
+    from torch.utils.data import DFIterDataPipe as DFIterDataPipe
+    from torch.utils.data import DistributedSampler as DistributedSampler
+    from torch.utils.data import IterableDataset as IterableDataset
+    from torch.utils.data import IterDataPipe as IterDataPipe
+    from torch.utils.data import MapDataPipe as MapDataPipe
+    from torch.utils.data import RandomSampler as RandomSampler
+    from torch.utils.data import Sampler as Sampler
+    from torch.utils.data import SequentialSampler as SequentialSampler
+    from torch.utils.data import StackDataset as StackDataset
+    from torch.utils.data import Subset as Subset
+    from torch.utils.data import SubsetRandomSampler as SubsetRandomSampler
+    from torch.utils.data import TensorDataset as TensorDataset
+    from torch.utils.data import WeightedRandomSampler as WeightedRandomSampler
+    from torch.utils.data import _DatasetKind as _DatasetKind
+    from torch.utils.data import _utils as _utils
+    from torch.utils.data import argument_validation as argument_validation
+    from torch.utils.data import datapipes as datapipes
+    from torch.utils.data import dataset as dataset
+    from torch.utils.data import default_collate as default_collate
+    from torch.utils.data import default_convert as default_convert
+    from torch.utils.data import distributed as distributed
+    from torch.utils.data import functional_datapipe as functional_datapipe
+    from torch.utils.data import get_worker_info as get_worker_info
+    from torch.utils.data import graph as graph
+    from torch.utils.data import graph_settings as graph_settings
+    from torch.utils.data import guaranteed_datapipes_determinism as guaranteed_datapipes_determinism
+    from torch.utils.data import non_deterministic as non_deterministic
+    from torch.utils.data import random_split as random_split
+    from torch.utils.data import runtime_validation as runtime_validation
+    from torch.utils.data import runtime_validation_disabled as runtime_validation_disabled
+    from torch.utils.data import sampler as sampler
 
+    from rustloader import dataloader as dataloader
+    from rustloader._core import __version__ as __version__
     from rustloader._core import engine_batches as engine_batches
     from rustloader.caching.core import cache as cache
     from rustloader.caching.dataset import CachedDataset as CachedDataset
@@ -172,7 +210,7 @@ _TORCH_MODULES = ("_utils", "datapipes", "dataset", "distributed", "graph", "gra
 _MODULES = {"dataloader": "rustloader.dataloader"} | {name: f"torch.utils.data.{name}" for name in _TORCH_MODULES}
 
 
-def __getattr__(name: str) -> Any:
+def _attribute(name: str) -> Any:
     if name in _OURS:
         if "RUSTLOADER_INSTALL" in os.environ and _OURS[name] != "rustloader._core":
             # torch must be imported first, because `install` is called at the end of its import, and imports most of
@@ -191,8 +229,12 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__ = _attribute
+
+
 def __dir__() -> list[str]:
-    return sorted({*__getattr__("__all__"), "__all__", "__version__", *(it for it in globals() if it[:2] == "__")})
+    return sorted({*_attribute("__all__"), "__all__", "__version__", *(it for it in globals() if it[:2] == "__")})
 
 
 importlib.import_module("rustloader.system.dynamo").skip_package()

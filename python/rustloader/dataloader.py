@@ -27,6 +27,8 @@ __all__ = ["DataLoader"]
 if TYPE_CHECKING:
     from torch.utils.data import Dataset, Sampler
 
+    from rustloader.settings.options import Dispatch, OnError, SeedBy
+
     _T_co = TypeVar("_T_co", covariant=True)
 else:
     # torch's own type variable, so that both classes have the same parameters.
@@ -119,15 +121,15 @@ class DataLoader(torch_data.DataLoader[_T_co]):
             persistent_workers: bool = False,
             pin_memory_device: str = "",
             in_order: bool = True,
-            dispatch: str | None = None,
+            dispatch: Dispatch | None = None,
             reorder_window: int | str | None = None,
-            seed_by: str | None = None,
+            seed_by: SeedBy | None = None,
             worker_threads: int | None = None,
             max_restarts: int | None = None,
             stall_timeout: float | None = None,
-            on_error: str | Callable[[Any, Exception], Any] | None = None,
+            on_error: OnError | Callable[[Any, Exception], Any] | None = None,
             max_errors: int | float | None = None,
-            worker_affinity: str | Sequence[int | Collection[int]] | None = None,
+            worker_affinity: Literal["spread"] | Sequence[int | Collection[int]] | None = None,
             name: str | None = None,
             overlap_epochs: bool | None = None,
         ) -> None:

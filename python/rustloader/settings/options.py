@@ -14,7 +14,7 @@ import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Sequence
 from multiprocessing.context import BaseContext
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 import rustloader.settings.loader_state as loader_state
 from rustloader.settings.option_values import (
@@ -35,6 +35,12 @@ from rustloader.system.protocols import LoaderLike
 
 # torch's default for a loader with workers.
 PREFETCH_FACTOR = 2
+
+# The words that options take, for type checkers and for the checks of values.
+StartMethodName = Literal["fork", "forkserver", "spawn"]
+Dispatch = Literal["round_robin", "shared_queue"]
+SeedBy = Literal["worker", "batch", "sample"]
+OnError = Literal["raise", "skip", "replace"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -126,7 +132,7 @@ class Options:
         flag="--persistent-workers",
         flag_value=True,
     )
-    multiprocessing_context: str | BaseContext | None = _field(  # noqa: RUF009
+    multiprocessing_context: StartMethodName | BaseContext | None = _field(  # noqa: RUF009
         'How workers are started: "fork", "forkserver", "spawn", or a context of ``multiprocessing`` (default: None, '
         "the loader's own).",
         "how workers are started: fork, forkserver or spawn",
@@ -136,7 +142,7 @@ class Options:
         metavar="METHOD",
         effective=_context,
     )
-    num_workers: str | None = _field(
+    num_workers: Literal["auto"] | None = _field(
         '"auto" adapts the number of workers of each loader to measurements of its epochs; a loader with '
         "``num_workers=0`` still has no workers (default: None, the loader's own number).",
         "auto adapts the number of workers to measurements of each epoch",
@@ -145,12 +151,12 @@ class Options:
         flag="--num-workers",
         metavar="auto",
     )
-    dispatch: str | None = _field(
+    dispatch: Dispatch | None = _field(  # noqa: RUF009
         'Which worker takes task i: "round_robin", worker i mod N as in torch, or "shared_queue", the first free '
         'worker (map-style datasets only; default: None, which means "round_robin").',
         "which worker takes a task: round_robin or shared_queue",
         unset=(None,),
-        kind=Choice("round_robin", "shared_queue"),
+        kind=Choice(*get_args(Dispatch)),
         default="round_robin",
         flag="--dispatch",
         metavar="POLICY",
@@ -166,12 +172,12 @@ class Options:
         metavar="SIZE",
         keyword=True,
     )
-    seed_by: str | None = _field(
+    seed_by: SeedBy | None = _field(  # noqa: RUF009
         'What the random numbers of samples depend on: "worker" as in torch, "batch" or "sample" (default: None, which '
         'means "worker").',
         "what random numbers depend on: worker, batch or sample",
         unset=(None,),
-        kind=Choice("worker", "batch", "sample"),
+        kind=Choice(*get_args(SeedBy)),
         default="worker",
         flag="--seed-by",
         metavar="UNIT",
@@ -214,13 +220,13 @@ class Options:
         warns_if_lost=True,
         needs_workers="kill",
     )
-    on_error: str | Callable[[Any, Exception], Any] | None = _field(  # noqa: RUF009
+    on_error: OnError | Callable[[Any, Exception], Any] | None = _field(  # noqa: RUF009
         'What happens if a sample raises an exception: "raise" raises it as in torch, "skip" omits the sample, '
         '"replace" uses another sample. A function gets the index and the exception, and returns a sample or raises '
         '(default: None, which means "raise").',
         "what happens if a sample raises an exception: raise, skip or replace",
         unset=(None,),
-        kind=Policy("raise", "skip", "replace", signature="(index, exception)"),
+        kind=Policy(*get_args(OnError), signature="(index, exception)"),
         flag="--on-error",
         metavar="POLICY",
         keyword=True,
@@ -238,7 +244,7 @@ class Options:
         keyword=True,
         warns_if_lost=True,
     )
-    worker_affinity: str | Sequence[int | Collection[int]] | None = _field(
+    worker_affinity: Literal["spread"] | Sequence[int | Collection[int]] | None = _field(
         'Cores on which each worker runs: "spread" divides the cores of this process among the workers; a list has one '
         "or more cores for each worker (default: None, all cores of this process).",
         "cores of the workers: spread, or the cores of each worker, as in 0/1/2-3",

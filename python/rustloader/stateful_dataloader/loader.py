@@ -31,9 +31,11 @@ from rustloader.workers.snapshots import is_stateful
 _WITHOUT_GENERATOR = frozenset({"seed", "global_generator"})
 _T_co = TypeVar("_T_co", covariant=True)
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from torch.utils.data import Dataset, Sampler
+
+    from rustloader.settings.options import Dispatch, OnError, SeedBy
 
 _Iter = _WithoutWorkers | _WithWorkers
 
@@ -110,9 +112,23 @@ class StatefulDataLoader(DataLoader[_T_co]):
             multiprocessing_context: Any = None,
             generator: Any = None,
             *,
+            prefetch_factor: int | None = None,
+            persistent_workers: bool = False,
+            pin_memory_device: str = "",
+            in_order: bool = True,
+            dispatch: Dispatch | None = None,
+            reorder_window: int | str | None = None,
+            seed_by: SeedBy | None = None,
+            worker_threads: int | None = None,
+            max_restarts: int | None = None,
+            stall_timeout: float | None = None,
+            on_error: OnError | Callable[[Any, Exception], Any] | None = None,
+            max_errors: int | float | None = None,
+            worker_affinity: Literal["spread"] | Sequence[int | Collection[int]] | None = None,
+            name: str | None = None,
+            overlap_epochs: bool | None = None,
             snapshot_every_n_steps: int | None = 1,
             forward_set_epoch: bool = True,
-            **options: Any,
         ) -> None:
             self.snapshot_every_n_steps = snapshot_every_n_steps
             self.forward_set_epoch = forward_set_epoch

@@ -1,6 +1,7 @@
 """`rustloader.Options`: everything that takes options follows its fields."""
 
 import argparse
+import ast
 import dataclasses
 import importlib
 import inspect
@@ -111,8 +112,40 @@ def test_the_page_has_every_option_with_its_type_and_flag():
     for field in FIELDS:
         kinds = [kind for kind in typing.get_args(field.type) if kind not in (type(None), BaseContext)]
         option = options.option_of(field.name)
-        expected[field.name] = ([kind.__name__ for kind in kinds], [*filter(None, [option.flag, option.metavar])])
+        names = ["str" if typing.get_origin(kind) is typing.Literal else kind.__name__ for kind in kinds]
+        expected[field.name] = (names, [*filter(None, [option.flag, option.metavar])])
     assert documented == expected
+
+
+def _definition(scope, kind, name):
+    return next(it for it in ast.walk(scope) if isinstance(it, kind) and it.name == name)
+
+
+def _parameters(module, cls):
+    """Returns the annotations of the parameters that type checkers see, as source."""
+    cls = _definition(ast.parse(inspect.getsource(importlib.import_module(module))), ast.ClassDef, cls)
+    arguments = _definition(cls, ast.FunctionDef, "__init__").args  # the first definition: the one under TYPE_CHECKING
+    return {it.arg: ast.unparse(it.annotation) for it in arguments.args[1:] + arguments.kwonlyargs}
+
+
+def test_type_checkers_see_the_types_of_the_fields_in_loaders():
+    own = _definition(ast.parse(inspect.getsource(options)), ast.ClassDef, "Options").body
+    fields = {it.target.id: ast.unparse(it.annotation) for it in own if isinstance(it, ast.AnnAssign)}
+    loader = _parameters("rustloader.dataloader", "DataLoader")
+    assert list(loader) == [*inspect.signature(rustloader.DataLoader).parameters]
+    assert {name: loader[name] for name in options.keywords()} == {name: fields[name] for name in options.keywords()}
+    stateful = _parameters("rustloader.stateful_dataloader.loader", "StatefulDataLoader")
+    assert stateful == loader | {"snapshot_every_n_steps": "int | None", "forward_set_epoch": "bool"}
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=NAMES)
+def test_words_of_a_type_are_the_words_that_are_accepted(field):
+    kinds = typing.get_args(field.type)
+    words = {word for kind in kinds if typing.get_origin(kind) is typing.Literal for word in typing.get_args(kind)}
+    kind = options.option_of(field.name).kind
+    assert words == {*getattr(kind, "choices", ["spread"] if isinstance(kind, option_values.Cores) else [])}
+    for word in words:
+        kind.check(field.name, word)
 
 
 def test_options_give_way_to_what_differs_from_torchs_defaults():

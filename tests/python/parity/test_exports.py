@@ -1,6 +1,8 @@
 """The package has all names of torch.utils.data, bound to torch's own objects except for the loader."""
 
+import ast
 import importlib
+import inspect
 import re
 
 import pytest
@@ -52,6 +54,12 @@ def test_the_module_of_the_loader_is_reached_before_anything_else_is():
 def test_all_and_dir_list_every_public_name():
     assert set(PUBLIC) <= set(rustloader.__all__) and set(PUBLIC) <= set(dir(rustloader))
     assert all(hasattr(rustloader, name) for name in rustloader.__all__)
+
+
+def test_type_checkers_see_every_name():
+    tree = ast.parse(inspect.getsource(rustloader))
+    listed = {name.asname for it in ast.walk(tree) if isinstance(it, ast.ImportFrom) for name in it.names} - {None}
+    assert listed == {*torch.utils.data.__all__, *rustloader.__all__, *MODULES, "dataloader", "__version__"}
 
 
 def test_an_unknown_name_is_an_error():

@@ -1,15 +1,67 @@
-"""Type checkers report the same for our class as for torch's."""
+"""Type checkers accept our options, and report the same for our class as for torch's."""
 
+import importlib.util
+import json
+import os
 import re
 import subprocess
 import sys
 import uuid
 
 import pytest
-from support import ROOT
+from support import ROOT, rustloader
 
-pytest.importorskip("mypy", reason="mypy is not installed")
+from rustloader.settings import options
+
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(600)]
+
+
+def _mypy(files):
+    # This uses the cache of `make lint`, if there is one: mypy takes a while to read torch.
+    command = [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", "--no-pretty", "--no-error-summary"]
+    done = subprocess.run([*command, *files], cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr == ""
+    for line in done.stdout.splitlines():
+        file, number, severity, text = re.fullmatch(r"(.*?):(\d+): (error|note): (.*)", line).groups()
+        yield file, int(number), severity, text.removeprefix("Revealed type is ")
+
+
+def _pyright(files):
+    # With --outputjson, pyright does not ask the network for newer versions.
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable]
+    done = subprocess.run([*command, *files], cwd=os.path.dirname(files[0]), capture_output=True, text=True)
+    for each in json.loads(done.stdout)["generalDiagnostics"]:
+        text = re.sub(r'^Type of ".*" is ', "", each["message"])
+        yield each["file"], each["range"]["start"]["line"] + 1, each["severity"], text
+
+
+@pytest.fixture(params=[_mypy, _pyright], ids=["mypy", "pyright"])
+def check(request, tmp_path):
+    """Returns a function that runs a type checker over programs, and returns what it reports for each: the lines and
+    texts of its errors, and the types that it reveals.
+    """
+    checker = request.param.__name__[1:]
+    if importlib.util.find_spec(checker) is None:
+        (pytest.fail if os.environ.get("RUSTLOADER_REQUIRE_ALL") else pytest.skip)(f"{checker} is not installed")
+
+    def run(*programs):
+        files = [tmp_path / f"program_{n}.py" for n in range(len(programs))]
+        for file, program in zip(files, programs, strict=True):
+            # mypy does not repeat what it reported for a cached file.
+            file.write_text(f"{program}# {uuid.uuid4()}\n")
+        reports = [*request.param([str(file) for file in files])]
+        for file in files:
+            found = [(line, severity, text) for where, line, severity, text in reports if where == str(file)]
+            errors = [(line, text) for line, severity, text in found if severity == "error"]
+            yield errors, [(line, text.strip('"')) for line, severity, text in found if severity != "error"]
+
+    return run
+
+
+def _check_lines(program, errors):
+    """Checks that errors are reported in the lines that are marked `error`, and in no others."""
+    marked = {n for n, line in enumerate(program.splitlines(), 1) if line.endswith("# error")}
+    assert {line for line, _ in errors} == marked, errors
 
 
 # Lines marked `error` must be errors, and the others must not.
@@ -67,52 +119,72 @@ loader.num_workers = "two"  # error
 """
 
 
-def test_mypy_reveals_the_same_types_and_the_same_errors(tmp_path):
-    files = {"torch.utils.data": tmp_path / "with_torch.py", "rustloader": tmp_path / "with_ours.py"}
-    for module, file in files.items():
-        # mypy does not repeat what it reported for a cached file.
-        file.write_text(f"{SNIPPET.format(module=module)}# {uuid.uuid4()}\n")
-    # This uses the cache of `make lint`, if there is one: mypy takes a while to read torch.
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", "--no-pretty", "--no-error-summary"]
-        + [str(file) for file in files.values()],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.stderr == ""
-    reports = {}
-    for module, file in files.items():
-        lines = [line.split(":", 1)[1] for line in done.stdout.splitlines() if line.startswith(str(file))]
-        names = {file.stem: "snippet", "rustloader.dataloader": "torch.utils.data.dataloader"}
-        reports[module] = [re.sub("|".join(names), lambda name: names[name[0]], line) for line in lines]  # noqa: B023
-    assert reports["rustloader"] == reports["torch.utils.data"], done.stdout
-    report = reports["rustloader"]
-    assert len([line for line in report if "Revealed type" in line]) == SNIPPET.count("reveal_type(")
-    wrong = {n for n, line in enumerate(SNIPPET.splitlines(), 1) if line.endswith("# error")}
-    assert {int(re.match(r"\d+", line)[0]) for line in report if " error:" in line} == wrong, done.stdout
-    assert 'Revealed type is "torch.utils.data.dataloader.DataLoader[tuple[torch._tensor.Tensor, int]]"' in done.stdout
+def _as_torchs(reports):
+    """Returns reports about our class without what it adds to torch's signature. pyright does not know the types that
+    torch's signature leaves out; in ours they are Any."""
+    for line, text in reports:
+        text = re.sub(r", dispatch: .*?overlap_epochs: bool \| None =( None)?", "", text)
+        text = re.sub(r"\brustloader\.dataloader\b", "torch.utils.data.dataloader", text)
+        for ours, theirs in ((" | Literal['auto']", ""), ("Unknown", "Any"), ("Any | None =", "Any ="), ("_1", "_0")):
+            text = text.replace(ours, theirs)
+        yield line, text
 
 
-OPTIONS = """
+def test_torchs_class_has_the_same_types_and_errors(check):
+    theirs, ours = SNIPPET.format(module="torch.utils.data"), SNIPPET.format(module="rustloader")
+    (their_errors, their_types), (errors, types) = check(theirs, ours)
+    _check_lines(theirs, their_errors)
+    assert [*_as_torchs(errors)] == [*_as_torchs(their_errors)]
+    assert [*_as_torchs(types)] == [*_as_torchs(their_types)]
+    assert len(types) >= SNIPPET.count("reveal_type(")
+
+
+# For each option, a value in Python's syntax that must pass, and one that must not.
+VALUES = {
+    "in_order": ("False", "1.5"),
+    "prefetch_factor": ("3", "'3'"),
+    "persistent_workers": ("True", "'yes'"),
+    "multiprocessing_context": ("'spawn'", "'fork_server'"),
+    "num_workers": ("'auto'", "'automatic'"),
+    "dispatch": ("'shared_queue'", "'shared-queue'"),
+    "reorder_window": ("'512MiB'", "0.5"),
+    "seed_by": ("'sample'", "'epoch'"),
+    "worker_threads": ("4", "'4'"),
+    "max_restarts": ("3", "1.5"),
+    "stall_timeout": ("2.5", "'2.5'"),
+    "on_error": ("lambda index, error: None", "'ignore'"),
+    "max_errors": ("0.25", "'1%'"),
+    "worker_affinity": ("[0, [1, 4]]", "'all'"),
+    "name": ("'train'", "1"),
+    "overlap_epochs": ("True", "'yes'"),
+    "stateful": ("True", "'yes'"),
+}
+LOADERS = """
 import rustloader
-reveal_type(rustloader.install)
-rustloader.install(prefetch_factor=3)
-with rustloader.installed(in_order=True, multiprocessing_context="fork"):
+class Squares(rustloader.Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index**2
+with rustloader.installed(in_order=True):
     pass
-rustloader.install(prefetch_factor="3")  # error
-rustloader.installed(nonsense=1)  # error
-rustloader.install(True)  # error
-rustloader.Options(in_order=2.5)  # error
 """
 
 
-def test_mypy_knows_the_options(tmp_path):
-    """The options are declared in one place, and mypy must find them in the functions that take them."""
-    file = tmp_path / "options.py"
-    file.write_text(f"{OPTIONS}# {uuid.uuid4()}\n")
-    command = [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", "--no-pretty", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    wrong = {n for n, line in enumerate(OPTIONS.splitlines(), 1) if line.endswith("# error")}
-    assert {int(n) for n in re.findall(r":(\d+): error:", done.stdout)} == wrong, done.stdout + done.stderr
-    assert 'Revealed type is "def (*, in_order: bool | None =, prefetch_factor: int | None =, ' in done.stdout
+def test_each_option_has_a_right_and_a_wrong_value(check):
+    calls = [(f"rustloader.{function}(", VALUES) for function in ("install", "installed", "Options")]
+    own = options.keywords()
+    calls += [(f"rustloader.{loader}(Squares(), 4, ", own) for loader in ("DataLoader", "StatefulDataLoader")]
+    right = "".join(f"{call}{name}={VALUES[name][0]})\n" for call, names in calls for name in names)
+    wrong = "".join(f"{call}{name}={VALUES[name][1]})  # error\n" for call, names in calls for name in names)
+    wrong += "".join(f"{call}nonsense=1)  # error\n" for call, _ in calls)
+    wrong += "rustloader.install(True)  # error\nrustloader.Dataloader  # error\n"
+    programs = LOADERS + right, LOADERS + wrong
+    for program, (errors, _) in zip(programs, check(*programs), strict=True):
+        _check_lines(program, errors)
+
+
+def test_values_in_programs_for_type_checkers_are_right_and_wrong():
+    assert [*VALUES] == [*rustloader.Options.__dataclass_fields__]
+    for name, (right, wrong) in VALUES.items():
+        rustloader.Options(**{name: eval(right)})
+        with pytest.raises((TypeError, ValueError)):
+            rustloader.Options(**{name: eval(wrong)})
