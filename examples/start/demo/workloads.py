@@ -152,7 +152,7 @@ class Workload:
         work: what the dataset does for a sample, as a phrase that follows "time is spent".
         dataset: creates the dataset, given the folder of the image files.
         batch_size: samples per batch.
-        ours: creates another dataset with equal samples for rustloader's loader; None to use the same dataset.
+        ours: creates a cache of equal samples for rustloader's loader; None for a drop-in, which uses the same dataset.
     """
 
     name: str
@@ -165,6 +165,9 @@ class Workload:
 
 WORKLOADS = [
     Workload("Tabular rows", "256 dicts of 3 fields", "looking rows up", lambda _: Rows(), 256),
+    Workload("LLM tokens", "16 x 3 x 1024 int64", "cutting windows out of a text", lambda _: Tokens(), 16),
+    Workload("Cached images", "64 x 3 x 224 x 224 uint8", "reading mapped memory", CachedImages, 64),
+    Workload("JPEG decode + augment", "32 x 3 x 224 x 224 uint8", "decoding and augmenting", Photographs, 32),
     Workload(
         "JPEG, second epoch, cached",
         "32 x 3 x 224 x 224 uint8",
@@ -173,9 +176,6 @@ WORKLOADS = [
         32,
         cached,
     ),
-    Workload("LLM tokens", "16 x 3 x 1024 int64", "cutting windows out of a text", lambda _: Tokens(), 16),
-    Workload("Cached images", "64 x 3 x 224 x 224 uint8", "reading mapped memory", CachedImages, 64),
-    Workload("JPEG decode + augment", "32 x 3 x 224 x 224 uint8", "decoding and augmenting", Photographs, 32),
 ]
 
 

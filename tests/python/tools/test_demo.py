@@ -60,10 +60,10 @@ def run(*arguments, **kw):
 SHORT = ("--seconds", "0.02", "--rounds", "2", "--epochs", "1")
 
 
-def result(no_workers, torch_rates, rustloader_rates, own_share=0.1, name="Rows"):
+def result(no_workers, torch_rates, rustloader_rates, own_share=0.1, name="Rows", ours=None):
     """A result with these rates, in batches/s."""
     measure, workloads = part("measure"), part("workloads")
-    workload = workloads.Workload(name, "2 x 2", "counting", lambda folder: None, 2)
+    workload = workloads.Workload(name, "2 x 2", "counting", lambda folder: None, 2, ours)
     rates = {measure.NO_WORKERS: no_workers, measure.TORCH: torch_rates, measure.OURS: rustloader_rates}
     return measure.Result(workload, rates, own_share)
 
@@ -283,9 +283,11 @@ def test_the_last_lines_name_the_largest_gain_and_what_gains_nothing():
     fast = result([40], [10], [110], name="Fast")
     same = result([11], [10, 12], [11], 0.97, name="Same")
     cheap = result([900], [10], [20], name="Cheap")
-    lines = part("text").conclusion([same, fast, cheap])
-    assert lines[:4] == [
+    kept = result([10], [10], [400], name="Kept", ours=lambda folder: None)
+    lines = part("text").conclusion([same, fast, cheap, kept])
+    assert lines[:5] == [
         "Largest gain: Fast, 11x torch with workers.",
+        "With rustloader.cache: Kept, 40x torch with workers.",
         "No measurable difference: Same.",
         "  97 % of the workers' time is spent counting, which no loader speeds up.",
         "Fastest without workers (num_workers=0): Cheap.",
@@ -306,14 +308,17 @@ MACHINE = {"cpu": "a CPU", "cores": 2, "kernel": "6.1", "python": "3.11.7", "tor
 
 def test_the_table_has_torch_without_workers_and_marks_the_fastest():
     results = [result([400], [100], [1234]), result([900], [10], [20]), result([12], [10, 12], [11.04])]
-    lines = part("text").table(results, part("settings").Settings(), MACHINE).splitlines()
+    kept = result([10], [11], [1500], name="Kept", ours=lambda folder: None)
+    lines = part("text").table([kept, *results], part("settings").Settings(), MACHINE).splitlines()
     assert lines[0].startswith("| batches per second | torch, no workers | torch, 2 workers | rustloader, 2 workers |")
     assert lines[2:5] == [
         "| Rows (2 x 2) | 400 | 100 | **1,234** | 12x | 3.1x |",
         "| Rows (2 x 2) | **900** | 10.0 | 20.0 | 2.0x | 0.02x |",
         "| Rows (2 x 2) | 12.0 | 11.0 | 11.0 | no measurable difference | 0.92x |",
     ]
-    assert "3 interleaved rounds of 1 s" in lines[-1] and "2 cores of a CPU" in lines[-1]
+    assert "3 interleaved rounds of 1 s" in lines[6] and "2 cores of a CPU" in lines[6]
+    assert "rustloader.cache" in lines[8] and "Kept (2 x 2): **1,500** batches per second" in lines[8]
+    assert "11.0 with workers, 10.0 without" in lines[8] and len(lines) == 9
 
 
 @pytest.fixture
