@@ -78,32 +78,36 @@ test-fast: build ## Run a subset of the tests, for use during development (a min
 	$(TEST_RUST) --lib --test '*_model' --test 'engine_*' --test garbage
 	$(PYTEST) $(FAST:%=tests/python/%.py) $(PARALLEL) --short $(ARGS)
 
+# Prints the kinds of a target, with the comments after their definitions.
+kinds = @awk -F ' := [^\#]*\# ' '/^$(1)\.[a-z-]+ := .*\# / { sub(/^$(1)\./, "", $$1); printf "  KIND=%-16s %s\n", $$1, $$2 }' Makefile
+
 # Programs that inject random faults or run random programs, for minutes each. `make test-all` runs a short form of
 # each, and `make test` of most.
-STRESS.kill := faults.kill
-STRESS.matrix := faults.matrix --all
-STRESS.restarts := faults.restarts
-STRESS.connections := faults.connections
-STRESS.interrupts := faults.interrupts
-STRESS.caches := faults.caches
-STRESS.cache-programs := faults.cache_programs
-STRESS.ends := faults.ends --all
-STRESS.drops := faults.drops
-STRESS.forks := faults.forks
-STRESS.failures := faults.failures
-STRESS.soak := faults.soak
-STRESS.batches := roundtrip.fuzz
-STRESS.programs := differential --coverage
-STRESS.resume := stateful.model
-STRESS.ray := faults.connections --ray --epochs 100000 --minutes 10
-STRESS.ray-programs := differential --start-method ray
-STRESS.gpu := faults.device_stress
-STRESS.gpu-sanitizer := faults.device_stress --small --epochs 1
+STRESS.kill := faults.kill # kill workers and main processes at random moments
+STRESS.matrix := faults.matrix --all # end a worker in every way, at every place, under every kind of loader
+STRESS.restarts := faults.restarts # kill workers that are restarted (ARGS='--leaks 1000': many restarts in one iterator)
+STRESS.connections := faults.connections # cut, delay and stall connections to remote workers
+STRESS.interrupts := faults.interrupts # interrupt programs at random moments
+STRESS.caches := faults.caches # fill one cache from several processes, some of which are killed
+STRESS.cache-programs := faults.cache_programs # compare random programs over caches with a model
+STRESS.ends := faults.ends --all # end main processes in every way, at every place
+STRESS.drops := faults.drops # drop iterators at random moments
+STRESS.forks := faults.forks # fork while other loaders run
+STRESS.failures := faults.failures # make each system call of an epoch fail
+STRESS.soak := faults.soak # run random loaders with random faults (ARGS='--minutes 20')
+STRESS.batches := roundtrip.fuzz # send random trees of objects through both loaders (ARGS='--trees 20000 --seed 7')
+STRESS.programs := differential --coverage # compare random programs on both loaders (ARGS='--programs 5000 --seed 7')
+STRESS.resume := stateful.model # compare random programs that save and load states with a model
+STRESS.ray := faults.connections --ray --epochs 100000 --minutes 10 # take down nodes of a Ray cluster
+STRESS.ray-programs := differential --start-method ray # compare random programs whose workers are actors
+STRESS.gpu := faults.device_stress # delay streams and drop batches on a CUDA device
+STRESS.gpu-sanitizer := faults.device_stress --small --epochs 1 # run an epoch under compute-sanitizer
 STRESS.KINDS := $(sort $(patsubst STRESS.%,%,$(filter-out STRESS.KINDS,$(filter STRESS.%,$(.VARIABLES)))))
 SANITIZER ?= compute-sanitizer
 stress: build $(if $(filter ray%,$(KIND)),$(RAY)/.made-with) $(if $(filter failures,$(KIND)),failpoints) ## Inject random faults or run random programs: KIND=kill, interrupts, ... (make stress alone lists them)
-ifeq ($(KIND),)
-	@echo 'make stress KIND=... (ARGS=--help explains a kind). The kinds: $(STRESS.KINDS)'
+ifeq ($(or $(KIND),help),help)
+	@echo 'make stress KIND=... (ARGS=--help explains a kind). Each prints the seed of a failure. The kinds:'
+	$(call kinds,STRESS)
 else ifeq ($(STRESS.$(KIND)),)
 	@echo 'error: KIND=$(KIND) is not one of $(STRESS.KINDS)' >&2; exit 1
 else ifneq ($(filter ray%,$(KIND)),)
@@ -151,24 +155,27 @@ lint: build ## Run formatters, linters and type checkers for Rust and Python
 failpoints: target/failpoints/.built ## Build the extension with failpoints, for tests that make system calls fail (not installed)
 
 # The programs of benches/. Each measures what it compares in interleaved rounds of one run.
-COMPARE.auto := auto
-COMPARE.breakdown := breakdown
-COMPARE.gpu := gpu to_device registered
-COMPARE.growth := growth
-COMPARE.memory := memory
-COMPARE.observed := observed
-COMPARE.peers := peers
-COMPARE.ray := remote
-COMPARE.reliability := reliability
-COMPARE.restarts := restarts
-COMPARE.resuming := resuming
-COMPARE.rows := compare
-COMPARE.scheduling := scheduling
-COMPARE.sharing := sharing
-COMPARE.starts := starts
+COMPARE.auto := auto # how soon num_workers="auto" settles
+COMPARE.breakdown := breakdown # where the time per batch goes
+COMPARE.gpu := gpu to_device registered # pinned batches, batches on a device, registered memory
+COMPARE.growth := growth # how times grow with workers, leaves and bytes
+COMPARE.memory := memory # peak memory
+COMPARE.observed := observed # the cost of a trace and of metrics
+COMPARE.peers := peers # loaders of other projects
+COMPARE.ray := remote # workers on a Ray cluster and local ones
+COMPARE.reliability := reliability # how fast faults are detected, and how long shutdowns take
+COMPARE.restarts := restarts # the cost of the options against faults
+COMPARE.resuming := resuming # the cost of states
+COMPARE.rows := compare # the rows of the comparison with torch, the default
+COMPARE.scheduling := scheduling # uneven batches, slow storage, large samplers, tables
+COMPARE.sharing := sharing # what rustloader.share saves and costs
+COMPARE.starts := starts # start-up times
 COMPARE.KINDS := $(sort $(patsubst COMPARE.%,%,$(filter-out COMPARE.KINDS,$(filter COMPARE.%,$(.VARIABLES)))))
-compare: build $(if $(filter ray,$(KIND)),$(RAY)/.made-with) ## Compare with torch's DataLoader (ARGS='--quick'), or measure something else: KIND=memory, resuming, ...
-ifeq ($(COMPARE.$(or $(KIND),rows)),)
+compare: build $(if $(filter ray,$(KIND)),$(RAY)/.made-with) ## Compare with torch's DataLoader (ARGS='--quick'), or measure something else (KIND=help lists the kinds)
+ifeq ($(KIND),help)
+	@echo 'make compare KIND=... (ARGS=--help explains a kind). All have --rows, --rounds and --save FILE. The kinds:'
+	$(call kinds,COMPARE)
+else ifeq ($(COMPARE.$(or $(KIND),rows)),)
 	@echo 'error: KIND=$(KIND) is not one of $(COMPARE.KINDS)' >&2; exit 1
 else ifeq ($(KIND),ray)
 	@$(IN_ITS_OWN_NETWORK) "$$@" $(RAY)/bin/python benches/remote.py $(ARGS)

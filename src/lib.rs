@@ -14,8 +14,8 @@
 //! copy, sys                memory copies; every system call
 //! config, error, id, numbered, seeds, sync
 //! ```
-//! Only `python`, `codec` and `interop` use PyO3, behind the feature `python`. ARCHITECTURE.md follows a batch through
-//! the modules.
+//! Only `python`, `codec` and `interop` use PyO3, behind the feature `python`. `src/engine/README.md` follows a batch
+//! through the modules.
 
 pub mod config;
 #[cfg(not(loom))]

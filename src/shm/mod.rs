@@ -1,4 +1,4 @@
-//! Shared memory: the arena with its rings, blocks and leases. ARCHITECTURE.md follows a batch through them.
+//! Shared memory: the arena with its rings, blocks and leases. `src/engine/README.md` follows a batch through them.
 //!
 //! # Memory orderings and the models that check them
 //!

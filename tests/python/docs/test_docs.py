@@ -189,7 +189,7 @@ def check_make(words):
     for word in words:
         variable, equals, value = word.partition("=")
         if variable == "KIND":
-            assert value in KINDS[words[0]], words
+            assert value in ["help", *KINDS[words[0]]], words
         else:
             variables = ("JOBS", "LANE", "PYTHON", "START_METHOD", "TORCH")
             assert variable in variables if equals else word in targets, word
