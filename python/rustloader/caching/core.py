@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, TypeVar, overload
+
+from torch.utils.data import Dataset
 
 from rustloader._core import CacheTable
 from rustloader.caching import files, limits
@@ -16,8 +18,35 @@ from rustloader.settings.option_values import Bytes, size_in_bytes
 from rustloader.sharing.ranks import meet
 
 _BYTES = Bytes()
+_Sample = TypeVar("_Sample")
+_Result = TypeVar("_Result")
+_Sample_co = TypeVar("_Sample_co", covariant=True)
 
 
+class _Samples(Protocol[_Sample_co]):
+    def __getitem__(self, index: int, /) -> _Sample_co: ...
+
+
+@overload
+def cache(
+    dataset: Dataset[_Sample] | _Samples[_Sample],
+    memory: int | str | None = None,
+    *,
+    then: None = None,
+    key: str | None = None,
+    path: str | os.PathLike[str] | None = None,
+    version: str = "",
+) -> CachedDataset[_Sample]: ...
+@overload
+def cache(
+    dataset: Dataset[_Sample] | _Samples[_Sample],
+    memory: int | str | None = None,
+    *,
+    then: Callable[[_Sample], _Result],
+    key: str | None = None,
+    path: str | os.PathLike[str] | None = None,
+    version: str = "",
+) -> CachedDataset[_Result]: ...
 def cache(
     dataset: Any,
     memory: int | str | None = None,
@@ -26,7 +55,7 @@ def cache(
     key: str | None = None,
     path: str | os.PathLike[str] | None = None,
     version: str = "",
-) -> CachedDataset:
+) -> CachedDataset[Any]:
     """Keeps the samples of a map-style dataset in memory that all workers on this machine share.
 
     ``cached[i]`` is ``then(dataset[i])``. ``dataset[i]`` is made once; later epochs and all workers read it from

@@ -8,7 +8,7 @@ import operator
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.utils.data import Subset
 
@@ -23,6 +23,7 @@ from rustloader.system.generators import GeneratorStates
 
 logger = logging.getLogger("rustloader")
 
+_T_co = TypeVar("_T_co", covariant=True)
 _MISSING = object()
 # Bits of the events that are logged. Each is logged once, by one of the processes that use the cache.
 _FULL, RANDOM, _REFUSED, _FAILED = 1, 2, 4, 8
@@ -33,7 +34,7 @@ def usage_of(table: CacheTable) -> CacheUsage:
     return CacheUsage(**table.usage())
 
 
-def cached_of(dataset: Any, table: CacheTable, then: Callable[[Any], Any] | None, origin: Origin) -> CachedDataset:
+def cached_of(dataset: Any, table: CacheTable, then: Callable[[Any], Any] | None, origin: Origin) -> CachedDataset[Any]:
     """Returns the cached dataset, which has ``__getitems__`` if the dataset makes batches itself."""
     inner = dataset
     # A Subset makes batches only if its dataset does.
@@ -43,7 +44,7 @@ def cached_of(dataset: Any, table: CacheTable, then: Callable[[Any], Any] | None
     return (_CachedBatches if makes_batches else CachedDataset)(dataset, table, then, origin)
 
 
-class CachedDataset(Wrapper):
+class CachedDataset(Wrapper[_T_co]):
     """A dataset with a cache, made by ``rustloader.cache``.
 
     Attributes:
@@ -61,7 +62,7 @@ class CachedDataset(Wrapper):
     def __init__(self, dataset: Any, table: CacheTable, then: Callable[[Any], Any] | None, origin: Origin) -> None:
         super().__init__(dataset=dataset, then=then, table=table, _origin=origin)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Any) -> _T_co:
         sample = self.table.get(index, _MISSING)
         if sample is _MISSING:
             # An int is not looked up again, because that would count a second miss.
@@ -81,10 +82,10 @@ class CachedDataset(Wrapper):
             "Pickle its dataset (`cached.dataset`), and call rustloader.cache() after unpickling it"
         )
 
-    def __copy__(self) -> CachedDataset:
+    def __copy__(self) -> CachedDataset[_T_co]:
         return type(self)(self.dataset, self.table, self.then, self._origin)
 
-    def __deepcopy__(self, memo: Any) -> CachedDataset:
+    def __deepcopy__(self, memo: Any) -> CachedDataset[_T_co]:
         # The samples are the same, so both datasets share one cache.
         dataset, then = copy.deepcopy((self.dataset, self.then), memo)
         return type(self)(dataset, self.table, then, self._origin)
@@ -196,7 +197,7 @@ class CachedDataset(Wrapper):
             )
 
 
-class _CachedBatches(CachedDataset):
+class _CachedBatches(CachedDataset[_T_co]):
     """A cached dataset with ``__getitems__``, which makes the missing samples of a batch in one call."""
 
     def __getitems__(self, indices: Any) -> Any:
@@ -239,7 +240,7 @@ def _reduce_table(table: CacheTable) -> tuple[Any, ...]:
     return descriptor_of(table, CacheTable)
 
 
-def _reduce_cached(cached: CachedDataset) -> tuple[Any, ...]:
+def _reduce_cached(cached: CachedDataset[Any]) -> tuple[Any, ...]:
     return type(cached), (cached.dataset, cached.table, cached.then, cached._origin)
 
 
@@ -248,6 +249,6 @@ register(CachedDataset, _reduce_cached)
 register(_CachedBatches, _reduce_cached)
 
 
-def _on_node(dataset: Any, then: Any, origin: Origin, rows: int, name: str) -> CachedDataset:
+def _on_node(dataset: Any, then: Any, origin: Origin, rows: int, name: str) -> CachedDataset[Any]:
     """Returns the cached dataset on another machine, whose workers share a separate cache."""
     return cached_of(dataset, nodes.table_of(name, dataset, rows, origin), then, origin)

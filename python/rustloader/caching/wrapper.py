@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.utils.data import Dataset, IterableDataset
 
 # The wrapper's own attributes. All others are attributes of the wrapped dataset.
 _OWN_ATTRIBUTES = ("dataset", "then", "table", "_origin")
+_T_co = TypeVar("_T_co", covariant=True)
 
 
-class Wrapper(Dataset[Any]):
-    """A dataset with the length and the attributes of the dataset that it wraps.
+class Wrapper(Dataset[_T_co]):
+    """A dataset with the length and the attributes of the dataset that it wraps. The type parameter is the type of its
+    samples, after ``then``.
 
     Attributes:
         dataset: The wrapped dataset.

@@ -61,7 +61,7 @@ def share(x: Any, *, threshold: int = 1 << 20, key: str | None = None, timeout: 
     return x() if callable(x) and not any(hasattr(x, name) for name in ("__getitem__", "__iter__")) else x
 
 
-class CachedDataset(Wrapper):
+class CachedDataset(Wrapper[Any]):
     """A dataset without a cache, which passes each sample to ``then``."""
 
     def __getitem__(self, index: Any) -> Any:

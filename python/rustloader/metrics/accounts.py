@@ -28,7 +28,7 @@ class LoaderEntry(NamedTuple):
 
     loader: Callable[[], LoaderLike | None]
     ledger: Ledger
-    cached: Callable[[], CachedDataset | None]
+    cached: Callable[[], CachedDataset[object] | None]
 
     @property
     def is_final(self) -> bool:

@@ -22,7 +22,7 @@ def usage(dataset: Any) -> CacheUsage | None:
     return None if cached is None else cached.usage()
 
 
-def find(dataset: Any) -> CachedDataset | None:
+def find(dataset: Any) -> CachedDataset[object] | None:
     """Returns the cached dataset: the dataset itself, or one inside torch's Subset and ConcatDataset.
 
     Searches only the first dataset of a ConcatDataset. Returns None if there is no cached dataset.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset
 
 from rustloader._core import ShareBuilder, SharedData, SharedStore
 from rustloader.sharing.agreement import check
@@ -18,7 +19,14 @@ from rustloader.sharing.sequences import ARRAY, DICT, LIST, TENSOR, TUPLE, Share
 
 _OPENERS = {LIST: SharedList, TUPLE: SharedTuple, DICT: SharedDict, ARRAY: array_of, TENSOR: tensor_of}
 
+# Objects that are shared as objects of the same type.
+_Same = TypeVar("_Same", bound="Dataset[Any] | torch.Tensor | np.ndarray[Any, Any]")
 
+
+@overload
+def share(x: _Same, *, threshold: int = 1 << 20, key: str | None = None, timeout: float = 1800.0) -> _Same: ...
+@overload
+def share(x: Any, *, threshold: int = 1 << 20, key: str | None = None, timeout: float = 1800.0) -> Any: ...
 def share(x: Any, *, threshold: int = 1 << 20, key: str | None = None, timeout: float = 1800.0) -> Any:
     """Copies an object into shared memory, which the workers of all loaders read without copying it.
 

@@ -188,3 +188,54 @@ def test_values_in_programs_for_type_checkers_are_right_and_wrong():
         rustloader.Options(**{name: eval(right)})
         with pytest.raises((TypeError, ValueError)):
             rustloader.Options(**{name: eval(wrong)})
+
+
+# Each line that reveals a type ends with the type.
+SAMPLES = """
+import torch
+import rustloader
+
+class Pairs(rustloader.Dataset[tuple[torch.Tensor, int]]):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.zeros(1), index
+
+class Words:
+    def __len__(self) -> int:
+        return 2
+    def __getitem__(self, index: int) -> str:
+        return "ab"[index]
+
+def number(sample: tuple[torch.Tensor, int]) -> int:
+    return sample[1]
+
+cached = rustloader.cache(Pairs(), "1GiB")
+loader = rustloader.DataLoader(cached, num_workers=2)
+reveal_type(cached)  # CachedDataset[tuple[Tensor, int]]
+reveal_type(cached[0])  # tuple[Tensor, int]
+reveal_type(loader)  # DataLoader[tuple[Tensor, int]]
+reveal_type(loader.dataset[0])  # tuple[Tensor, int]
+reveal_type(rustloader.StatefulDataLoader(cached))  # StatefulDataLoader[tuple[Tensor, int]]
+reveal_type(rustloader.cache(Pairs(), then=number))  # CachedDataset[int]
+reveal_type(rustloader.cache(Words()))  # CachedDataset[str]
+reveal_type(rustloader.cache([1.5, 2.5]))  # CachedDataset[float]
+reveal_type(rustloader.cache(rustloader.cache(Pairs()), then=number))  # CachedDataset[int]
+reveal_type(rustloader.prefetch_to_device(loader))  # DeviceLoader[Any]
+reveal_type(rustloader.prefetch_to_device([torch.zeros(1)]))  # DeviceLoader[Tensor]
+with rustloader.prefetch_to_device([torch.zeros(1)], "cpu") as batches:
+    for batch in batches:
+        reveal_type(batch)  # Tensor
+reveal_type(rustloader.share(Pairs()))  # Pairs
+reveal_type(rustloader.share(torch.zeros(1)))  # Tensor
+reveal_type(rustloader.share([1, 2]))  # Any
+rustloader.cache(Words(), then=number)  # error
+rustloader.cache(3)  # error
+rustloader.prefetch_to_device(3)  # error
+wrong: rustloader.CachedDataset[str] = cached  # error
+"""
+
+
+def test_samples_keep_their_types(check):
+    ((errors, types),) = check(SAMPLES)
+    _check_lines(SAMPLES, errors)
+    expected = {(n, line.partition("# ")[2]) for n, line in enumerate(SAMPLES.splitlines(), 1) if "reveal_type" in line}
+    assert {(line, re.sub(r"\b(?:\w+\.)+(\w)", r"\1", text)) for line, text in types} >= expected

@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -22,11 +22,13 @@ from rustloader.metrics.wrappers import loader_in
 from rustloader.system.protocols import LoaderLike
 
 logger = logging.getLogger("rustloader")
+_T = TypeVar("_T")
+_T_co = TypeVar("_T_co", covariant=True)
 
 
 def prefetch_to_device(
-    loader: Iterable[Any], device: torch.device | str | int | None = None, depth: int = 2
-) -> DeviceLoader:
+    loader: Iterable[_T], device: torch.device | str | int | None = None, depth: int = 2
+) -> DeviceLoader[_T]:
     """Copies the batches of a loader to a device while the program computes.
 
     The copies run on a separate stream, ``depth`` batches ahead. ``next`` makes the calling thread's current stream,
@@ -78,7 +80,7 @@ def prefetch_to_device(
     return kind(loader, HostLane() if streams is None else Lane(streams, depth), depth)
 
 
-class DeviceLoader:
+class DeviceLoader(Generic[_T_co]):
     """A loader that delivers the batches of another loader on a device, made by ``prefetch_to_device``.
 
     It has the length and the attributes of that loader. Over a ``StatefulDataLoader``, it also has ``state_dict`` and
@@ -96,7 +98,7 @@ class DeviceLoader:
         True
     """
 
-    def __init__(self, loader: Iterable[Any], lane: Lane, depth: int) -> None:
+    def __init__(self, loader: Iterable[_T_co], lane: Lane, depth: int) -> None:
         self.loader = loader
         self._depth = depth
         self._lane = lane
@@ -114,7 +116,7 @@ class DeviceLoader:
         """The device of the batches."""
         return self._lane.streams.device
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[_T_co]:
         position = Position()
         log_unpinned = functools.partial(_log_once, self._lane.transfers)
         # Loops on the CPU share nothing and need not wait for one another.
@@ -155,7 +157,7 @@ class DeviceLoader:
         for iterator in list(self._iterators):
             iterator.close()
 
-    def __enter__(self) -> DeviceLoader:
+    def __enter__(self) -> DeviceLoader[_T_co]:
         return self
 
     def __exit__(
@@ -167,7 +169,7 @@ class DeviceLoader:
         return f"<rustloader.DeviceLoader on {self.device} over {self.loader!r}>"
 
 
-class StatefulDeviceLoader(DeviceLoader):
+class StatefulDeviceLoader(DeviceLoader[_T_co]):
     """A `DeviceLoader` over a loader with a state.
 
     It is a separate class because frameworks look for the methods with ``hasattr``, or with a protocol, which inspects
