@@ -14,6 +14,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from rustloader.auto import arguments
 from rustloader.settings import loader_state, names, options
+from rustloader.system.similar import suggest
 
 if sys.platform.startswith("linux"):
     from rustloader.iterator import fallback, single
@@ -155,7 +156,7 @@ class DataLoader(torch_data.DataLoader[_T_co]):
             try:
                 super().__init__(*args, **kwargs)
             except TypeError as error:
-                arguments.suggest(error, kwargs, inspect.signature(DataLoader).parameters)
+                suggest(error, kwargs, inspect.signature(DataLoader).parameters)
                 raise
             options.check_workers(given, self.num_workers, self.persistent_workers)
             loader_state.give(self, given)

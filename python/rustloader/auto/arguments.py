@@ -5,10 +5,8 @@ This module also works on systems without the engine.
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 import rustloader.system.local_ranks as local_ranks
@@ -42,22 +40,6 @@ def resolved(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, 
     if len(args) > _NUM_WORKERS_INDEX:
         return (*args[:_NUM_WORKERS_INDEX], count, *args[_NUM_WORKERS_INDEX + 1 :]), kwargs, count
     return args, kwargs | {"num_workers": count}, count
-
-
-def suggest(error: TypeError, given: Iterable[str], known: Iterable[str]) -> None:
-    """Adds a note to a constructor's error about an unknown keyword argument if a parameter has a similar name.
-
-    Args:
-        error: The error. Its message does not change.
-        given: Names of the keyword arguments that were passed.
-        known: Names of the constructor's parameters.
-    """
-    if "unexpected keyword argument" not in str(error) or "Did you mean" in str(error):
-        return
-    known = list(known)
-    for name in given:
-        if name not in known and (matches := difflib.get_close_matches(name, known, 1, cutoff=0.75)):
-            error.add_note(f"Did you mean {matches[0]} instead of {name}?")
 
 
 def refuse_string(loader: LoaderLike) -> None:

@@ -32,6 +32,7 @@ from rustloader.settings.option_values import (
     StartMethod,
 )
 from rustloader.system.protocols import LoaderLike
+from rustloader.system.similar import suggest
 
 # torch's default for a loader with workers.
 PREFETCH_FACTOR = 2
@@ -407,7 +408,9 @@ def takes(options: Callable[_P, Options]) -> Callable[[Callable[[dict[str, Any]]
         @functools.wraps(function)
         def call(**values: Any) -> _R:
             for name in values.keys() - signature.parameters.keys():
-                raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}")
+                error = TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}")
+                suggest(error, [name], signature.parameters)
+                raise error
             return function(values)
 
         call.__doc__ = with_fields(function.__doc__, "Args:")

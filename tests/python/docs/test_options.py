@@ -76,6 +76,8 @@ def test_the_functions_refuse_what_is_no_field(module):
             call(batch_size=2)
         with pytest.raises(TypeError, match=rf"^{call.__name__}\(\) takes 0 positional arguments but 1 was given$"):
             call(True)
+        with pytest.raises(TypeError, match=r"'num_worker'\nDid you mean num_workers instead of num_worker\?$"):
+            call(num_worker="auto")
 
 
 def test_the_site_gets_parameters_and_descriptions_without_the_package():

@@ -204,7 +204,13 @@ def test_p7_iterable_constructor_errors_are_torchs(DataLoader, arguments):
 
 @pytest.mark.ours
 @pytest.mark.parametrize(
-    "name, meant", [("num_worker", "num_workers"), ("prefetch", None), ("max_restart", "max_restarts")]
+    "name, meant",
+    [
+        ("num_worker", "num_workers"),
+        ("prefetch", "prefetch_factor"),
+        ("nonsense", None),
+        ("max_restart", "max_restarts"),
+    ],
 )
 def test_a_misspelled_argument_has_a_note_and_torchs_text(name, meant):
     with pytest.raises(TypeError) as expected:

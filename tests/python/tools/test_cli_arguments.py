@@ -79,3 +79,30 @@ def test_every_command_uses_them(given, error, capsys):
         cli.main(given)
     assert ended.value.code == 2
     assert capsys.readouterr().err.endswith(f"{error}\n")
+
+
+@pytest.mark.parametrize(
+    "given, usage, error",
+    [
+        (
+            ["run", "--num-worker", "4", "x.py"],
+            "run",
+            "unrecognized arguments: --num-worker; did you mean --num-workers?",
+        ),
+        (
+            ["run", "--name=x", "--dispach=x", "x.py"],
+            "run",
+            "unrecognized arguments: --dispach=x; did you mean --dispatch?",
+        ),
+        (["doctor", "--foo"], "doctor", "unrecognized arguments: --foo"),
+        (["bench", "x:f", "--ep", "3"], "bench", "unrecognized arguments: --ep; did you mean --epochs?"),
+        (["top", "3", "4"], "top", "unrecognized arguments: 4"),
+        (["doctr"], "[-h] [--version]", "there is no command 'doctr'; did you mean doctor?"),
+    ],
+)
+def test_unknown_arguments_name_what_was_meant(given, usage, error, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(given)
+    err = capsys.readouterr().err
+    assert ended.value.code == 2 and err.endswith(f"error: {error}\n")
+    assert err.startswith("usage: ") and f" {usage} " in err.splitlines()[0]

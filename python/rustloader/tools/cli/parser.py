@@ -6,12 +6,14 @@ import argparse
 import contextlib
 import math
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from rustloader.settings.option_values import Bytes, Kind
 from rustloader.settings.options import Option, Options, option_of
+from rustloader.system.similar import similar
 from rustloader.tools.bench.settings import SWEPT
 
 # Maximum duration in seconds: a year. The system's clocks and waits overflow after a few hundred years.
@@ -101,6 +103,26 @@ examples:
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that reports unknown arguments with the usage of their command, and with the names that were meant."""
+
+    commands: Iterable[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if args and self.commands and not args[0].startswith("-") and args[0] not in self.commands:
+            if meant := similar(args[0], self.commands):
+                self.error(f"there is no command {args[0]!r}; did you mean {meant}?")
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            # The value of an unknown flag has been taken for another argument, which is then left over.
+            unknown = [it for it in unknown if it.startswith("-")] or unknown
+            flags = re.findall(r"--?[a-z][a-z-]*", self.format_usage())
+            close = (similar(it.partition("=")[0], flags) for it in unknown)
+            meant = ", ".join(dict.fromkeys(filter(None, close)))
+            self.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; did you mean {meant}?" if meant else ""))
+        return found, unknown
+
+
 def script_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Splits the arguments of `run` or `trace` after the script's name. The second part is passed to the script."""
     valued = _valued_flags() if arguments[0] == "run" else {"-o", "--output", "--seconds", "--level"}
@@ -122,9 +144,11 @@ def make_parser() -> argparse.ArgumentParser:
             "allow_abbrev": False,
         }
 
-    parser = argparse.ArgumentParser(prog=prog, **descriptions(_ABOUT, _EXAMPLES))
+    parser = _Parser(prog=prog, **descriptions(_ABOUT, _EXAMPLES))
     parser.add_argument("--version", action="store_const", const="version", dest="command", help="print the versions")
     commands = parser.add_subparsers(dest="command", metavar="command")
+
+    parser.commands = commands.choices
 
     def command(name: str, help: str, about: str, examples: str = "") -> argparse.ArgumentParser:
         return commands.add_parser(name, help=help, **descriptions(about, examples))
