@@ -13,12 +13,13 @@ from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from rustloader.auto import arguments
-from rustloader.settings import loader_state, names, options
+from rustloader.settings import loader_state, names, options, representation
 from rustloader.system.similar import suggest
 
 if sys.platform.startswith("linux"):
     from rustloader.iterator import fallback, single
     from rustloader.iterator.core import _MultiProcessingDataLoaderIter
+    from rustloader.metrics import ledger
     from rustloader.system.torch_side import TORCH_GET_ITERATOR, TorchIter, in_torch, is_defined_in
 else:
     from rustloader.iterator import unsupported
@@ -166,6 +167,12 @@ class DataLoader(torch_data.DataLoader[_T_co]):
             if self.num_workers > 0 and sys.platform.startswith("linux"):
                 loader_state.of(self).pages.announce(self.num_workers)
 
+    def __repr__(self) -> str:
+        try:
+            return representation.of(self, _place(self, super()._get_iterator))
+        except Exception:  # an attribute is missing or invalid
+            return object.__repr__(self)
+
     def __iter__(self) -> _BaseDataLoaderIter:
         arguments.refuse_string(self)
         return super().__iter__()
@@ -221,3 +228,16 @@ def _why_not_engine(get_iterator: Callable[..., Any]) -> str | None:
     if iterator is not TorchIter and _MultiProcessingDataLoaderIter not in iterator.__mro__:
         return "torch.utils.data.dataloader._MultiProcessingDataLoaderIter was replaced"
     return None
+
+
+def _place(loader: DataLoader[Any], get_iterator: Callable[..., Any]) -> str:
+    """Returns a phrase that says where a loader runs."""
+    if loader.num_workers == 0:
+        return "in this process"
+    if not sys.platform.startswith("linux"):
+        return "on torch's iterator: the engine needs Linux"
+    reason = _why_not_engine(get_iterator)
+    reason = reason or fallback.why_not(_MultiProcessingDataLoaderIter, _MultiProcessingDataLoaderIter, loader)
+    if reason is None and (counters := ledger.find(loader)) is not None and not counters.iterators:
+        reason = next(iter(counters.fallbacks), None)
+    return "on the engine" if reason is None else f"on torch's iterator: {reason}"

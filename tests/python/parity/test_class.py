@@ -10,7 +10,7 @@ import pytest
 import torch
 from parity_table import Raised, attempt, drain, rows
 from sample_data import LazySampler, Numbers, Shards
-from support import DataLoader, TorchDataLoader, epoch, outcome, values
+from support import DataLoader, TorchDataLoader, epoch, outcome, rustloader, values
 
 
 def test_p1_is_a_pure_python_subclass():
@@ -200,6 +200,73 @@ def test_p7_constructor_errors_are_torchs(DataLoader, arguments):
 @rows(arguments=BAD_ITERABLE)
 def test_p7_iterable_constructor_errors_are_torchs(DataLoader, arguments):
     yield from refused(DataLoader, Shards([1]), arguments)
+
+
+class Silent(torch.utils.data.Dataset):
+    """A dataset that has no length, and whose other methods must not be called."""
+
+    def __len__(self):
+        raise RuntimeError
+
+    __repr__ = __str__ = __eq__ = __hash__ = __bool__ = __getitem__ = __len__
+
+
+@pytest.mark.ours
+@pytest.mark.parametrize(
+    "dataset, arguments, text",
+    [
+        (Numbers(4), {}, "Numbers, 4 samples: batch_size=1, num_workers=0; in this process"),
+        (
+            Numbers(4),
+            dict(batch_size=None, shuffle=True, num_workers=2, prefetch_factor=2, persistent_workers=True),
+            "Numbers, 4 samples: batch_size=None, shuffle=True, num_workers=2, persistent_workers=True; on the engine",
+        ),
+        (
+            Shards([1]),
+            dict(num_workers="auto", pin_memory=True, multiprocessing_context="spawn", seed_by="worker"),
+            "Shards: batch_size=1, num_workers='auto', pin_memory=True, multiprocessing_context=SpawnContext; "
+            "on the engine",
+        ),
+        (
+            Silent(),
+            dict(sampler=LazySampler(1, []), collate_fn=len, on_error=lambda index, error: 0, name="a"),
+            "Silent: batch_size=1, sampler=LazySampler, num_workers=0, collate_fn=builtin_function_or_method, "
+            "on_error=<lambda>, name='a'; in this process",
+        ),
+        (
+            Numbers(4),
+            dict(batch_sampler=[[0]], num_workers=1, worker_affinity=[0, [1, 2]]),
+            "Numbers, 4 samples: batch_sampler=[[0]], num_workers=1, worker_affinity=[0, [1, 2]]; on the engine",
+        ),
+        (
+            torch.utils.data.datapipes.map.SequenceWrapper([1]),
+            dict(num_workers=1),
+            "_MapDataPipeSerializationWrapper, 1 sample: batch_size=1, num_workers=1; "
+            "on torch's iterator: its dataset is a DataPipe",
+        ),
+    ],
+    ids=["default", "torch", "iterable", "objects", "lists", "fallback"],
+)
+def test_p1_a_repr_describes_the_loader(dataset, arguments, text):
+    assert repr(rustloader.DataLoader(dataset, **arguments)) == f"<DataLoader of {text}>"
+
+
+@pytest.mark.ours
+def test_p1_a_repr_follows_what_changes_and_never_raises():
+    class Mine(rustloader.StatefulDataLoader):
+        pass
+
+    loader = Mine(Numbers(1), num_workers=1, max_restarts=2)
+    plain = "Numbers, 1 sample: batch_size=1, num_workers=1, max_restarts=2"
+    assert repr(loader).endswith(f"Mine of {plain}; on the engine>")
+    with rustloader.installed(dispatch="shared_queue"):
+        assert f"{plain.replace(', max', ', dispatch=' + repr('shared_queue') + ', max')}; on the engine" in repr(
+            loader
+        )
+    loader.max_restarts = "many"
+    assert repr(loader) == object.__repr__(loader)
+    half_built = Mine.__new__(Mine)
+    assert repr(half_built) == object.__repr__(half_built)
 
 
 @pytest.mark.ours
