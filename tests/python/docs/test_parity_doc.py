@@ -1,4 +1,4 @@
-"""docs/parity.md has one row for each ID, with a status; tests/README.md names the tests of each row, which exist."""
+"""docs/parity.md has a row for each ID, with a status; tests/README.md names the tests of each row, which exist."""
 
 import ast
 import re
@@ -27,7 +27,8 @@ def names_in(path):
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
 
 
-ROWS = {cells[0]: cells[1:] for cells in rows("docs/parity.md")}
+PAGES = ("docs/parity.md", "python/rustloader/iterator/README.md")
+ROWS = {cells[0]: cells[1:] for page in PAGES for cells in rows(page)}
 PROOFS = {cells[0]: cells[1].split(", ") for cells in rows("tests/README.md")}
 FILES = {path.name: names_in(path) for path in (ROOT / "tests" / "python").rglob("test_*.py")}
 TESTS = {f"{file}::{name}" for file, names in FILES.items() for name in names}

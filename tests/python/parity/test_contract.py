@@ -475,7 +475,7 @@ def test_p14_p15_detectron2_shards_by_worker_and_seeds_by_generator(DataLoader, 
 
 
 def test_t4_a_namespace_of_nothing_but_the_table_serves():
-    """The attributes that docs/parity.md lists for torch 2.13 suffice."""
+    """The attributes that torch 2.13's iterator reads suffice."""
     names = (
         "_IterableDataset_len_called _auto_collation _dataset_kind _index_sampler collate_fn dataset drop_last "
         "generator in_order multiprocessing_context num_workers persistent_workers pin_memory pin_memory_device "

@@ -1,4 +1,4 @@
-"""The internals of a live iterator that programs use besides its interface (T15, and attributes in docs/parity.md)."""
+"""The internals of a live iterator that programs use besides its interface (T15, and iterator/README.md)."""
 
 import contextlib
 import copy
