@@ -32,6 +32,9 @@ pub const TRACE_SLOTS: u32 = 1 << 12;
 pub const TRACE_DRAIN: Duration = Duration::from_millis(2);
 /// Bytes of trace events that are written to the file at a time.
 pub const TRACE_BUFFER: usize = 256 << 10;
+/// The interval at which a thread empties the rings of a trace and writes its events to the file. If the process is
+/// killed, later events are lost.
+pub const TRACE_FLUSH: Duration = Duration::from_millis(250);
 
 // --- Positions ---
 

@@ -1071,12 +1071,18 @@ class TraceSink:
     ``number`` and ``extra``. `TRACE_KINDS` has the names of the kinds. ``who`` is a worker's ID, `TRACE_MAIN` or
     `TRACE_PINNER`."""
 
-    def __new__(cls, files: list[int], seconds: float) -> TraceSink:
-        """Takes ownership of the descriptors of empty files. If there are two files, the sink switches between them
-        every ``seconds`` seconds."""
+    def __new__(cls, files: list[int], unfinished: int, seconds: float) -> TraceSink:
+        """Takes ownership of the descriptors of empty files. If there are two ``files``, the sink switches between them
+        every ``seconds`` seconds. A thread writes the events to the current file four times per second. It also
+        replaces the content of the file ``unfinished``: the time in nanoseconds and the number of records, in two
+        little-endian words, and a record for each activity that is in progress."""
+
+    def begin(self, source: int, kind: int, who: int, begin: int, number: int) -> None:
+        """Notes that an activity is in progress, until the next ``put`` for the source. Does nothing in a forked child.
+        ValueError: there is no such kind."""
 
     def put(self, source: int, kind: int, who: int, begin: int, length: int, number: int, extra: int = 0) -> None:
-        """Adds an event. ValueError: there is no such kind."""
+        """Adds an event. Does nothing in a forked child. ValueError: there is no such kind."""
 
     def end(self) -> tuple[int, list[tuple[int, int]]]:
         """Writes the remaining events. Returns the number of lost events, and a pair for each file: its index and its

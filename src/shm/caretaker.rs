@@ -1,11 +1,11 @@
 //! A background thread for work that falls due between the program's calls into the library. The thread exists only
-//! while there is such work.
+//! while there is such work. There is at most one function for each [`Duty`].
 //!
 //! [`pause`] joins the thread before each fork, so that a child inherits none of the thread's locks, and so that Python
 //! 3.12 and later do not warn about a fork in a multi-threaded process. The thread calls no Python code.
 
 use std::sync::atomic::{AtomicBool, AtomicU64};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -14,14 +14,23 @@ use crate::sync::{Ordering, lock};
 use crate::sys;
 
 /// A function that does the work that is due. It returns the time after which it must be called again, or `None` if
-/// there is no more work.
-pub type Work = fn() -> Option<Duration>;
+/// there is no more work. It may also be called earlier.
+pub type Work = Arc<dyn Fn() -> Option<Duration> + Send + Sync>;
+
+/// The purpose of a [`Work`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Duty {
+    /// To retire the pooled arenas that nobody has used for some time.
+    Pages,
+    /// To write the events of a trace.
+    Trace,
+}
 
 #[derive(Default)]
 struct State {
-    /// The work; `None` if there is none.
-    work: Option<Work>,
-    /// True if there may be new work since the last call of `work`.
+    /// The work of each duty; `None` if there is none.
+    works: [Option<Work>; 2],
+    /// True if there may be new work since the last calls of `works`.
     work_changed: bool,
     thread: Option<JoinHandle<()>>,
     /// A thread that has finished but is not joined yet.
@@ -30,7 +39,8 @@ struct State {
     forks: u32,
 }
 
-static STATE: Mutex<State> = Mutex::new(State { work: None, work_changed: false, thread: None, ended: None, forks: 0 });
+static STATE: Mutex<State> =
+    Mutex::new(State { works: [None, None], work_changed: false, thread: None, ended: None, forks: 0 });
 static WAKE: Condvar = Condvar::new();
 /// True after the first [`start`]. Until then [`restart`] does nothing, so that a fork costs nothing in a program that
 /// only imports the library.
@@ -54,30 +64,31 @@ fn state() -> Option<MutexGuard<'static, State>> {
     Some(lock(&STATE))
 }
 
-/// Makes the thread call `work` now, and again whenever the duration that `work` returned has passed. If the thread
-/// cannot be started, the next call of `start` or [`restart`] tries again.
-pub fn start(work: Work) {
+/// Makes the thread call `work` now, and again whenever the duration that `work` returned has passed. Replaces the
+/// earlier work of this duty. If the thread cannot be started, the next call of `start` or [`restart`] tries again.
+pub fn start(duty: Duty, work: Work) {
     USED.store(true, Ordering::Relaxed);
     let Some(mut state) = state() else { return };
-    state.work = Some(work);
+    state.works[duty as usize] = Some(work);
     state.work_changed = true;
     state.spawn();
     WAKE.notify_all();
 }
 
-/// Makes the thread call the work function at once, because there may be new work.
+/// Makes the thread call all work functions at once, because there may be new work.
 pub fn wake() {
     let Some(mut state) = state() else { return };
     state.work_changed = true;
     WAKE.notify_all();
 }
 
-/// Stops the thread and drops its work.
-pub fn stop() {
+/// Drops the work of a duty. When this function returns, the work is not in progress.
+pub fn stop(duty: Duty) {
     pause();
     if let Some(mut state) = state() {
-        state.work = None;
+        state.works[duty as usize] = None;
         state.forks = state.forks.saturating_sub(1);
+        state.spawn();
     }
 }
 
@@ -113,8 +124,7 @@ pub fn restart() {
 
 impl State {
     fn spawn(&mut self) {
-        let Some(work) = self.work else { return };
-        if self.forks > 0 || self.thread.is_some() {
+        if self.forks > 0 || self.thread.is_some() || self.works.iter().all(Option::is_none) {
             return;
         }
         if let Some(ended) = self.ended.take() {
@@ -123,28 +133,31 @@ impl State {
         let body = move || {
             sys::signal::block_all_in_this_thread();
             sys::thread::set_name("rl_caretaker");
-            run(work);
+            run();
         };
         self.thread = sys::thread::spawn_joinable("rl_caretaker", CARETAKER_STACK, body).ok();
     }
 }
 
-/// The body of the thread: calls `work` when it is due, until there is no more work or a fork is about to happen.
-fn run(work: Work) {
+/// The body of the thread: calls each work when it is due, until there is no more work or a fork is about to happen.
+fn run() {
     let mut state = lock(&STATE);
     loop {
         if state.forks > 0 {
             return;
         }
         state.work_changed = false;
+        let works = state.works.clone();
         drop(state);
-        let wait = work();
+        let waits = works.map(|work| work.and_then(|work| work()));
         state = lock(&STATE);
         if state.work_changed || state.forks > 0 {
             continue;
         }
-        let Some(wait) = wait else {
-            state.work = None;
+        for (work, wait) in state.works.iter_mut().zip(waits) {
+            work.take_if(|_| wait.is_none());
+        }
+        let Some(wait) = waits.into_iter().flatten().min() else {
             state.ended = state.thread.take();
             return;
         };
@@ -213,19 +226,19 @@ mod tests {
     fn the_thread_lives_while_there_is_work_and_no_fork() {
         // This is a single test because the state is global to the process.
         LEFT.store(5, Ordering::Relaxed);
-        start(count_down);
+        start(Duty::Pages, Arc::new(count_down));
         wait_until(|| LEFT.load(Ordering::Relaxed) == 0 && threads() == 0);
         let calls = CALLS.load(Ordering::Relaxed);
         // A new thread starts after one has ended.
         LEFT.store(u32::MAX, Ordering::Relaxed);
-        start(count_down);
-        start(count_down);
+        start(Duty::Pages, Arc::new(count_down));
+        start(Duty::Pages, Arc::new(count_down));
         wait_until(|| CALLS.load(Ordering::Relaxed) > calls + 3);
         assert_eq!(threads(), 1);
         pause();
         // The kernel may list a joined thread for another moment.
         wait_until(|| threads() == 0);
-        start(count_down);
+        start(Duty::Pages, Arc::new(count_down));
         restart();
         assert_eq!(threads(), 0, "it does not start during a fork");
         pause();
@@ -237,20 +250,31 @@ mod tests {
         let calls = CALLS.load(Ordering::Relaxed);
         restart();
         wait_until(|| CALLS.load(Ordering::Relaxed) > calls + 3);
-        stop();
+        // The works of two duties end independently.
+        static WRITES: AtomicU32 = AtomicU32::new(0);
+        let write = || {
+            WRITES.fetch_add(1, Ordering::Relaxed);
+            Some(Duration::from_millis(1))
+        };
+        start(Duty::Trace, Arc::new(write));
+        stop(Duty::Pages);
+        let (calls, writes) = (CALLS.load(Ordering::Relaxed), WRITES.load(Ordering::Relaxed));
+        wait_until(|| WRITES.load(Ordering::Relaxed) > writes + 3);
+        assert_eq!(CALLS.load(Ordering::Relaxed), calls);
+        stop(Duty::Trace);
         wait_until(|| threads() == 0);
         restart();
         assert_eq!(threads(), 0, "there is no more work");
         // `pause` waits for a call that is in progress.
-        start(slow);
+        start(Duty::Pages, Arc::new(slow));
         wait_until(|| IS_BUSY.load(Ordering::Relaxed));
         pause();
         assert!(!IS_BUSY.load(Ordering::Relaxed), "it is joined before a fork");
         resume();
-        stop();
+        stop(Duty::Pages);
         wait_until(|| threads() == 0);
         // A call of `wake` ends a long wait.
-        start(|| (LEFT.load(Ordering::Relaxed) != 7).then_some(Duration::from_secs(1000)));
+        start(Duty::Pages, Arc::new(|| (LEFT.load(Ordering::Relaxed) != 7).then_some(Duration::from_secs(1000))));
         wait_until(|| threads() == 1);
         LEFT.store(7, Ordering::Relaxed);
         wake();

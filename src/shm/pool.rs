@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use super::arena::Arena;
-use super::caretaker;
+use super::caretaker::{self, Duty};
 use super::layout::{Geometry, Needs};
 use crate::config::{POOL_ARENAS, POOL_IDLE, POOL_SHARE};
 use crate::sync::{Ordering, lock};
@@ -171,7 +171,7 @@ pub fn put(arena: Arc<Arena>) {
         }
     }
     retire(dropped);
-    caretaker::start(retire_expired);
+    caretaker::start(Duty::Pages, Arc::new(retire_expired));
 }
 
 /// Retires the arenas that have been idle for [`POOL_IDLE`].
@@ -198,7 +198,7 @@ pub fn clear() -> usize {
     let all: Vec<Idle> = pool().map(|mut pool| pool.idle.drain(..).collect()).unwrap_or_default();
     let count = all.len();
     retire(all);
-    caretaker::stop();
+    caretaker::stop(Duty::Pages);
     count
 }
 

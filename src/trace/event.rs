@@ -53,12 +53,16 @@ impl Kind {
         (0..).map_while(Self::of_number).map(Self::name).collect()
     }
 
-    /// Returns the kind of the event for the time that a worker has spent in a state. Returns `None` for
-    /// [`WorkerState::Left`], which never ends, and for [`WorkerState::Publish`], whose event is recorded before the
-    /// state ends: see [`published`](super::Recorder::published).
-    pub(super) fn of_state(state: WorkerState) -> Option<Self> {
-        let is_recorded = !matches!(state, WorkerState::Left | WorkerState::Publish);
-        is_recorded.then(|| Self::of_number(state as u32)).flatten()
+    /// Returns the kind of the event for the time that a worker has spent in a state; `replays` is true if it is
+    /// replaying earlier batches. Returns `None` for [`WorkerState::Left`], which never ends, and for
+    /// [`WorkerState::Publish`], whose event is recorded before the state ends: see
+    /// [`published`](super::Recorder::published).
+    pub(super) fn of_state(state: WorkerState, replays: bool) -> Option<Self> {
+        match state {
+            WorkerState::Left | WorkerState::Publish => None,
+            WorkerState::Fetch | WorkerState::Collate if replays => Some(Self::Replay),
+            _ => Self::of_number(state as u32),
+        }
     }
 }
 

@@ -6,6 +6,10 @@
 //! entry is published by one Release store (`shm::ring`), so a killed worker never leaves half an event. All times are
 //! read from CLOCK_MONOTONIC.
 //!
+//! A program that is killed leaves its trace, up to a fraction of a second: every
+//! [`TRACE_FLUSH`](crate::config::TRACE_FLUSH), a thread empties the rings and writes what is buffered, and also the
+//! activities that are still in progress ([`Spooler`]).
+//!
 //! While no trace is on, each change of state costs a worker only one read of a word in the arena's header, and costs
 //! the main process only one read of an atomic flag.
 
@@ -13,6 +17,7 @@ mod event;
 mod recorder;
 mod sink;
 mod source;
+mod spooler;
 #[cfg(test)]
 mod tests;
 
@@ -20,3 +25,4 @@ pub use self::event::{Event, Kind, MAIN, PINNER};
 pub use self::recorder::Recorder;
 pub use self::sink::Sink;
 pub use self::source::Source;
+pub use self::spooler::Spooler;

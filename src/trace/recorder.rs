@@ -48,11 +48,7 @@ impl Recorder {
     /// Records the time spent in a state that the worker now leaves. `replays` is true if the worker is replaying
     /// earlier batches. A sample that is still in progress is discarded.
     pub fn spent(&self, state: WorkerState, (begin, length): (u64, u64), task: u64, replays: bool) {
-        let kind = match Kind::of_state(state) {
-            Some(Kind::Fetch | Kind::Collate) if replays => Kind::Replay,
-            Some(kind) => kind,
-            None => return,
-        };
+        let Some(kind) = Kind::of_state(state, replays) else { return };
         let mut inner = lock(&self.state);
         // A sample that is still in progress has failed.
         inner.sample = None;

@@ -8,13 +8,15 @@ use super::sink::Sink;
 use crate::config::TRACE_DRAIN;
 use crate::error::Result;
 use crate::shm::arena::{Arena, ArenaRing};
-use crate::shm::layout::{REMOTE, StatusPage, WorkerState};
+use crate::shm::layout::{MainState, NOT_BEGUN, REMOTE, StatusPage, WorkerState};
 use crate::shm::ring::Consumer;
 use crate::sync::{AtomicU32, Ordering, lock};
 use crate::sys;
 
 /// The collector of one iterator's events: those of its workers, and those of the loop that uses it. It passes them to
 /// a [`Sink`], and does nothing in a forked child.
+///
+/// The loop, the pin thread and the caretaker use it at the same time.
 #[derive(Debug)]
 pub struct Source {
     arena: Arc<Arena>,
@@ -110,18 +112,46 @@ impl Source {
             return;
         }
         self.empty();
-        let StatusPage { state, since_ns, task, .. } = &self.arena.control(worker).status;
-        let (begin, number) = (since_ns.load(Ordering::Relaxed), task.load(Ordering::Relaxed));
-        let length = sys::clock::monotonic_ns().saturating_sub(begin);
+        if let Some(event) = self.activity_of(worker, sys::clock::monotonic_ns()) {
+            self.put(event);
+        }
+        self.mark(Kind::Died, worker, self.arena.control(worker).status.task.load(Ordering::Relaxed), 0);
+    }
+
+    /// Returns an event for the state in which a worker has been until `now`.
+    fn activity_of(&self, worker: u32, now: u64) -> Option<Event> {
+        let StatusPage { state, since_ns, task, place, .. } = &self.arena.control(worker).status;
+        let state = WorkerState::from_u32(state.load(Ordering::Relaxed));
+        let replays = place.load(Ordering::Relaxed) == NOT_BEGUN;
+        let (kind, begin) = (Kind::of_state(state, replays)?, since_ns.load(Ordering::Relaxed));
         // The times on the status page of a remote worker come from the other machine's clock.
         let is_remote = self.arena.header().main.options.load(Ordering::Relaxed) & REMOTE != 0;
-        if let Some(kind) = Kind::of_state(WorkerState::from_u32(state.load(Ordering::Relaxed)))
-            && begin != 0
-            && !is_remote
-        {
-            self.put(Event { kind, who: worker, begin, length, number, extra: 0 });
-        }
-        self.mark(Kind::Died, worker, number, 0);
+        let (length, number) = (now.saturating_sub(begin), task.load(Ordering::Relaxed));
+        (begin != 0 && !is_remote).then_some(Event { kind, who: worker, begin, length, number, extra: 0 })
+    }
+
+    /// Returns the records of the activities of the loop and the workers that last until `now`.
+    pub(super) fn unfinished(&self, now: u64) -> Vec<u8> {
+        // While the lock is held, the iterator keeps its arena.
+        let traced = lock(&self.traced);
+        let Some(Traced { number: source, .. }) = &*traced else { return Vec::new() };
+        let main = &self.arena.header().main;
+        let (since, wait) = (main.since_ns.load(Ordering::Relaxed), main.wait_since_ns.load(Ordering::Relaxed));
+        let loops = match MainState::from_u32(main.state.load(Ordering::Relaxed)) {
+            // The thread of the loop may be about to change the page.
+            MainState::First | MainState::Waiting if wait >= since => {
+                vec![(Kind::Waiting, wait), (Kind::Next, since)]
+            }
+            MainState::First | MainState::Waiting | MainState::Next => vec![(Kind::Next, since)],
+            MainState::Step => vec![(Kind::Step, since)],
+            MainState::Unused | MainState::Starting | MainState::Between => vec![],
+        };
+        let loops = loops.into_iter().map(|(kind, begin)| {
+            let length = now.saturating_sub(begin);
+            Event { kind, who: MAIN, begin, length, number: 0, extra: 0 }
+        });
+        let workers = (0..self.workers()).filter_map(|worker| self.activity_of(worker, now));
+        loops.chain(workers).flat_map(|event| event.to_bytes(*source)).collect()
     }
 
     /// Passes the events in the rings to the sink, unless that was done within the last [`TRACE_DRAIN`].
@@ -137,7 +167,7 @@ impl Source {
     }
 
     /// Passes the events in the rings to the sink.
-    fn empty(&self) {
+    pub(super) fn empty(&self) {
         if let Some(traced) = &mut *lock(&self.traced) {
             traced.empty();
         }

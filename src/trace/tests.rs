@@ -7,7 +7,8 @@ use std::time::Duration;
 use super::*;
 use crate::config::TRACE_SLOTS;
 use crate::shm::arena::Arena;
-use crate::shm::layout::WorkerState;
+use crate::shm::caretaker::{self, Duty};
+use crate::shm::layout::{MainState, NOT_BEGUN, WorkerState};
 use crate::sys::memfd;
 
 type Record = [u64; 5];
@@ -40,9 +41,9 @@ fn event(kind: Kind, begin: u64, number: u64) -> Event {
 fn the_states_of_a_worker_have_their_numbers() {
     use WorkerState as State;
     let states = [State::Starting, State::Idle, State::Fetch, State::Collate, State::Pack];
-    assert!(states.iter().all(|state| Kind::of_state(*state).unwrap() as u32 == *state as u32));
+    assert!(states.iter().all(|state| Kind::of_state(*state, false).unwrap() as u32 == *state as u32));
     assert_eq!(Kind::Publish as u32, State::Publish as u32);
-    assert_eq!([State::Publish, State::Left].map(Kind::of_state), [None, None]);
+    assert_eq!([State::Publish, State::Left].map(|state| Kind::of_state(state, false)), [None, None]);
     let names = Kind::names();
     assert_eq!((names[Kind::Fetch as usize], names.last()), ("fetch", Some(&"copy")));
 }
@@ -173,4 +174,64 @@ fn events_that_cannot_be_written_are_counted() {
     (0..3).for_each(|at| sink.put(0, event(Kind::Next, at, at)));
     sink.count_lost(4);
     assert_eq!(sink.end(), (7, vec![(0, 0)]));
+}
+
+#[test]
+fn events_are_written_before_the_end_and_so_are_activities_that_last() {
+    let arena = Arena::create_sized(1 << 30, 2, 4).unwrap();
+    let (source, recorder) = (Arc::new(Source::new(arena.clone())), Recorder::new(arena.clone(), 1));
+    let ((fd, mut read), (unfinished, mut read_unfinished)) = (file(), file());
+    let spooler = Spooler::new(vec![fd], unfinished, 0);
+    // This test writes instead of the thread.
+    caretaker::stop(Duty::Trace);
+    spooler.follow(&source, 3, 1, (0, 1)).unwrap();
+    recorder.spent(WorkerState::Fetch, (10, 5), 7, false);
+    let relaxed = crate::sync::Ordering::Relaxed;
+    let main = &arena.header().main;
+    main.state.store(MainState::Waiting as u32, relaxed);
+    main.since_ns.store(20, relaxed);
+    main.wait_since_ns.store(21, relaxed);
+    // Worker 0 has not started yet.
+    let page = &arena.control(1).status;
+    page.since_ns.store(15, relaxed);
+    page.task.store(7, relaxed);
+    page.state.store(WorkerState::Collate as u32, relaxed);
+    page.place.store(NOT_BEGUN, relaxed);
+    spooler.begin(4, event(Kind::Fetch, 30, 2));
+    assert!(spooler.write_out().is_some());
+    assert_eq!(records(&mut read, u64::MAX)[1], [first(3, 1, Kind::Fetch), 10, 5, 7, 0]);
+    let mut all = Vec::new();
+    read_unfinished.rewind().unwrap();
+    read_unfinished.read_to_end(&mut all).unwrap();
+    let words: Vec<u64> = all.as_chunks().0.iter().map(|word| u64::from_le_bytes(*word)).collect();
+    let (now, listed) = (words[0], words[2..].chunks(5));
+    assert_eq!(words[1], listed.len() as u64);
+    let expected = [
+        (first(4, 1, Kind::Fetch), 30, 2),
+        (first(3, MAIN, Kind::Waiting), 21, 0),
+        (first(3, MAIN, Kind::Next), 20, 0),
+        (first(3, 1, Kind::Replay), 15, 7),
+    ];
+    assert!(listed.clone().all(|words| words[1] + words[2] == now));
+    assert_eq!(listed.map(|words| (words[0], words[1], words[3])).collect::<Vec<_>>(), expected);
+    spooler.put(4, event(Kind::Fetch, 30, 2));
+    source.end();
+    assert!(spooler.write_out().is_some());
+    read_unfinished.rewind().unwrap();
+    let mut head = [0; 16];
+    read_unfinished.read_exact(&mut head).unwrap();
+    assert_eq!(head[8..], [0; 8]);
+    spooler.end();
+    assert_eq!(spooler.write_out(), None);
+}
+
+#[test]
+fn events_that_the_thread_does_not_write_are_written_with_a_later_one() {
+    let (fd, mut read) = file();
+    let sink = Sink::new(vec![fd], 0);
+    sink.put(0, event(Kind::Step, 1, 0));
+    sink.put(0, event(Kind::Step, 10, 0));
+    assert!(records(&mut read, u64::MAX).is_empty());
+    sink.put(0, event(Kind::Step, 1_000_000_000, 0));
+    assert_eq!(records(&mut read, u64::MAX).len(), 3);
 }

@@ -11,10 +11,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
-from rustloader._core import TRACE_KINDS, TRACE_MAIN, Engine
+from rustloader._core import TRACE_KINDS, TRACE_MAIN, Engine, TraceSink
 from rustloader.system.protocols import SingleIterator
 from rustloader.tracing import files
-from rustloader.tracing.spool import Spool
+from rustloader.tracing.spool import Spool, left_behind, merge_command
 
 logger = logging.getLogger("rustloader")
 
@@ -59,10 +59,15 @@ class Trace:
             raise IsADirectoryError(errno.EISDIR, "the path of a trace must be a file, but this is a folder", self.path)
         if os.path.exists(self.path) and not os.access(self.path, os.W_OK):
             raise PermissionError(errno.EACCES, "this file is not writable", self.path)
+        left = left_behind(self.path)
+        if left is not None:
+            text = "a program that was killed left the records of its trace in %s. This command makes the trace: %s"
+            logger.warning(text, left, merge_command(left, _other_name(self.path)))
         try:
             self._spool = Spool(self.path, self._level, self._seconds)
         except OSError as error:  # it names the spool
             raise OSError(error.errno, error.strerror, self.path) from None
+        logger.info("if this program is killed, this command makes its trace: %s", self.merge_command)
         _active = self
         try:
             for traceable in _all_live():
@@ -85,15 +90,19 @@ class Trace:
             files.convert(spool.folder, self.path)
         except OSError as error:
             # The error is only logged: the program may not have saved its results yet.
-            text = (
-                "the trace %s could not be written: %s. `rustloader trace merge %s -o FILE` creates it from its records"
-            )
-            logger.error(text, self.path, str(error), spool.folder)
+            text = "the trace %s could not be written: %s. This command makes it from its records: %s"
+            logger.error(text, self.path, str(error), merge_command(spool.folder, self.path))
             return
         spool.remove()
         self.is_written = True
         if lost:
             logger.warning("the trace %s lacks %d events: there was no room for them", self.path, lost)
+
+    @property
+    def merge_command(self) -> str:
+        """The command that makes the trace if the program is killed during it; "" before its start and after its
+        end."""
+        return "" if self._spool is None else merge_command(self._spool.folder, self.path)
 
     def add_source(self, key: object, name: str, workers: int) -> int | None:
         """Adds an iterator, and returns its number in the trace. Returns None if it cannot be added, or the trace has
@@ -120,11 +129,11 @@ class Trace:
         except (OSError, MemoryError) as error:
             logger.warning("a DataLoader is not in the trace %s: %s", self.path, error)
 
-    def put(self, source: int, kind: int, begin: int, end: int, number: int = 0) -> None:
-        """Adds a record of the main process: a fetch or step of a loader without workers, or a copy to a device."""
-        spool = self._spool
-        if spool is not None and spool.is_ours:
-            spool.sink.put(source, kind, TRACE_MAIN, begin, end - begin, number)
+
+def _other_name(path: str) -> str:
+    """Returns the name for the trace of an earlier program."""
+    folder, name = os.path.split(path)
+    return os.path.join(folder, f"killed-{name}")
 
 
 def _all_live() -> list[Traceable]:
@@ -196,11 +205,19 @@ def follow_copies(key: object, name: str) -> Callable[[int], None] | None:
         key: An object that lives as long as the object that makes the copies.
         name: The name of the copies' row.
     """
-    active = current()
-    source = None if active is None else active.add_source(key, name, 0)
-    if active is None or source is None:
+    sink, source = _sink_and_source(key, name)
+    if sink is None:
         return None
-    return lambda begin: active.put(source, _COPY, begin, time.monotonic_ns())
+    return lambda begin: sink.put(source, _COPY, TRACE_MAIN, begin, time.monotonic_ns() - begin, 0)
+
+
+def _sink_and_source(key: object, name: str) -> tuple[TraceSink, int] | tuple[None, int]:
+    """Adds an iterator without workers to the current trace. Returns its sink, which stays usable after its end, and
+    the iterator's number. Returns None and 0 if there is no trace."""
+    active = current()
+    spool = None if active is None else active._spool
+    source = None if active is None else active.add_source(key, name, 0)
+    return (None, 0) if spool is None or source is None else (spool.sink, source)
 
 
 def follow_fetches(iterator: SingleIterator, key: object, name: str) -> None:
@@ -211,12 +228,10 @@ def follow_fetches(iterator: SingleIterator, key: object, name: str) -> None:
         key: An object that lives as long as the loader.
         name: The loader's name.
     """
-    active = current()
-    if active is None:
+    sink, source = _sink_and_source(key, name)
+    if sink is None:
         return
-    fetcher, source = iterator._dataset_fetcher, active.add_source(key, name, 0)
-    if source is None:
-        return
+    fetcher = iterator._dataset_fetcher
     # The reference is weak because a fetcher that refers to itself would outlive its iterator.
     fetch_of_class, weak = type(fetcher).fetch, weakref.ref(fetcher)
     number, last_end = 0, 0
@@ -225,12 +240,13 @@ def follow_fetches(iterator: SingleIterator, key: object, name: str) -> None:
         nonlocal number, last_end
         begin = time.monotonic_ns()
         if last_end:
-            active.put(source, _STEP, last_end, begin)
+            sink.put(source, _STEP, TRACE_MAIN, last_end, begin - last_end, 0)
+        sink.begin(source, _FETCH, TRACE_MAIN, begin, number)
         try:
             return fetch_of_class(weak(), index)
         finally:
             last_end = time.monotonic_ns()
-            active.put(source, _FETCH, begin, last_end, number)
+            sink.put(source, _FETCH, TRACE_MAIN, begin, last_end - begin, number)
             number += 1
 
     fetcher.fetch = fetch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gzip
+import itertools
 import json
 import os
 import zlib
@@ -33,13 +34,15 @@ def convert(folder: str, path: str) -> None:
 def _lines(folder: str, about: dict[str, Any]) -> Iterator[str]:
     """Returns the events of a spool, each as JSON. If the trace keeps only its last seconds, earlier events are
     omitted."""
-    since = 0
+    since, unfinished = 0, spool.read_unfinished(folder, about)
     if about["seconds"] is not None:
-        last = max((begin + length for _, begin, length, *_ in spool.read_records(folder, about)), default=0)
+        records = itertools.chain(spool.read_records(folder, about), unfinished)
+        last = max((begin + length for _, begin, length, *_ in records), default=0)
         since = last - int(about["seconds"] * 1e9)
-    records = spool.read_records(folder, about)
+    kept = spool.read_records(folder, about)
     # Earlier starts of epochs are kept, because they give later batches their numbers.
-    return slices.lines(about, (it for it in records if it[1] + it[2] >= since or it[0] & 0xFF == _EPOCH))
+    kept = (it for it in kept if it[1] + it[2] >= since or it[0] & 0xFF == _EPOCH)
+    return slices.lines(about, kept, unfinished)
 
 
 def _write(path: str, lines: Iterable[str]) -> None:
@@ -122,7 +125,10 @@ def merge(paths: list[str], path: str) -> int:
 
 
 def _read(path: str) -> tuple[int, bool, Iterable[dict[str, Any]]]:
-    """Returns the base of a file's clock in nanoseconds, whether this module made the file, and its events."""
+    """Returns the base of a file's clock in nanoseconds, whether this module made the file, and its events. If the
+    file is missing because its program was killed, reads the spool that the program left."""
+    if not os.path.lexists(path) and os.path.isdir(path + spool.SUFFIX):
+        path += spool.SUFFIX
     if os.path.isdir(path):
         try:
             about = spool.read_about(path)

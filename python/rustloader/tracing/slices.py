@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rustloader._core import TRACE_KINDS, TRACE_MAIN, TRACE_PINNER
@@ -28,14 +28,16 @@ _NEXT, _WAITING, _EPOCH, _STARTED = map(TRACE_KINDS.index, ("next", "waiting", "
 _DIED, _STALLED, _SAVED, _PIN = map(TRACE_KINDS.index, ("died", "stalled", "saved", "pin"))
 _BATCH_KINDS = {_FETCH, _COLLATE, _PACK, _PUBLISH, _SAMPLE}
 _INSTANT_KINDS = {_EPOCH, _STARTED, _DIED, _STALLED, _SAVED}
+_INNER_KINDS = {_SAMPLE, _WAITING, *_INSTANT_KINDS}
 _NO_INDEX = (1 << 64) - 1
 
 # The kind, begin, length, and two numbers. In `lines`, the first field is the packed word: source, origin and kind.
 _Record = tuple[int, int, int, int, int]
 
 
-def lines(about: dict[str, Any], records: Iterable[_Record]) -> Iterator[str]:
-    """Yields the events of a trace as JSON."""
+def lines(about: dict[str, Any], records: Iterable[_Record], unfinished: Sequence[_Record] = ()) -> Iterator[str]:
+    """Yields the events of a trace as JSON. ``unfinished`` are the activities that were in progress when the program
+    was killed; those whose end is among ``records`` are omitted."""
     yield metadata(CLOCK, about["pid"], {key: value for key, value in about.items() if key not in ("files", "lost")})
     name = about["script"] if about["rank"] is None else f"{about['script']} rank {about['rank']}"
     yield metadata("process_name", about["pid"], {"name": name})
@@ -45,11 +47,26 @@ def lines(about: dict[str, Any], records: Iterable[_Record]) -> Iterator[str]:
         first = sources[-1].end if sources else _FIRST_ROW
         sources.append(_Source(about, len(sources), loader, previous, first))
         yield from sources[-1].names()
+    ends: dict[int, int] = {}
     for word, begin, length, number, extra in records:
+        if unfinished:
+            ends[_lane(word)] = max(ends.get(_lane(word), 0), begin + length)
         yield from sources[word >> 32].add(word >> 8 & 0xFFFFFF, (word & 0xFF, begin, length, number, extra))
+    # The program may have written records after the list.
+    end = max([*ends.values(), *(begin + length for _, begin, length, *_ in unfinished)], default=0)
+    for word, begin, _, number, extra in unfinished:
+        if begin >= ends.get(_lane(word), 0):
+            record = (word & 0xFF, begin, end - begin, number, extra)
+            yield from sources[word >> 32].cut_off(word >> 8 & 0xFFFFFF, record)
     for source in sources:
         yield from source.close()
     yield metadata(END, about["pid"], {"lost": about.get("lost", 0), "complete": "files" in about})
+
+
+def _lane(word: int) -> int:
+    """Returns a number for the activities that follow each other: those with the same source and origin, except events
+    that occur during another activity, whose number includes their kind."""
+    return word if word & 0xFF in _INNER_KINDS else word | 0xFF
 
 
 def metadata(name: str, pid: int, args: dict[str, Any], tid: int = 0) -> str:
@@ -91,6 +108,10 @@ class _Source:
     def _row_name(self, row: int, name: str) -> str:
         return metadata("thread_name", self._pid, {"name": f"{self.group} {self._name}: {name}"}, self._first + row)
 
+    @staticmethod
+    def _row(origin: int) -> int:
+        return {TRACE_MAIN: 0, TRACE_PINNER: 1}.get(origin, origin + 2)
+
     @property
     def epochs_before(self) -> int:
         """The number of epochs that the loader's earlier iterators had."""
@@ -112,7 +133,7 @@ class _Source:
         """Yields the events that a record completes. ``origin`` is a worker ID, ``TRACE_MAIN`` or ``TRACE_PINNER``."""
         kind, begin, length, number, extra = record
         args = self._args(number) if kind in (_FETCH, _PIN) else ""
-        row = {TRACE_MAIN: 0, TRACE_PINNER: 1}.get(origin, origin + 2)
+        row = self._row(origin)
         if row == 1 and row not in self._named:
             self._named.add(row)
             yield self._row_name(row, "pin thread")
@@ -145,6 +166,12 @@ class _Source:
         else:
             yield from self._batch(row)
             yield self._slice(row, TRACE_KINDS[kind], begin, length, args)
+
+    def cut_off(self, origin: int, record: _Record) -> Iterator[str]:
+        """Yields the events of an activity that was in progress when the program was killed, and of its batch."""
+        yield from self.add(origin, record)
+        if record[0] in _BATCH_KINDS:
+            yield from self._batch(self._row(origin), is_whole=True)
 
     def _begin_epoch(self, task: int, count: int) -> bool:
         """Notes the start of an epoch. Returns False if the epoch is already known, or has not begun.

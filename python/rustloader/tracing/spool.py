@@ -1,6 +1,7 @@
 """The folder of a trace in progress. It contains the records, which the extension writes, and a list of the loaders.
 
 The folder is next to the trace's file, and remains there if the program is killed. `rustloader trace merge` reads it.
+A thread of the extension writes the records four times per second, and with them the activities that are in progress.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import socket
 import struct
@@ -18,9 +20,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from rustloader._core import TraceSink
-from rustloader.system import local_ranks
+from rustloader.system import local_ranks, procfs
 
-ABOUT, _LOADERS = "about.json", "loaders.jsonl"
+# The folder of `run.json` is `run.json.spool`, unless there is one already.
+SUFFIX = ".spool"
+ABOUT, _LOADERS, _UNFINISHED = "about.json", "loaders.jsonl", "unfinished"
 # Version of the format of the folder.
 VERSION = 1
 # A record. From the highest bits down, the first word holds the iterator's number in the trace (32 bits), the worker,
@@ -28,6 +32,10 @@ VERSION = 1
 # numbers that depend on the kind follow.
 _RECORD = struct.Struct("<5Q")
 _READ_BYTES = _RECORD.size << 14
+# The start of the file of unfinished activities: the time of the list in nanoseconds, and the number of records.
+_UNFINISHED_HEAD = struct.Struct("<2Q")
+# A record, unpacked.
+Record = tuple[int, int, int, int, int]
 # Length of a period in nanoseconds. As in torch.profiler's files, timestamps are in microseconds since the start of a
 # period, which keeps them small enough for a float to represent them precisely.
 _PERIOD = 7_889_238 * 10**9
@@ -68,8 +76,9 @@ class Spool:
         self._files = ["0"] if seconds is None else ["0", "1"]
         self._write()
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-        opened = [os.open(os.path.join(self.folder, name), flags, 0o666) for name in self._files]
-        self.sink = TraceSink(opened, seconds or 0.0)
+        names = [*self._files, _UNFINISHED]
+        *opened, unfinished = (os.open(os.path.join(self.folder, name), flags, 0o666) for name in names)
+        self.sink = TraceSink(opened, unfinished, seconds or 0.0)
 
     @property
     def is_ours(self) -> bool:
@@ -110,11 +119,25 @@ class Spool:
 
 def _new_folder(path: str, pid: int) -> str:
     """Creates a folder next to the trace. An existing folder belongs to another process, or was left by a crash."""
-    for folder in (f"{path}.spool", f"{path}.{pid}.spool"):
+    for folder in (path + SUFFIX, f"{path}.{pid}{SUFFIX}"):
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder)
             return folder
-    return tempfile.mkdtemp(".spool", os.path.basename(path), os.path.dirname(path))
+    return tempfile.mkdtemp(SUFFIX, os.path.basename(path) + ".", os.path.dirname(path))
+
+
+def merge_command(folder: str, path: str) -> str:
+    """Returns the command that makes the trace ``path`` from a folder whose program was killed."""
+    return shlex.join(["python", "-m", "rustloader", "trace", "merge", folder, "-o", path])
+
+
+def left_behind(path: str) -> str | None:
+    """Returns the folder that a killed program has left for this trace; None if there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        about = read_about(path + SUFFIX)
+        if about["host"] == socket.gethostname() and procfs.has_ended(about["pid"]):
+            return path + SUFFIX
+    return None
 
 
 def read_about(folder: str) -> dict[str, Any]:
@@ -134,7 +157,7 @@ def read_about(folder: str) -> dict[str, Any]:
     return about
 
 
-def read_records(folder: str, about: dict[str, Any]) -> Iterator[tuple[int, int, int, int, int]]:
+def read_records(folder: str, about: dict[str, Any]) -> Iterator[Record]:
     """Yields the records in the order of the files. If the program was killed, the lengths of the files are unknown,
     and the files are read to their ends."""
     files = [name for name in ("0", "1") if os.path.exists(os.path.join(folder, name))]
@@ -144,3 +167,18 @@ def read_records(folder: str, about: dict[str, Any]) -> Iterator[tuple[int, int,
             while length > 0 and (data := file.read(min(_READ_BYTES, length))):
                 length -= len(data)
                 yield from _RECORD.iter_unpack(data[: len(data) // _RECORD.size * _RECORD.size])
+
+
+def read_unfinished(folder: str, about: dict[str, Any]) -> list[Record]:
+    """Returns records of the activities that were in progress when a program was killed; they end when the program
+    last wrote to the folder. Some may also be among the records of `read_records`. Returns an empty list if the trace
+    is complete."""
+    content = b""
+    if "files" not in about:
+        with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, _UNFINISHED), "rb") as file:
+            content = file.read()
+    if len(content) < _UNFINISHED_HEAD.size:
+        return []
+    _, count = _UNFINISHED_HEAD.unpack_from(content)
+    records = content[_UNFINISHED_HEAD.size :][: count * _RECORD.size]
+    return list(_RECORD.iter_unpack(records[: len(records) // _RECORD.size * _RECORD.size]))

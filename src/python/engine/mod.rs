@@ -303,7 +303,7 @@ impl PyEngine {
         }
         let first_task = self.handle.arena.header().main.epoch_task.load(Ordering::Relaxed);
         let epoch = (first_task, self.handle.meter.get(Count::Epochs));
-        self.handle.trace.begin(sink.0.clone(), source, level, epoch)?;
+        sink.0.follow(&self.handle.trace, source, level, epoch)?;
         Ok(true)
     }
 

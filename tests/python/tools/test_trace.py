@@ -15,7 +15,7 @@ import torch
 from pinning_support import pinning
 from sample_data import Held, Numbers
 from standin import StandIn
-from support import DataLoader, run_script, rustloader, start_script, while_next_waits
+from support import STARTED, DataLoader, run_script, rustloader, start_script, wait_until, while_next_waits
 from torch.utils.data import Dataset, IterableDataset
 
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(300)]
@@ -654,26 +654,61 @@ def test_a_rank_has_its_own_file(tmp_path):
     assert name == {"name": "train.py rank 3"}
 
 
-def test_a_program_that_is_killed_leaves_what_merge_reads(tmp_path):
-    source = """
-import itertools, rustloader
+KILLED = """
+import time, rustloader
+class Held:
+    def __len__(self): return 1000
+    def __getitem__(self, index):
+        if index == 20 and place != "step": time.sleep(1000)
+        return index
 if __name__ == "__main__":
-    loader = rustloader.DataLoader(range(1 << 40), batch_size=2, num_workers=1)
-    with rustloader.trace("run.json"):
+    loader = rustloader.DataLoader(Held(), batch_size=2, num_workers=2 * (place != "fetch"))
+    with rustloader.trace("run.json", seconds=seconds):
         for n, _ in enumerate(loader):
-            if n == 20_000:
-                print("now", flush=True)
+            if n == 6 and place == "step": time.sleep(1000)
 """
-    process = start_script(source, head="", cwd=tmp_path)
-    assert process.stdout.readline().strip() in ("now", b"now")
-    process.kill()
+
+
+@pytest.mark.parametrize(
+    ("place", "sent", "seconds"),
+    [("step", signal.SIGKILL, 60), ("wait", signal.SIGTERM, None), ("fetch", signal.SIGKILL, None)],
+)
+def test_a_killed_program_leaves_its_trace_up_to_the_last_second(place, sent, seconds, tmp_path):
+    process = start_script(KILLED, head=f"place, seconds = {place!r}, {seconds}", cwd=tmp_path)
+    merge = ["trace", "merge", str(tmp_path / "run.json"), "-o", str(tmp_path / "all.json")]
+
+    def merged():
+        return check_open(load(tmp_path / "all.json")) if cli.main(merge) == 0 else {}
+
+    # The loop stays in its 7th step, in a wait for batch 10, or in the fetch of batch 10.
+    assert wait_until(lambda: any(event["dur"] > 500_000 for event in named(merged(), place, "main")), STARTED)
+    process.send_signal(sent)
     process.wait()
-    folder = tmp_path / "run.json.spool"
-    assert not (tmp_path / "run.json").exists() and folder.is_dir()
-    assert cli.main(["trace", "merge", str(folder), "-o", str(tmp_path / "all.json")]) == 0
-    events = load(tmp_path / "all.json")
-    assert len(named(check_open(events), "batch")) > 5000
-    assert about(events, "rustloader_trace_end")["complete"] is False
+    assert os.listdir(tmp_path / "run.json.spool") and not (tmp_path / "run.json").exists()
+    rows = merged()
+    end = max(event["ts"] + event["dur"] for row in rows.values() for event in row)
+    assert end in [event["ts"] + event["dur"] for event in named(rows, place, "main")]
+    delivered = [event["args"]["batch"] for event in named(rows, "next", "main") if "args" in event]
+    assert delivered == list(range({"step": 7, "wait": 10, "fetch": 0}[place]))
+    if place == "wait":
+        (stuck,) = [event for event in named(rows, "fetch", "worker") if event["ts"] + event["dur"] == end]
+        assert stuck["dur"] >= 500_000 and (0, 10) in batches_of(named(rows, "batch", "worker"))
+    assert about(load(tmp_path / "all.json"), "rustloader_trace_end")["complete"] is False
+
+
+@pytest.mark.warns
+def test_the_next_trace_names_the_records_of_a_killed_program(tmp_path, caplog):
+    pid = os.fork()
+    if pid == 0:
+        rustloader.trace(tmp_path / "run.json").__enter__()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    for _ in range(2):
+        caplog.clear()
+        with rustloader.trace(tmp_path / "run.json"):
+            list(DataLoader(Numbers(8), batch_size=2, num_workers=1))
+        assert f"merge {tmp_path}/run.json.spool -o {tmp_path}/killed-run.json" in caplog.text
+    assert sorted(os.listdir(tmp_path)) == ["run.json", "run.json.spool"]
 
 
 def test_a_program_that_changes_its_folder(tmp_path, monkeypatch):

@@ -39,6 +39,7 @@ def main(options: Any, arguments: list[str]) -> int:
         except OSError as error:
             print(f"rustloader trace: cannot write {path}: {error.strerror}", file=sys.stderr)
             return 2
+        print(f"rustloader trace: if the script is killed, run: {trace.merge_command}", file=sys.stderr)
         program()
     return 0
 
