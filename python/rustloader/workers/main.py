@@ -27,8 +27,8 @@ from rustloader.fetch.seeds import MAX_SEED, Seeds
 from rustloader.fetch.step import Step
 from rustloader.fetch.threads import Pool
 from rustloader.system.formatting import name_of
-from rustloader.system.generators import GeneratorStates
 from rustloader.workers import converting, resuming, serialize
+from rustloader.workers.announcements import Announcements
 from rustloader.workers.bootstrap import Job, Payload
 from rustloader.workers.context import WorkerContext
 from rustloader.workers.snapshots import Publisher, Snapshots, WorkerStart
@@ -108,10 +108,7 @@ class _Worker:
         self.publisher: Publisher | None = None
         # Number of batches of an iterable dataset to fetch and drop before the first task.
         self.replay = 0
-        # First task and message of an announced early epoch, until that task arrives.
-        self.announced: tuple[int, bytes] | None = None
-        # States of the random generators before the early epoch began.
-        self.before_early: GeneratorStates | None = None
+        self.announcements = Announcements()
         # The garbage collector also runs when garbage keeps blocks alive. After this call it skips the objects that
         # exist now, so their pages stay shared with the main process until one side writes to them.
         gc.freeze()
@@ -239,14 +236,15 @@ class _Worker:
             if code == LEAVE:
                 return
             if code in (RESUME, REWIND):
-                self.rewind(code == REWIND)
+                self.announcements.forget(is_canceled=code == REWIND)
+                self.port.resumed()
                 self.begin_epoch(task, index)
                 continue
             if code == EARLY:
-                self.announced = task, index
+                self.announcements.add(task, index)
                 continue
-            if self.announced is not None and task >= self.announced[0]:
-                self.begin_early(*self.announced)
+            if (early := self.announcements.take(task)) is not None:
+                self.begin_epoch(*early)
             if self.exhausted:
                 continue
             if self.broken is not None:
@@ -306,24 +304,9 @@ class _Worker:
         refusal.__cause__ = error
         return MemoryError, refusal, None
 
-    def begin_early(self, first_task: int, pickled: bytes) -> None:
-        """Begins an early epoch, which the main process may still cancel."""
-        self.announced, self.before_early = None, GeneratorStates()
-        self.begin_epoch(first_task, pickled, is_early=True)
-
-    def rewind(self, is_canceled: bool) -> None:
-        """Forgets the early epoch, if there is one. If it is canceled, restores the states that the random generators
-        had before it began."""
-        if is_canceled and self.announced is None and self.before_early is not None:
-            self.before_early.restore()
-        self.announced = self.before_early = None
-
-    def begin_epoch(self, first_task: int, pickled: bytes, is_early: bool = False) -> None:
-        """Begins another epoch of a persistent loader. The main process waits for the reply, unless the epoch is
-        early."""
+    def begin_epoch(self, first_task: int, pickled: bytes) -> None:
+        """Begins another epoch of a persistent loader."""
         message: dict[str, Any] = pickle.loads(pickled) if pickled else {}
-        if not is_early:
-            self.port.resumed()
         self.exhausted = False
         self.first_task = first_task
         self.replay = 0

@@ -66,3 +66,35 @@ impl Ends {
         }
     }
 }
+
+#[cfg(test)]
+#[cfg(not(loom))]
+mod tests {
+    use super::*;
+    use crate::shm::arena::Arena;
+    use crate::wire::TaskEntry;
+
+    #[test]
+    fn a_claimed_task_waits_for_all_messages_that_begin_an_epoch_early() {
+        let arena = Arena::create_sized(64 << 20, 1, 8).unwrap();
+        let mut ends = Ends {
+            tasks: Consumer::new(arena.task_ring(0)),
+            queue: None,
+            held: None,
+            claimed: None,
+            results: Producer::new(arena.result_ring(0)),
+            head: Vec::new(),
+        };
+        let entry = |kind| TaskEntry::inline(0, kind, &[]).unwrap().to_words();
+        let mut ring = Producer::new(arena.task_ring(0));
+        let messages = [TaskKind::Early, TaskKind::Early, TaskKind::Rewind].map(entry);
+        messages.iter().for_each(|message| ring.push(message).unwrap());
+        // The messages arrive while the worker claims this task, after it has found its ring empty.
+        let claimed = entry(TaskKind::Plain);
+        assert_eq!(ends.after_messages(claimed).unwrap(), Some(messages[0]));
+        for expected in [messages[1], claimed, messages[2]] {
+            assert_eq!(ends.next().unwrap(), Some(expected));
+        }
+        assert_eq!(ends.next().unwrap(), None);
+    }
+}

@@ -35,10 +35,7 @@ def main():
     args = arguments()
     torch.set_num_threads(1)
     torch.multiprocessing.set_start_method("fork", force=True)
-    filters = [text.split("=", 1) for text in args.only]
-    generator = generate.Generator(
-        args.seed, args.start_method, lambda p: all(v in map(str, p.value_of(name)) for name, v in filters)
-    )
+    generator = generate.Generator(args.seed, args.start_method, dict(text.split("=", 1) for text in args.only))
     programs = [Program.from_json(args.replay)] if args.replay else itertools.islice(generator, args.programs)
     with actors.cluster() if args.start_method == "ray" else contextlib.nullcontext():
         return run(args, generator, programs)

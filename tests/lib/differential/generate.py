@@ -30,17 +30,23 @@ def all_pairs():
 
 
 class Generator:
-    """Yields programs for which `only` is true, the same ones for the same arguments.
+    """Yields random programs, the same ones for the same arguments.
+
+    Args:
+        only: {dimension or property of a program: text of the value that all programs have}.
 
     Attributes:
         missing: {pair: occurrences} of the pairs that have occurred too rarely.
         impossible: the pairs that were found in no program.
     """
 
-    def __init__(self, seed, start_method="fork", only=lambda program: True):
+    def __init__(self, seed, start_method="fork", only=None):
         self.random = random.Random(f"{seed} {start_method}")
-        self.start_method, self.only = start_method, only
-        self.missing = dict.fromkeys(all_pairs(), 0)
+        self.start_method, self.only = start_method, only or {}
+        values = {name: [v for v in DIMENSIONS.get(name, ()) if str(v) == text] for name, text in self.only.items()}
+        self.fixed = {name: found[0] for name, found in values.items() if found}
+        possible = (pair for pair in all_pairs() if all(self.fixed.get(name, v) == v for name, v in pair))
+        self.missing = dict.fromkeys(possible, 0)
         self.order = list(self.missing)
         self.impossible = set()
 
@@ -68,11 +74,26 @@ class Generator:
             if pair and pair not in self.missing:
                 continue
             for _ in range(TRIES):
-                p = draw(self.random, dict(pair), self.start_method)
-                if why_invalid(p) is None and self.only(p) and all(v in p.value_of(name) for name, v in pair):
+                p = draw(self.random, self.fixed | dict(pair), self.start_method)
+                if why_invalid(p) is None and self.is_wanted(p) and all(v in p.value_of(name) for name, v in pair):
                     return p
             self.impossible.add(pair)
             self.missing.pop(pair)
+
+    def is_wanted(self, program):
+        return all(text in map(str, program.value_of(name)) for name, text in self.only.items())
+
+
+def overlapping(r):
+    """Values of a program whose epochs overlap. They may be shorter than what is under way."""
+    return {
+        "overlap_epochs": True,
+        "persistent": True,
+        "sampler": "default",
+        "dataset": r.choice(MAP),
+        "num_workers": r.randint(1, 4),
+        "seed_by": r.choice([None, "batch", "sample"]),
+    }
 
 
 def draw(r, fixed, start_method):
@@ -81,8 +102,12 @@ def draw(r, fixed, start_method):
     def pick(name, weighted=None):
         return fixed[name] if name in fixed else r.choice(weighted or DIMENSIONS[name])
 
+    epochs = pick("epochs", [2, 2, 3, 3, 8] if start_method == "fork" else [2])
+    if epochs > 3 and r.random() < 0.7:
+        fixed = overlapping(r) | fixed
+    usual_sizes = ["1", "2-9", "2-9"] if epochs > 3 else ["0", "1", "2-9", *["10-49", "50-200"] * 3]
     dataset = pick("dataset")
-    size = r.randint(*SIZES[pick("size", ["0", "1", "2-9", *["10-49", "50-200"] * 3])])
+    size = r.randint(*SIZES[pick("size", usual_sizes)])
     sampler = pick("sampler", None if dataset in MAP else ["none"])
     sizes = {
         "none": None,
@@ -135,7 +160,7 @@ def draw(r, fixed, start_method):
         warnings_raise=pick("warnings_raise", [False, False, True]),
         pattern=pick("pattern"),
         cache=pick("cache", [False, False, False, True]),
-        epochs=r.choice([2, 2, 3]) if start_method == "fork" else 2,
+        epochs=epochs,
         take=r.randint(1, 6),
         start_method=start_method,
         **more,

@@ -81,6 +81,7 @@ DIMENSIONS = {
         "in a thread",
         "iterator class",
     ),
+    "epochs": (2, 3, 8),
     # rustloader's own options, which only its loader gets.
     "dispatch": (None, "shared_queue"),
     "reorder_window": (None, 1, 3, 32, "64kB"),
@@ -353,6 +354,8 @@ def why_invalid(p):
     iterable = not p.is_map
     if p.start_method != "fork" and (p.num_workers not in (1, 2) or p.epochs > 2):
         return "a worker that imports torch takes seconds to start"
+    if p.epochs > 3 and p.size > 9:
+        return "many epochs are tried with few samples"
     custom_batches = p.sampler in BATCHES
     default_collate = p.collate in ("default", "wrapped default") and not (p.batch_size is None and not custom_batches)
     if iterable != (p.sampler == "none"):

@@ -356,6 +356,89 @@ def test_no_more_than_the_window_is_under_way(tmp_path, workers, prefetch_factor
         assert dataset.begun() == expected
 
 
+# --- a worker that learns of two epochs at once
+
+
+class Meeting(Drawn):
+    """Worker 0 waits in call `call` until worker 1 has made a sample."""
+
+    calls = 0
+
+    def __init__(self, folder, call, fails):
+        super().__init__(2, fails)
+        self.folder, self.call = folder, call
+
+    def __getitem__(self, i):
+        self.calls += 1
+        if worker_id() == 1:
+            (self.folder / "made").touch()
+        elif worker_id() == 0 and self.calls == self.call:
+            assert wait_until((self.folder / "made").exists, STARTED)
+        return super().__getitem__(i)
+
+
+class LateStart:
+    """A worker_init_fn in which worker 1 waits for a file."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __call__(self, worker):
+        assert worker == 0 or wait_until(self.file.exists, STARTED)
+
+
+def batches_and_notes(it):
+    """The batches of an iterator, and the notes of errors in their place."""
+    while True:
+        try:
+            yield next(it)
+        except KeyError as error:
+            yield error.__notes__
+        except StopIteration:
+            return
+
+
+def epochs_of_late_worker(folder, fails=(), **options):
+    """Three epochs of two samples. Worker 1 starts in the second one, when the third one is already announced."""
+    started = folder / "started"
+    if options.get("num_workers"):
+        options |= dict(persistent_workers=True, overlap_epochs=True, dispatch="shared_queue")
+        options |= dict(worker_init_fn=LateStart(started))
+    # The first call of the second epoch. A replaced sample takes another call.
+    call = 4 if options.get("on_error") == "replace" else 3
+    loader = DataLoader(Meeting(folder, call, fails), batch_size=None, collate_fn=as_list, **options)
+    epochs = [list(batches_and_notes(iter(loader)))]
+    it = iter(loader)
+    started.touch()
+    return [*epochs, list(batches_and_notes(it)), list(batches_and_notes(iter(loader)))]
+
+
+@pytest.mark.parametrize("on_error", ["raise", "replace"])
+@pytest.mark.parametrize("seed_by", ["sample", "batch"])
+def test_late_worker_draws_numbers_of_its_tasks_epoch(tmp_path, seed_by, on_error):
+    def run(workers):
+        torch.manual_seed(5)
+        fails = () if on_error == "raise" else [1]
+        folder = tmp_path / str(workers)
+        folder.mkdir()
+        return epochs_of_late_worker(folder, fails, num_workers=workers, seed_by=seed_by, on_error=on_error)
+
+    expected, seen = run(0), run(2)
+    workers = [[sample[1] for sample in samples] for samples in seen]
+    assert workers[:2] == [[0, 0], [0, 1]]
+    assert without_worker_ids(seen) == without_worker_ids(expected)
+
+
+def without_worker_ids(epochs):
+    return [[(sample[0], *sample[2:]) for sample in samples] for samples in epochs]
+
+
+def test_late_worker_names_batch_of_its_tasks_epoch(tmp_path):
+    seen = epochs_of_late_worker(tmp_path, fails=[1], num_workers=2)
+    notes = [samples[1] for samples in seen]
+    assert notes[:2] == [[f"Worker {worker} was fetching batch 1 (index 1)."] for worker in (0, 1)]
+
+
 def test_a_sampler_that_is_told_its_epoch_is_foreseen(tmp_path):
     dataset = Numbers(12)
     sampler = DistributedSampler(dataset, num_replicas=2, rank=0)
