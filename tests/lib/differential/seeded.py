@@ -67,7 +67,5 @@ def passes(program, events):
     if program.in_order:
         return all_passes
     if program.breaks_off:
-        return [
-            collections.Counter("value" if text not in ("error", "end") else text for text in p) for p in all_passes
-        ]
+        return [collections.Counter("end" if text == "end" else "answer" for text in p) for p in all_passes]
     return [sorted(outcomes) for outcomes in all_passes]
