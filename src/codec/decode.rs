@@ -2,6 +2,7 @@
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::ffi;
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyComplex, PyDict, PyFloat, PyString};
 
@@ -152,6 +153,12 @@ fn int(py: Python<'_>, value: i64) -> PyResult<Bound<'_, PyAny>> {
     unsafe { Bound::from_owned_ptr_or_err(py, ffi::PyLong_FromLongLong(value)) }
 }
 
+/// Makes a new array read-only.
+fn read_only(py: Python<'_>, array: Py<PyAny>) -> PyResult<Py<PyAny>> {
+    array.bind(py).getattr(intern!(py, "flags"))?.setattr(intern!(py, "writeable"), false)?;
+    Ok(array)
+}
+
 /// Builds a list or tuple of `len` values.
 fn sequence<'py>(
     py: Python<'py>,
@@ -240,6 +247,7 @@ impl<'a, 'py, S: Source> Decoder<'a, 'py, S> {
                 }
                 (Kind::Tensor, _) => bridge.tensor_copied(py, bytes, form),
                 (Kind::Array, _) => bridge.ndarray_copied(py, bytes, form),
+                (Kind::ReadOnlyArray, _) => read_only(py, bridge.ndarray_copied(py, bytes, form)?),
             },
             Place::Outside { leaf, offset } => {
                 let lease = self.source.leaf(leaf)?;
@@ -251,6 +259,7 @@ impl<'a, 'py, S: Source> Decoder<'a, 'py, S> {
                     }
                     (Kind::Tensor, None) => bridge.tensor(py, lease, offset, form),
                     (Kind::Array, _) => bridge.ndarray(py, lease, offset, form),
+                    (Kind::ReadOnlyArray, _) => read_only(py, bridge.ndarray(py, lease, offset, form)?),
                 }
             }
             Place::Shared { storage, offset } => {

@@ -161,7 +161,7 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
             let hold = match kind {
                 _ if is_sole => Hold::Sole,
                 Kind::Tensor => Hold::Shared,
-                Kind::Array => Hold::Private,
+                Kind::Array | Kind::ReadOnlyArray => Hold::Private,
             };
             self.copies.push(PendingCopy { _owner: value.clone(), place, first, plan, align, hold });
         }

@@ -49,6 +49,8 @@ struct Encoder<'a, 'py> {
     /// True if each container around the current value has only one reference, so that all of them are freed with the
     /// batch.
     is_sole: bool,
+    /// See [`Sink::keeps_state`].
+    keeps_state: bool,
     /// True if the current value is a key of a dict, or a part of one.
     is_key: bool,
 }
@@ -59,7 +61,7 @@ pub fn encode<S: Sink>(bridge: &Bridge, batch: &Bound<'_, PyAny>, out: &mut Vec<
     let before = out.len();
     // Other threads must not move a storage between the recording of its address and the copy.
     let _reading = reading(batch.py());
-    let Ok(copies) = write_plain(Some(bridge), batch, out, sink.takes_arrays()) else {
+    let Ok(copies) = write_plain(Some(bridge), batch, out, sink.takes_arrays(), sink.keeps_state()) else {
         out.truncate(before);
         return Ok(false);
     };
@@ -83,7 +85,7 @@ pub fn encode<S: Sink>(bridge: &Bridge, batch: &Bound<'_, PyAny>, out: &mut Vec<
 /// Appends an index batch to `out`. If it must be pickled instead, returns false and leaves `out` unchanged.
 pub fn encode_indices(index: &Bound<'_, PyAny>, out: &mut Vec<u8>) -> bool {
     let before = out.len();
-    let is_plain = write_plain(None, index, out, false).is_ok();
+    let is_plain = write_plain(None, index, out, false, false).is_ok();
     if !is_plain {
         out.truncate(before);
     }
@@ -91,16 +93,17 @@ pub fn encode_indices(index: &Bound<'_, PyAny>, out: &mut Vec<u8>) -> bool {
 }
 
 /// Writes a plain tree and returns the pending copies. If `takes_arrays` is true, the sink may adopt arrays to which
-/// only the batch refers; otherwise all arrays are copied. After an error, the caller must remove the part of the tree
-/// in `out`.
+/// only the batch refers; otherwise all arrays are copied. For `keeps_state`, see [`Sink::keeps_state`]. After an error,
+/// the caller must remove the part of the tree in `out`.
 fn write_plain<'py>(
     bridge: Option<&Bridge>,
     value: &Bound<'py, PyAny>,
     out: &mut Vec<u8>,
     takes_arrays: bool,
+    keeps_state: bool,
 ) -> Plain<Vec<PendingCopy<Bound<'py, PyAny>>>> {
     let from = out.len();
-    let mut encoder = Encoder { bridge, draft: Draft::new(out), is_sole: takes_arrays, is_key: false };
+    let mut encoder = Encoder { bridge, draft: Draft::new(out), is_sole: takes_arrays, keeps_state, is_key: false };
     encoder.value(value, 0)?;
     let (seen, copies) = encoder.draft.finish();
     match seen.aliased_extents() {
@@ -123,6 +126,19 @@ fn storage_offset(value: &Bound<'_, PyAny>) -> Plain<Option<u64>> {
     let offset = value.call_method0(intern!(value.py(), "storage_offset"));
     let offset = offset.and_then(|offset| offset.extract::<u64>()).map_err(|_| NotPlain)?;
     Ok((offset > 0).then_some(offset))
+}
+
+/// Returns true if a tensor has Python attributes. Unlike `__dict__`, `__getstate__` does not create an empty dict.
+fn has_attributes(tensor: &Bound<'_, PyAny>) -> Plain<bool> {
+    let state = tensor.call_method0(intern!(tensor.py(), "__getstate__")).map_err(|_| NotPlain)?;
+    Ok(!state.is_none())
+}
+
+/// Returns true if an array cannot be written to.
+fn is_read_only(array: &Bound<'_, PyAny>) -> Plain<bool> {
+    let flags = array.getattr(intern!(array.py(), "flags"));
+    let writeable = flags.and_then(|flags| flags.getattr(intern!(array.py(), "writeable"))?.is_truthy());
+    writeable.map(|writeable| !writeable).map_err(|_| NotPlain)
 }
 
 /// Returns true if an object has exactly two references: `value`, and the one in its container (for the batch: in the
@@ -287,6 +303,9 @@ impl<'py> Encoder<'_, 'py> {
     }
 
     fn tensor(&mut self, value: &Bound<'py, PyAny>) -> Plain {
+        if self.keeps_state && has_attributes(value)? {
+            return Err(NotPlain);
+        }
         let view = self.bridge.and_then(|bridge| bridge.view(value)).ok_or(NotPlain)?;
         let item = view.dtype.itemsize() as i64;
         let TensorView { ptr: first, dtype, shape, strides: mut byte_strides, .. } = view;
@@ -300,7 +319,10 @@ impl<'py> Encoder<'_, 'py> {
 
     fn array(&mut self, value: &Bound<'py, PyAny>) -> Plain {
         let bridge = self.bridge.ok_or(NotPlain)?;
-        let view = bridge.array_view(value).ok_or(NotPlain)?;
+        let mut view = bridge.array_view(value).ok_or(NotPlain)?;
+        if self.keeps_state && is_read_only(value)? {
+            view.kind = Kind::ReadOnlyArray;
+        }
         let bytes = numel(&view.shape).and_then(|count| count.checked_mul(view.dtype.itemsize() as i64));
         let is_large = bytes.is_some_and(|bytes| bytes >= ARRAY_MIN as i64);
         let is_sole = self.is_sole && is_large && is_sole(value);

@@ -82,6 +82,12 @@ pub trait Sink {
         false
     }
 
+    /// Returns true if decoding must restore what a pickle restores: a tensor's Python attributes, and whether an array
+    /// can be written to. If false, both are lost, as they are between torch's workers and the main process.
+    fn keeps_state(&self) -> bool {
+        false
+    }
+
     /// Adopts the `len` bytes at `ptr` if they can be sent without a copy. Returns the index of the leaf that contains
     /// them, and their offset in that leaf; `None` if they must be copied. Called only for at least `INLINE_LIMIT`
     /// bytes.

@@ -103,6 +103,10 @@ impl Sink for Leaves {
         Ok((self.filled.len() as u32 - 1, memory))
     }
 
+    fn keeps_state(&self) -> bool {
+        true
+    }
+
     fn adopt(&mut self, _ptr: *const u8, _len: usize, _hold: Hold) -> Option<(u32, u64)> {
         None
     }

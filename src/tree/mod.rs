@@ -6,7 +6,8 @@
 //! Str    varint, UTF-8            Bytes  varint, bytes    Ints   group:u8 varint, i64 ...
 //! List, Tuple        varint, that many values             Dict   varint, that many (key, value)
 //! BytesOutside       varint, place (the bytes are in a memory leaf)
-//! Tensor, Array      dtype:u8 form:u8 size:varint ... [stride:varint ...] place
+//! Tensor, Array, ReadOnlyArray
+//!                    dtype:u8 form:u8 size:varint ... [stride:varint ...] place
 //! form   := number of dimensions (bits 0-4) | strides follow (bit 5) | data is in a memory leaf (bit 6) or in a
 //!           storage (bit 7); both bits: no elements, but an offset
 //! place  := bit 6: leaf:u32 offset:u64; bit 7: storage:varint offset:varint; both: offset:varint in elements;
@@ -53,6 +54,8 @@ pub enum Kind {
     Tensor,
     /// A `numpy.ndarray`.
     Array,
+    /// A `numpy.ndarray` that cannot be written to.
+    ReadOnlyArray,
 }
 
 mod tag {
@@ -74,6 +77,7 @@ mod tag {
     pub const MARK: u8 = 15;
     pub const STORAGE: u8 = 16;
     pub const BYTES_OUTSIDE: u8 = 17;
+    pub const READ_ONLY_ARRAY: u8 = 18;
 }
 
 const FORM_DIMS: u8 = 0x1f;

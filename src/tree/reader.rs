@@ -318,12 +318,12 @@ impl<'a> Reader<'a> {
     fn leaf(&mut self, kind: Kind) -> Result<Leaf<'a>> {
         let dtype = Dtype::from_code(self.byte()?).filter(|dtype| match kind {
             Kind::Tensor => dtype.dl().is_some(),
-            Kind::Array => dtype.numpy_name().is_some(),
+            Kind::Array | Kind::ReadOnlyArray => dtype.numpy_name().is_some(),
         });
         let dtype = dtype.ok_or_else(|| self.corrupt("an unknown element type"))?;
         let form = self.byte()?;
         let len = usize::from(form & FORM_DIMS);
-        if len > MAX_DIMS || (kind == Kind::Array && form & FORM_SHARED != 0) {
+        if len > MAX_DIMS || (kind != Kind::Tensor && form & FORM_SHARED != 0) {
             return Err(self.corrupt("an unknown form of leaf"));
         }
         let shape = self.dims(len)?;
@@ -406,6 +406,7 @@ impl<'a> Reader<'a> {
             tag::DICT => return Ok(Token::Open(Group::Dict, self.count(2)?)),
             tag::TENSOR => return Ok(Token::Leaf(self.leaf(Kind::Tensor)?)),
             tag::ARRAY => return Ok(Token::Leaf(self.leaf(Kind::Array)?)),
+            tag::READ_ONLY_ARRAY => return Ok(Token::Leaf(self.leaf(Kind::ReadOnlyArray)?)),
             tag::BACK => Atom::Back(self.number()?),
             tag::MARK => return Ok(Token::Mark),
             tag::STORAGE => return Ok(Token::Storage(self.storage()?)),

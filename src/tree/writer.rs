@@ -134,7 +134,11 @@ impl<'a> Writer<'a> {
 
     fn view(&mut self, kind: Kind, dtype: Dtype, shape: &[i64], strides: Option<&[i64]>, place: u8) {
         let with_strides = if strides.is_some() { FORM_STRIDES } else { 0 };
-        let kind = if kind == Kind::Tensor { tag::TENSOR } else { tag::ARRAY };
+        let kind = match kind {
+            Kind::Tensor => tag::TENSOR,
+            Kind::Array => tag::ARRAY,
+            Kind::ReadOnlyArray => tag::READ_ONLY_ARRAY,
+        };
         self.out.extend_from_slice(&[kind, dtype.code(), shape.len() as u8 | with_strides | place]);
         for &size in shape {
             self.varint(size as u64);

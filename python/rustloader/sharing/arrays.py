@@ -69,16 +69,20 @@ class SharedTensor(torch.Tensor):
         """Returns a plain tensor over the same memory."""
         return self.detach()
 
+    def _with_attributes(self, tensor: torch.Tensor) -> torch.Tensor:
+        vars(tensor).update((name, value) for name, value in vars(self).items() if name != "store")
+        return tensor
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain().__reduce_ex__(protocol)
+        return self._with_attributes(self.plain()).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
-        copy = memo[id(self)] = self.plain().clone()
+        copy = memo[id(self)] = self._with_attributes(self.plain().clone())
         return copy
 
 
 def share_tensor(tensor: torch.Tensor) -> SharedTensor:
-    """Returns a tensor with the elements of ``tensor`` in shared memory."""
+    """Returns a tensor with the elements of ``tensor`` in shared memory, and with its Python attributes."""
     if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
         raise TypeError(
             f"only dense tensors in CPU memory can be shared, but this tensor is {tensor.layout} on {tensor.device}: "
@@ -91,12 +95,12 @@ def share_tensor(tensor: torch.Tensor) -> SharedTensor:
     size = plain.element_size()
     integer_type = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(size)
     array = (plain.view(integer_type) if integer_type is not None else plain).numpy()
-    return tensor_of(_build(array, TENSOR, (tensor.dtype, tuple(tensor.shape))))
+    return tensor_of(_build(array, TENSOR, (tensor.dtype, tuple(tensor.shape), vars(tensor))))
 
 
 def tensor_of(store: SharedStore) -> SharedTensor:
     """Returns the tensor over the data of an image."""
-    dtype, shape = pickle.loads(store.meta)
+    dtype, shape, attributes = pickle.loads(store.meta)
     numel = torch.Size(shape).numel()
     if numel == 0:
         plain = torch.empty(shape, dtype=dtype, device="cpu")
@@ -106,7 +110,7 @@ def tensor_of(store: SharedStore) -> SharedTensor:
         strides = torch.empty(shape, device="meta").stride()
         plain = torch.empty(0, dtype=dtype, device="cpu").set_(data.storage(), 0, shape, strides)
     tensor: SharedTensor = torch.Tensor._make_subclass(SharedTensor, plain)
-    tensor.store = store
+    vars(tensor).update(attributes, store=store)
     return tensor
 
 

@@ -30,15 +30,34 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     the entire storage with each item."""
     if tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized:
         if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
-            return tensor.detach().clone().requires_grad_(tensor.requires_grad).__reduce_ex__(_PROTOCOL)
+            copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            vars(copy).update(vars(tensor))
+            return copy.__reduce_ex__(_PROTOCOL)
     return tensor.__reduce_ex__(_PROTOCOL)
+
+
+def _reduce_item_array(array: np.ndarray) -> Any:
+    """Reduces an array. NumPy's own reduction of a read-only array keeps the flag only if the array is contiguous."""
+    return array.__reduce_ex__(_PROTOCOL) if array.flags.writeable else (_read_only, (array.copy("K"),))
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    array.flags.writeable = False
+    return array
+
+
+_ITEM_REDUCERS: dict[type, Callable[[Any], Any]] = {
+    torch.Tensor: _reduce_tensor,
+    np.ndarray: _reduce_item_array,
+    np.memmap: _reduce_item_array,
+}
 
 
 def dumps(item: Any) -> bytes:
     """Pickles an item that is not a plain tree."""
     out = io.BytesIO()
     pickler = pickle.Pickler(out, protocol=_PROTOCOL)
-    pickler.dispatch_table = {torch.Tensor: _reduce_tensor, **copyreg.dispatch_table}
+    pickler.dispatch_table = {**_ITEM_REDUCERS, **copyreg.dispatch_table}
     pickler.dump(item)
     return out.getvalue()
 

@@ -15,6 +15,8 @@ import re
 import resource
 from decimal import Decimal
 from fractions import Fraction
+from multiprocessing import resource_sharer
+from multiprocessing.reduction import ForkingPickler
 from pathlib import PurePosixPath
 from unittest import mock
 
@@ -485,6 +487,18 @@ def test_tensors(tensor):
     file.seek(0)
     for back in (torch.load(file), pickle.loads(pickle.dumps(shared)), copy.deepcopy(shared)):
         assert type(back) is torch.Tensor and torch.equal(back, tensor)
+
+
+def test_attributes_of_tensors_and_flags_of_arrays_are_kept():
+    tensor, array = torch.arange(12.0), np.arange(12)
+    tensor.path, array.flags.writeable = "a.jpg", False
+    shared = share([tensor, {"a": [tensor]}, array, np.arange(3)])
+    assert shared[0].path == shared[1]["a"][0].path == "a.jpg"
+    assert [shared[n].flags.writeable for n in (2, 3)] == [False, True]
+    whole = share(tensor)
+    copies = whole, copy.deepcopy(whole), pickle.loads(pickle.dumps(whole)), pickle.loads(ForkingPickler.dumps(whole))
+    resource_sharer.stop()
+    assert [copied.path for copied in copies] == ["a.jpg"] * 4
 
 
 @pytest.mark.parametrize("shape", [(3,), (0, 2)])
