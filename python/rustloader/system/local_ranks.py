@@ -18,6 +18,8 @@ _SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 # The variables, one per launcher, for this process's global rank.
 _GLOBAL = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+# The variables, one per launcher, for the number of ranks on all machines.
+_GLOBAL_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 # Slurm's variable with the number of tasks on each node, as in "2(x3),1".
 _SLURM_SIZES = "SLURM_STEP_TASKS_PER_NODE"
 
@@ -42,6 +44,12 @@ def rank() -> int | None:
 def global_rank() -> int | None:
     """Returns this process's global rank (its rank across all machines), from 0; None if unknown."""
     return next((value for name in _GLOBAL if (value := number(name)) is not None), None)
+
+
+def is_one_of_several() -> bool:
+    """Returns True if a launcher has set this process's global rank, and not set the number of ranks to 1."""
+    size = next((value for name in _GLOBAL_SIZES if (value := number(name)) is not None), None)
+    return global_rank() is not None and size != 1
 
 
 def _slurm_size() -> int | None:

@@ -14,11 +14,15 @@ from typing import Any, Literal, Protocol
 from rustloader._core import TRACE_KINDS, TRACE_MAIN, Engine, TraceSink
 from rustloader.system.protocols import SingleIterator
 from rustloader.tracing import files
-from rustloader.tracing.spool import Spool, left_behind, merge_command
+from rustloader.tracing.spool import SUFFIX, Spool, merge_command
 
 logger = logging.getLogger("rustloader")
 
 _LEVELS = {"batch": 1, "sample": 2}
+_WHY_EMPTY = (
+    "no rustloader loader of this process made a batch. Loaders on torch's own iterator are not recorded; a child "
+    "process that has a loader needs a trace of its own"
+)
 _FETCH, _STEP, _COPY = map(TRACE_KINDS.index, ("fetch", "step", "copy"))
 
 
@@ -44,9 +48,11 @@ class Trace:
 
     def __init__(self, path: str | os.PathLike[str], level: str, seconds: float | None) -> None:
         # Absolute, because the program may change its working directory.
-        self.path = os.path.abspath(os.fsdecode(path))
+        self.path = files.of_rank(os.path.abspath(os.fsdecode(path)))
         self._level, self._seconds = _LEVELS[level], seconds
         self.is_written = False
+        # The number of slices in the file.
+        self.slices = 0
         self._spool: Spool | None = None
         # The number of each loader in the trace.
         self._groups: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -59,14 +65,12 @@ class Trace:
             raise IsADirectoryError(errno.EISDIR, "the path of a trace must be a file, but this is a folder", self.path)
         if os.path.exists(self.path) and not os.access(self.path, os.W_OK):
             raise PermissionError(errno.EACCES, "this file is not writable", self.path)
-        left = left_behind(self.path)
-        if left is not None:
-            text = "a program that was killed left the records of its trace in %s. This command makes the trace: %s"
-            logger.warning(text, left, merge_command(left, _other_name(self.path)))
         try:
             self._spool = Spool(self.path, self._level, self._seconds)
         except OSError as error:  # it names the spool
             raise OSError(error.errno, error.strerror, self.path) from None
+        if self._spool.owner is not None:
+            self._avoid(*self._spool.owner)
         logger.info("if this program is killed, this command makes its trace: %s", self.merge_command)
         _active = self
         try:
@@ -87,7 +91,7 @@ class Trace:
             traceable.engine.end_trace()
         try:
             lost = spool.end()
-            files.convert(spool.folder, self.path)
+            self.slices = files.convert(spool.folder, self.path)
         except OSError as error:
             # The error is only logged: the program may not have saved its results yet.
             text = "the trace %s could not be written: %s. This command makes it from its records: %s"
@@ -97,6 +101,20 @@ class Trace:
         self.is_written = True
         if lost:
             logger.warning("the trace %s lacks %d events: there was no room for them", self.path, lost)
+        if not self.slices:
+            logger.warning("the trace %s is empty: %s", self.path, _WHY_EMPTY)
+
+    def _avoid(self, pid: int, is_running: bool) -> None:
+        """Chooses another name if another process is making a trace with this one. Logs how to make the trace of a
+        process that was killed."""
+        if is_running:
+            own = files.with_label(self.path, f"pid{os.getpid()}")
+            logger.warning("process %d is making the trace %s, so this one is %s", pid, self.path, own)
+            self.path = own
+        else:
+            command = merge_command(self.path + SUFFIX, files.with_label(self.path, "killed"))
+            text = "process %d was killed before it wrote its trace %s. This command makes the trace: %s"
+            logger.warning(text, pid, self.path, command)
 
     @property
     def merge_command(self) -> str:
@@ -130,12 +148,6 @@ class Trace:
             logger.warning("a DataLoader is not in the trace %s: %s", self.path, error)
 
 
-def _other_name(path: str) -> str:
-    """Returns the name for the trace of an earlier program."""
-    folder, name = os.path.split(path)
-    return os.path.join(folder, f"killed-{name}")
-
-
 def _all_live() -> list[Traceable]:
     while True:
         try:
@@ -151,11 +163,14 @@ def trace(
 
     The file has the JSON format of Chrome's trace viewer: open it at https://ui.perfetto.dev. It has a row for the loop
     over each loader and a row for each of the loader's workers, including workers already running. It uses the same
-    clock as ``torch.profiler``. The file is written at the end of the body, even after an exception.
+    clock as ``torch.profiler``. The file is written at the end of the body, even after an exception. If the program is
+    killed, its records remain in the folder ``path`` + ".spool", from which ``rustloader trace merge`` makes the trace.
 
     Args:
         path: The file. With the suffix ``.gz`` it is compressed to about a tenth of the size; Perfetto also opens
-            compressed files.
+            compressed files. If a launcher has started several ranks, the name contains the rank ("run.json" becomes
+            "run-rank0.json"); ``{rank}`` in ``path`` stands for the rank, too. The attribute ``path`` of the result
+            has the name.
         level: "batch" for one slice per batch (default), "sample" to add one slice per sample.
         seconds: Keep only the last ``seconds`` seconds of the body (default: None, keep all).
 

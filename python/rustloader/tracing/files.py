@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import IO, Any
 
 from rustloader._core import TRACE_KINDS
+from rustloader.system import local_ranks
 from rustloader.tracing import slices, spool
 
 _EPOCH = TRACE_KINDS.index("epoch")
@@ -26,9 +27,34 @@ class NotATrace(ValueError):
     """Raised if a file is not a trace that can be merged."""
 
 
-def convert(folder: str, path: str) -> None:
-    """Converts a spool to a trace file."""
-    _write(path, _lines(folder, spool.read_about(folder)))
+def of_rank(path: str) -> str:
+    """Returns the name of this rank's trace. It contains the rank if there are several."""
+    rank = local_ranks.global_rank()
+    if "{rank}" in path:
+        return path.replace("{rank}", str(rank or 0))
+    is_special = os.path.exists(path) and not os.path.isfile(path)
+    return with_label(path, f"rank{rank}") if local_ranks.is_one_of_several() and not is_special else path
+
+
+def with_label(path: str, label: str) -> str:
+    """Adds a label to the name of a trace, before its suffix: `run-label.json.gz`."""
+    stem, compressed = (path[:-3], ".gz") if path.endswith(".gz") else (path, "")
+    stem, suffix = os.path.splitext(stem)
+    return f"{stem}-{label}{suffix}{compressed}"
+
+
+def convert(folder: str, path: str) -> int:
+    """Converts a spool to a trace file. Returns the number of slices."""
+    count = 0
+
+    def counted() -> Iterator[str]:
+        nonlocal count
+        for line in _lines(folder, spool.read_about(folder)):
+            count += slices.is_slice(line)
+            yield line
+
+    _write(path, counted())
+    return count
 
 
 def _lines(folder: str, about: dict[str, Any]) -> Iterator[str]:

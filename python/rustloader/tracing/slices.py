@@ -29,6 +29,8 @@ _DIED, _STALLED, _SAVED, _PIN = map(TRACE_KINDS.index, ("died", "stalled", "save
 _BATCH_KINDS = {_FETCH, _COLLATE, _PACK, _PUBLISH, _SAMPLE}
 _INSTANT_KINDS = {_EPOCH, _STARTED, _DIED, _STALLED, _SAVED}
 _INNER_KINDS = {_SAMPLE, _WAITING, *_INSTANT_KINDS}
+# The start of a slice.
+_SLICE = '{"ph":"X"'
 _NO_INDEX = (1 << 64) - 1
 
 # The kind, begin, length, and two numbers. In `lines`, the first field is the packed word: source, origin and kind.
@@ -61,6 +63,11 @@ def lines(about: dict[str, Any], records: Iterable[_Record], unfinished: Sequenc
     for source in sources:
         yield from source.close()
     yield metadata(END, about["pid"], {"lost": about.get("lost", 0), "complete": "files" in about})
+
+
+def is_slice(line: str) -> bool:
+    """Returns True for an event of `lines` that is a slice."""
+    return line.startswith(_SLICE)
 
 
 def _lane(word: int) -> int:
@@ -235,7 +242,7 @@ class _Source:
         since = self._time(begin)
         args = f',"args":{{{args}}}' if args else ""
         return (
-            f'{{"ph":"X","pid":{self._pid},"tid":{self._first + row},"ts":{since},'
+            f'{_SLICE},"pid":{self._pid},"tid":{self._first + row},"ts":{since},'
             f'"dur":{self._time(begin + length) - since},"name":"{name}"{args}}}'
         )
 

@@ -75,6 +75,14 @@ class Spool:
         self._loaders = 0
         self._files = ["0"] if seconds is None else ["0", "1"]
         self._write()
+        # The process that has the folder with the usual name, and whether it is running; None if this one has it.
+        self.owner: tuple[int, bool] | None = None
+        try:
+            # The folder gets this name only now, so that another process that finds it can read whose it is.
+            os.rename(self.folder, path + SUFFIX)
+            self.folder = path + SUFFIX
+        except OSError:
+            self.owner = _owner_of(path + SUFFIX)
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
         names = [*self._files, _UNFINISHED]
         *opened, unfinished = (os.open(os.path.join(self.folder, name), flags, 0o666) for name in names)
@@ -118,12 +126,13 @@ class Spool:
 
 
 def _new_folder(path: str, pid: int) -> str:
-    """Creates a folder next to the trace. An existing folder belongs to another process, or was left by a crash."""
-    for folder in (path + SUFFIX, f"{path}.{pid}{SUFFIX}"):
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(folder)
-            return folder
-    return tempfile.mkdtemp(SUFFIX, os.path.basename(path) + ".", os.path.dirname(path))
+    """Creates a folder next to the trace."""
+    folder = f"{path}.{pid}{SUFFIX}"
+    try:
+        os.mkdir(folder)
+    except FileExistsError:  # an earlier process with this pid
+        return tempfile.mkdtemp(SUFFIX, os.path.basename(path) + ".", os.path.dirname(path))
+    return folder
 
 
 def merge_command(folder: str, path: str) -> str:
@@ -131,12 +140,13 @@ def merge_command(folder: str, path: str) -> str:
     return shlex.join(["python", "-m", "rustloader", "trace", "merge", folder, "-o", path])
 
 
-def left_behind(path: str) -> str | None:
-    """Returns the folder that a killed program has left for this trace; None if there is none."""
+def _owner_of(folder: str) -> tuple[int, bool] | None:
+    """Returns the pid of the process that made a folder, and whether this is another process that is still running.
+    Returns None if the folder is not a spool, or its process is on another machine."""
     with contextlib.suppress(OSError, ValueError):
-        about = read_about(path + SUFFIX)
-        if about["host"] == socket.gethostname() and procfs.has_ended(about["pid"]):
-            return path + SUFFIX
+        about = read_about(folder)
+        if about["host"] == socket.gethostname():
+            return about["pid"], about["pid"] != os.getpid() and not procfs.has_ended(about["pid"])
     return None
 
 

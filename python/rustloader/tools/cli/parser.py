@@ -98,8 +98,8 @@ examples:
   {prog} trace train.py
   {prog} trace -o run.json.gz --seconds 60 train.py
   {prog} trace --level sample -m mypackage.train
-  torchrun -m rustloader trace -o rank{{rank}}.json.gz train.py
-  {prog} trace merge rank0.json.gz rank1.json.gz -o all.json.gz
+  torchrun -m rustloader trace -o run.json.gz train.py
+  {prog} trace merge run-rank0.json.gz run-rank1.json.gz -o all.json.gz
 """
 
 
@@ -202,8 +202,8 @@ def make_parser() -> argparse.ArgumentParser:
 
     trace = command("trace", "run a script, and write a trace of its loaders", _TRACE, _TRACE_EXAMPLES)
     trace.add_argument("-m", dest="module", action="store_true", help="the script is a module, as with python -m")
-    output_help = "the trace (default: trace.json.gz, or trace-rank{rank}.json.gz if a launcher has set the rank); "
-    output_help += "{rank} stands for the rank; without .gz the file is not compressed"
+    output_help = "the trace (default: trace.json.gz); without .gz it is not compressed. If there are several ranks, "
+    output_help += "the name contains the rank, as in trace-rank0.json.gz; {rank} in FILE stands for the rank"
     trace.add_argument("-o", "--output", metavar="FILE", help=output_help)
     seconds_help = "keep only the last SECONDS of the run"
     trace.add_argument("--seconds", type=positive_seconds, metavar="SECONDS", help=seconds_help)

@@ -8,7 +8,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from rustloader.settings.options import Options
-from rustloader.system import local_ranks
 from rustloader.system.formatting import count_of
 from rustloader.tools.cli import run
 
@@ -28,9 +27,7 @@ def main(options: Any, arguments: list[str]) -> int:
     program = run.prepare(options, arguments)
     if program is None:
         return 2
-    rank = local_ranks.global_rank()
-    path = options.output or ("trace.json.gz" if rank is None else f"trace-rank{rank}.json.gz")
-    path = path.replace("{rank}", str(rank or 0))
+    path = options.output or "trace.json.gz"
     trace = core.trace(path, level=options.level, seconds=options.seconds)
     with contextlib.ExitStack() as stack:
         stack.callback(_report, trace)
@@ -46,7 +43,9 @@ def main(options: Any, arguments: list[str]) -> int:
 
 def _report(trace: Trace) -> None:
     if trace.is_written:
-        print(f"rustloader trace: wrote {trace.path}; open it at https://ui.perfetto.dev", file=sys.stderr)
+        # The log says why a trace is empty.
+        what = "open it at https://ui.perfetto.dev" if trace.slices else "it has no slices"
+        print(f"rustloader trace: wrote {trace.path}; {what}", file=sys.stderr)
 
 
 def _merge(output: str | None, arguments: list[str]) -> int:
