@@ -69,6 +69,7 @@ __all__ = [
     "_trim_pool",
     "begin_forks",
     "call_into",
+    "copy_of",
     "cpu_quota",
     "descends",
     "end_forks",
@@ -846,6 +847,9 @@ def is_plain_leaf(obj: Any) -> bool:
     """Returns True if the codec can describe a tensor or an array by itself. Even then, the object may share memory
     with another one in a way that the codec cannot describe."""
 
+def copy_of(sample: Any, dumps: Callable[[Any], bytes]) -> Any:
+    """Returns the copy of a sample that a `CacheTable` would return."""
+
 def gather(tensors: Any, index: Any) -> list[torch.Tensor] | None:
     """Collates the samples with the indices ``index`` of a TensorDataset that has these tensors, as default_collate
     would.
@@ -941,6 +945,9 @@ class CacheTable:
         sample. Counts a hit or a miss if the index is an exact int and the table has a row for it; any other index is
         missing.
         """
+
+    def count_misses(self, number: int) -> None:
+        """Counts misses of indices that the table has no row for."""
 
     def takes(self, row: int) -> bool:
         """Returns True if ``put`` may succeed for a row: the row has no sample, no mark of ``never``, and there may be

@@ -323,9 +323,9 @@ impl Cache {
         self.counter(self.stripe(), counter::HITS).fetch_add(number, Ordering::Relaxed);
     }
 
-    /// Counts a miss.
-    pub fn count_miss(&self) {
-        self.count(counter::MISSES);
+    /// Counts `number` misses.
+    pub fn count_misses(&self, number: u64) {
+        self.counter(self.stripe(), counter::MISSES).fetch_add(number, Ordering::Relaxed);
     }
 
     /// Looks up a row in the index. Panics if the table has no such row.

@@ -39,7 +39,7 @@ fn a_record_is_absent_and_then_whole() {
     assert_eq!(cache.put(9, &[b"x", &large, &large]).unwrap(), Put::Stored);
     assert_eq!(bytes(&cache, 9).unwrap(), [b"x".as_slice(), &large, &large].concat());
     cache.count_hits(3);
-    cache.count_miss();
+    cache.count_misses(1);
     let usage = cache.usage();
     assert_eq!((usage.hits, usage.misses, usage.unused), (3, 1, 0));
     assert_eq!(usage.stored, 16 + 8 + (8 + 400_001 + 7));

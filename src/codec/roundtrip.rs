@@ -1,7 +1,8 @@
-//! The codec in ordinary memory, for tests. `_core.pyi` documents the functions.
+//! The codec in ordinary memory, for copies and for tests. `_core.pyi` documents the functions.
 
 use pyo3::prelude::*;
 
+use super::rows::loads;
 use super::{Hold, Sink, Source, decode, decode_indices, encode, encode_indices};
 use crate::error::Error;
 use crate::interop::memory::{Heap, Memory};
@@ -15,6 +16,7 @@ struct HeapLeaves {
     leaves: Vec<Option<Heap>>,
     /// If set, every leaf is adopted as a part of a larger leaf, at this offset.
     adopt: Option<usize>,
+    keeps_state: bool,
 }
 
 impl Sink for HeapLeaves {
@@ -23,6 +25,10 @@ impl Sink for HeapLeaves {
         let memory = heap.ptr();
         self.leaves.push(Some(heap));
         Ok((self.leaves.len() as u32 - 1, memory))
+    }
+
+    fn keeps_state(&self) -> bool {
+        self.keeps_state
     }
 
     fn adopt(&mut self, ptr: *const u8, len: usize, _: Hold) -> Option<(u32, u64)> {
@@ -42,6 +48,16 @@ impl Source for HeapLeaves {
         let leaf = self.leaves.get_mut(index as usize).and_then(Option::take);
         leaf.ok_or_else(|| Error::corrupt(format!("leaf {index} does not exist, or was already taken")))
     }
+}
+
+#[pyfunction]
+pub fn copy_of<'py>(sample: &Bound<'py, PyAny>, dumps: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    let (py, mut tree) = (sample.py(), Vec::new());
+    let mut leaves = HeapLeaves { keeps_state: true, ..HeapLeaves::default() };
+    if encode(Bridge::get(py)?, sample, &mut tree, &mut leaves)? {
+        return Ok(decode(py, Bridge::get(py)?, &tree, &mut leaves)?.into_bound(py));
+    }
+    loads(py)?.call1((dumps.call1((sample,))?,))
 }
 
 #[pyfunction]

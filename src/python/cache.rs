@@ -139,7 +139,7 @@ impl PyCache {
         let row = exact_int(index).and_then(|index| u64::try_from(index).ok());
         let Some(row) = row.filter(|row| *row < self.cache.rows()) else { return Ok(missing) };
         let Lookup::Whole(record) = self.cache.lookup(row) else {
-            self.cache.count_miss();
+            self.cache.count_misses(1);
             return Ok(missing);
         };
         let py = missing.py();
@@ -148,7 +148,7 @@ impl PyCache {
             // The sample's class has moved, or its pickle cannot be loaded for another reason.
             Err(error) if error.is_instance_of::<PyException>(py) => {
                 self.cache.never(row);
-                self.cache.count_miss();
+                self.cache.count_misses(1);
                 Ok(missing)
             }
             read => {
@@ -179,6 +179,10 @@ impl PyCache {
     fn never(&self, row: u64) -> PyResult<()> {
         self.cache.never(self.row(row)?);
         Ok(())
+    }
+
+    fn count_misses(&self, number: u64) {
+        self.cache.count_misses(number);
     }
 
     fn take_probe(&self) -> bool {

@@ -36,7 +36,7 @@ mod _core {
         trace::PyTraceSink,
     };
     #[pymodule_export]
-    use crate::codec::roundtrip::{_collate, _roundtrip};
+    use crate::codec::roundtrip::{_collate, _roundtrip, copy_of};
     #[pymodule_export]
     use crate::interop::{
         array_tensor::ArrayTensor,

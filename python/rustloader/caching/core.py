@@ -68,8 +68,8 @@ def cache(
     cgroup is nearly out of memory; the log reports this.
 
     Samples may be any objects that can be pickled. Trees of tensors, arrays, numbers, strings and bytes are not pickled
-    and are faster. A sample read from the cache is a new object, which may be changed in place. A sample that cannot be
-    pickled is made each time, as without a cache.
+    and are faster. A sample read from the cache is a new object, which may be changed in place, and so is the argument
+    of ``then``. A sample that cannot be pickled is made each time, as without a cache.
 
     A few samples of the first epoch are made twice and compared. If two differ, a warning names the index: the dataset
     is random, and every epoch would see its first result. With ``then``, making a sample does not change the random

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import logging
-import operator
 import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
+import torch
 from torch.utils.data import Subset
 
-from rustloader._core import CacheTable
+from rustloader._core import CacheTable, copy_of
 from rustloader.caching import nodes
 from rustloader.caching.comparing import are_equal
 from rustloader.caching.nodes import Origin
@@ -26,7 +27,7 @@ logger = logging.getLogger("rustloader")
 _T_co = TypeVar("_T_co", covariant=True)
 _MISSING = object()
 # Bits of the events that are logged. Each is logged once, by one of the processes that use the cache.
-_FULL, RANDOM, _REFUSED, _FAILED = 1, 2, 4, 8
+_FULL, RANDOM, _REFUSED, _FAILED, _EPOCH, _INDEX = 1, 2, 4, 8, 16, 32
 
 
 def usage_of(table: CacheTable) -> CacheUsage:
@@ -34,14 +35,22 @@ def usage_of(table: CacheTable) -> CacheUsage:
     return CacheUsage(**table.usage())
 
 
+# Types of the indices that have a row. An instance of any other type may be more than its value, even if it is an int.
+_INDEX_TYPES = {int, *(np.dtype(letter).type for letter in np.typecodes["AllInteger"])}
+
+
 def cached_of(dataset: Any, table: CacheTable, then: Callable[[Any], Any] | None, origin: Origin) -> CachedDataset[Any]:
-    """Returns the cached dataset, which has ``__getitems__`` if the dataset makes batches itself."""
+    """Returns the cached dataset, which has ``__getitems__`` if the dataset makes batches itself, and the other special
+    methods of the dataset."""
     inner = dataset
     # A Subset makes batches only if its dataset does.
     while type(inner) is Subset:
         inner = inner.dataset
     makes_batches = callable(getattr(inner, "__getitems__", None))
-    return (_CachedBatches if makes_batches else CachedDataset)(dataset, table, then, origin)
+    base: type[CachedDataset[Any]] = _CachedBatches if makes_batches else CachedDataset
+    kind = base.class_for(dataset)
+    register(kind, _reduce_cached)
+    return kind(dataset, table, then, origin)
 
 
 class CachedDataset(Wrapper[_T_co]):
@@ -63,11 +72,19 @@ class CachedDataset(Wrapper[_T_co]):
         super().__init__(dataset=dataset, then=then, table=table, _origin=origin)
 
     def __getitem__(self, index: Any) -> _T_co:
-        sample = self.table.get(index, _MISSING)
+        sample: Any = self.table.get(index, _MISSING) if type(index) is int else _MISSING
         if sample is _MISSING:
-            # An int is not looked up again, because that would count a second miss.
-            sample = self._make_sample(index) if type(index) is int else self._by_other_index(index)
+            row = self._row(index)
+            # An int with a row is not looked up again, because that would count a second miss.
+            if type(index) is not int or row is None:
+                sample = self._find(row, index)
+            if sample is _MISSING:
+                sample = self._make_sample(row, index)
         return sample if self.then is None else self.then(sample)
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        return partial(self._set_epoch, value) if name == "set_epoch" and callable(value) else value
 
     def __repr__(self) -> str:
         usage = self.usage()
@@ -105,37 +122,40 @@ class CachedDataset(Wrapper[_T_co]):
 
     def _row(self, index: Any) -> int | None:
         """Returns the row of an index, or None if the cache has none for it."""
-        try:
-            row = operator.index(index)
-        except TypeError:
-            return None
+        row = int(index) if type(index) in _INDEX_TYPES else -1
         return row if 0 <= row < self.table.rows else None
 
-    def _cached_sample(self, index: Any) -> Any:
-        row = self._row(index)
-        return _MISSING if row is None else self.table.get(row, _MISSING)
+    def _find(self, row: int | None, index: Any) -> Any:
+        """Returns the sample in the cache, if it is there. Counts a hit, or a miss for each sample of the index."""
+        if row is not None:
+            return self.table.get(row, _MISSING)
+        self.table.count_misses(_count(index, self.dataset))
+        is_number = isinstance(index, int) or (isinstance(index, torch.Tensor) and index.ndim == 0)
+        if is_number and type(index) is not int and self.table.is_news(_INDEX):
+            logger.warning(
+                "cache(): samples at indices of type %s are made each time, because such an index may be more than its "
+                "value: pass int(index)",
+                type(index).__name__,
+            )
+        return _MISSING
 
-    def _by_other_index(self, index: Any) -> Any:
-        """Returns the sample at an index that is not an int."""
-        sample = self._cached_sample(index)
-        return self._make_sample(index) if sample is _MISSING else sample
-
-    def _make_sample(self, index: Any) -> Any:
-        """Makes a sample, and keeps it if the cache has a row for it. With ``then``, in the main thread, making the
-        sample leaves the random number generators unchanged."""
-        row = self._row(index)
-        if row is None:
-            return self.dataset[index]
-        if self.then is None or threading.current_thread() is not threading.main_thread():
-            sample = self.dataset[index]
-            self._keep(row, sample, lambda: self.dataset[index])
-            return sample
+    def _make_sample(self, row: int | None, index: Any) -> Any:
+        """Makes a sample, and keeps it if the cache has a row for it. With ``then``, returns a copy, and making the
+        sample in the main thread leaves the random number generators unchanged."""
+        if self.then is None:
+            return self._made(row, index)
+        if threading.current_thread() is not threading.main_thread():
+            return _copy(self._made(row, index))
         generators = GeneratorStates()
         try:
-            sample = self.dataset[index]
-            self._keep(row, sample, lambda: self.dataset[index])
+            return _copy(self._made(row, index))
         finally:
             generators.restore()
+
+    def _made(self, row: int | None, index: Any) -> Any:
+        sample = self.dataset[index]
+        if row is not None:
+            self._keep(row, sample, lambda: self.dataset[index])
         return sample
 
     def _keep(self, row: int, sample: Any, make_again: Callable[[], Any]) -> None:
@@ -165,6 +185,15 @@ class CachedDataset(Wrapper[_T_co]):
             return
         if full is not None and table.is_news(_FULL):
             self._log_full_cache(full)
+
+    def _set_epoch(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.usage().samples_bytes > 0 and self.table.is_news(_EPOCH):
+            logger.warning(
+                "cache(): set_epoch() of %s has no effect on samples that are already in the cache. Move the steps "
+                "that depend on the epoch into then=, or do not cache this dataset",
+                type(self.dataset).__name__,
+            )
+        return method(*args, **kwargs)
 
     def _log_full_cache(self, why: str) -> None:
         usage = self.usage()
@@ -202,7 +231,8 @@ class _CachedBatches(CachedDataset[_T_co]):
 
     def __getitems__(self, indices: Any) -> Any:
         indices = list(indices)
-        samples = [self._cached_sample(index) for index in indices]
+        rows = [self._row(index) for index in indices]
+        samples = [self._find(row, index) for row, index in zip(rows, indices, strict=True)]
         missing = [position for position, sample in enumerate(samples) if sample is _MISSING]
         if missing:
             generators = None if self.then is None else GeneratorStates()
@@ -211,9 +241,9 @@ class _CachedBatches(CachedDataset[_T_co]):
                 if not isinstance(made, list) or len(made) != len(missing):
                     return self._whole_batch(indices, made if len(missing) == len(indices) else None)
                 for position, sample in zip(missing, made, strict=True):
-                    samples[position] = sample
-                    if (row := self._row(indices[position])) is not None:
+                    if (row := rows[position]) is not None:
                         self._keep(row, sample, partial(self._make_sample_again, indices[position]))
+                    samples[position] = sample if self.then is None else _copy(sample)
             finally:
                 if generators is not None:
                     generators.restore()
@@ -233,6 +263,27 @@ class _CachedBatches(CachedDataset[_T_co]):
         return self.dataset.__getitems__([index])[0]
 
 
+def _copy(sample: Any) -> Any:
+    """Returns the copy of a sample that the cache would return, so that ``then`` may change it in place: the sample may
+    share memory with the dataset."""
+    try:
+        return copy_of(sample, dumps)
+    except Exception:
+        # A sample that cannot be pickled, or not be unpickled.
+        try:
+            return copy.deepcopy(sample)
+        except Exception:
+            return sample
+
+
+def _count(index: Any, dataset: Any) -> int:
+    """Returns the number of samples of a dataset that an index selects."""
+    if isinstance(index, slice):
+        return len(range(*index.indices(len(dataset))))
+    is_sequence = isinstance(index, list) or (isinstance(index, (np.ndarray, torch.Tensor)) and index.ndim > 0)
+    return len(index) if is_sequence else 1
+
+
 # Pickling with ForkingPickler, for other processes on this machine
 
 
@@ -241,7 +292,7 @@ def _reduce_table(table: CacheTable) -> tuple[Any, ...]:
 
 
 def _reduce_cached(cached: CachedDataset[Any]) -> tuple[Any, ...]:
-    return type(cached), (cached.dataset, cached.table, cached.then, cached._origin)
+    return cached_of, (cached.dataset, cached.table, cached.then, cached._origin)
 
 
 register(CacheTable, _reduce_table)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Self, TypeVar
 
 from torch.utils.data import Dataset, IterableDataset
 
+from rustloader.system.forwarding import class_with, special_methods
+
 # The wrapper's own attributes. All others are attributes of the wrapped dataset.
 _OWN_ATTRIBUTES = ("dataset", "then", "table", "_origin")
+# Special methods of the dataset that the wrapper lacks: they would change the dataset but not the samples in a cache,
+# or return samples without `then`. `cached_of` decides about `__getitems__`.
+_NOT_FORWARDED = {"__setitem__", "__delitem__", "__next__", "__getitems__"}
 _T_co = TypeVar("_T_co", covariant=True)
 
 
 class Wrapper(Dataset[_T_co]):
-    """A dataset with the length and the attributes of the dataset that it wraps. The type parameter is the type of its
-    samples, after ``then``.
+    """A dataset with the length, the attributes and the special methods of the dataset that it wraps. The type
+    parameter is the type of its samples, after ``then``.
 
     Attributes:
         dataset: The wrapped dataset.
@@ -27,8 +32,26 @@ class Wrapper(Dataset[_T_co]):
     def __init__(self, **own: Any) -> None:
         self.__dict__.update(own)
 
+    @classmethod
+    def class_for(cls, dataset: Any) -> type[Self]:
+        """Returns the class of the wrapper of a dataset."""
+        return class_with(cls, "dataset", special_methods(type(dataset)) - _NOT_FORWARDED)
+
     def __len__(self) -> int:
         return len(self.dataset)
+
+    def __iter__(self) -> Iterator[_T_co]:
+        return self._iterate(iter, "__iter__", range(len(self)))
+
+    def __reversed__(self) -> Iterator[_T_co]:
+        return self._iterate(reversed, "__reversed__", reversed(range(len(self))))
+
+    def _iterate(self, function: Callable[[Any], Iterator[Any]], method: str, indices: Iterable[int]) -> Iterator[Any]:
+        """Returns an iterator over the samples, which the dataset makes itself if its class has the method."""
+        if not hasattr(type(self.dataset), method):
+            return map(self.__getitem__, indices)
+        samples = function(self.dataset)
+        return samples if self.then is None else map(self.then, samples)
 
     def __getattr__(self, name: str) -> Any:
         # Unpickling accesses attributes before the dataset is set.

@@ -68,6 +68,9 @@ class CachedDataset(Wrapper[Any]):
         sample = self.dataset[index]
         return sample if self.then is None else self.then(sample)
 
+    def __reduce__(self) -> Any:
+        return _cached_of, (self.dataset, self.then)
+
     def usage(self) -> CacheUsage:
         """Returns counters that are all 0."""
         return CacheUsage()
@@ -84,7 +87,11 @@ def cache(
 ) -> CachedDataset:
     """Returns a dataset that fetches a sample again each time it is read: there is no shared memory for a cache."""
     check(dataset, then, key, path, version)
-    return CachedDataset(dataset=dataset, then=then)
+    return _cached_of(dataset, then)
+
+
+def _cached_of(dataset: Any, then: Callable[[Any], Any] | None) -> CachedDataset:
+    return CachedDataset.class_for(dataset)(dataset=dataset, then=then)
 
 
 class StatefulDataLoader(DataLoader[Any]):

@@ -1,5 +1,6 @@
 """`prefetch_to_device`: order, errors, ends, types and states, on a device without hardware (`standin.py`)."""
 
+import copy
 import gc
 import sys
 import threading
@@ -35,6 +36,34 @@ class Failing:
         if isinstance(item, BaseException):
             raise item
         return item
+
+
+class Callable(list):
+    """A loader with special methods."""
+
+    def __call__(self):
+        return "called"
+
+    def __bool__(self):
+        return False
+
+
+# Special methods
+
+
+def test_it_has_the_special_methods_of_its_loader():
+    batches = rustloader.prefetch_to_device(Callable([1, 2]), "cpu")
+    assert (batches(), bool(batches), len(batches), 2 in batches) == ("called", False, 2, True)
+    assert isinstance(batches, rustloader.DeviceLoader) and list(copy.copy(batches)) == [1, 2]
+    with pytest.raises(TypeError, match="'DeviceLoader' object is not subscriptable"):
+        batches[0]
+
+
+def test_it_has_no_special_methods_that_its_loader_lacks():
+    batches = rustloader.prefetch_to_device(Failing(1, 2), "cpu")
+    assert bool(batches) and not callable(batches) and not hasattr(batches, "__len__") and list(batches) == [1, 2]
+    with pytest.raises(TypeError, match="'DeviceLoader' has no len"):
+        len(batches)
 
 
 # Order, ends, errors

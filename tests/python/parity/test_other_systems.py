@@ -121,6 +121,23 @@ def test_the_environment_variable_does_nothing_either(other_system):
     assert (status, out, err) == (0, "3\n", f"DataLoaders run on torch's own iterator: {other_system.line}\n")
 
 
+def test_a_cached_dataset_is_sent_to_workers(other_system):
+    status, out, err = other_system("""
+        import rustloader
+
+        class Summing(Numbers):
+            def __call__(self, *numbers):
+                return sum(numbers)
+
+        if __name__ == "__main__":
+            logging.getLogger("rustloader").addHandler(logging.NullHandler())
+            cached = rustloader.cache(Summing(4), then=float)
+            (batch,) = rustloader.DataLoader(cached, batch_size=4, num_workers=1)
+            print(batch.tolist(), cached(1, 2), list(cached))
+    """)
+    assert (status, out, err) == (0, "[0.0, 1.0, 2.0, 3.0] 3 [0.0, 1.0, 2.0, 3.0]\n", "")
+
+
 def test_statistics_say_that_there_are_none_and_why(other_system):
     status, out, err = other_system("""
         import rustloader

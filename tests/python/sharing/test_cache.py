@@ -76,6 +76,23 @@ def image():
     return Image.fromarray(np.random.default_rng(0).integers(0, 255, (20, 30, 3), np.uint8))
 
 
+def tagged(tensor):
+    tensor.path = "a.jpg"
+    return tensor
+
+
+def read_only(array):
+    array.flags.writeable = False
+    return array
+
+
+def state(item):
+    """What a pickle of a tensor or array keeps, and `same` does not compare."""
+    if isinstance(item, torch.Tensor):
+        return vars(item)
+    return item.flags.writeable if isinstance(item, np.ndarray) else None
+
+
 def items():
     base = torch.arange(100.0)
     return [
@@ -111,6 +128,15 @@ def items():
         Labelled(torch.ones(3)) if rustloader is not None else None,
         b"x" * 100_000,
         image(),
+        tagged(torch.arange(3.0)),
+        tagged(base[30:50]),
+        tagged(torch.zeros(3, requires_grad=True)),
+        tagged(torch.nn.Parameter(torch.ones(2))),
+        torch.nn.Buffer(torch.ones(2)),
+        read_only(np.arange(6).reshape(2, 3)),
+        read_only(np.arange(10_000.0)),
+        read_only(np.array(["a", "bc"])[:0]),
+        read_only(np.zeros(9, "i4, f8")),
     ]
 
 
@@ -123,7 +149,7 @@ def test_samples_are_returned_unchanged():
             if type(item).__name__ == "Image":
                 assert type(sample) is type(item) and (sample.mode, sample.tobytes()) == (item.mode, item.tobytes())
             else:
-                assert same(sample, item), (index, item, sample)
+                assert same(sample, item) and state(sample) == state(item), (index, item, sample)
     # One of them is built twice, to check that it is not random.
     assert sorted(set(data.built)) == list(range(len(data))) and len(data.built) == len(data) + 1
     assert cached.usage().hits == 2 * len(data) and cached.usage().misses == len(data)
@@ -152,11 +178,83 @@ def test_it_acts_as_its_dataset():
     cached = cache(data)
     assert len(cached) == 5 and cached.classes == ["cat", "dog"] and cached.dataset is data
     assert isinstance(cached, Dataset) and not hasattr(cached, "other") and not hasattr(cached, "__getitems__")
-    assert len(list(cached)) == 5
     assert "Kept" in repr(cached) and "bytes" in repr(cached)
     assert hasattr(cache(NotedBatches(3, "")), "__getitems__")
     # torch's Subset uses `__getitems__` only if its dataset has it.
     assert not hasattr(cache(Subset(data, [0, 1])), "__getitems__")
+
+
+class Protocols(Kept):
+    """Has special methods, and takes any index."""
+
+    def __getitem__(self, index):
+        return index
+
+    def __iter__(self):
+        return iter(self.items)
+
+    def __reversed__(self):
+        return iter(self.items[::-1])
+
+    def __contains__(self, item):
+        return item == "anything"
+
+    def __call__(self, number):
+        return number + len(self)
+
+    def __bool__(self):
+        return False
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.left = True
+
+    def __setitem__(self, index, value):
+        self.items[index] = value
+
+
+class Plain:
+    """Takes any index, and has no special methods except those that a cache needs."""
+
+    def __getitem__(self, index):
+        return index
+
+    def __len__(self):
+        return 3
+
+
+def outcomes_of_protocols(data):
+    """What Python's protocols do with a dataset."""
+    with data as entered:
+        pass
+    return list(data), list(reversed(data)), "anything" in data, 5 in data, data(4), bool(data), entered is data
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_it_has_the_special_methods_of_its_dataset(method):
+    data = Protocols([5, 6])
+    cached = cache(data)
+    assert outcomes_of_protocols(cached) == outcomes_of_protocols(data) and data.left
+    assert isinstance(cached, rustloader.CachedDataset) and callable(cached) and "<CachedDataset of" in repr(cached)
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        cached[0] = 1
+    for copied in (copy.copy(cached), copy.deepcopy(cached)):
+        assert list(copied) == [5, 6] and copied(4) == 6
+    with multiprocessing.get_context(method).Pool(1) as pool:
+        assert pool.apply(outcomes_of_protocols, (cached,)) == outcomes_of_protocols(data)
+    multiprocessing.resource_sharer.stop()
+
+
+def test_it_has_no_special_methods_that_its_dataset_lacks():
+    data = Plain()
+    cached = cache(data, then=lambda sample: sample * 10)
+    for name in ("__call__", "__contains__", "__enter__", "__bool__", "__setitem__", "__getitems__"):
+        assert not any(name in vars(base) for base in type(cached).__mro__)
+    assert not callable(cached) and bool(cached)
+    assert list(cached) == [0, 10, 20] and list(reversed(cached)) == [20, 10, 0] and 10 in cached and 5 not in cached
+    assert list(cache(Protocols([5, 6]), then=lambda sample: sample * 10)) == [50, 60]
 
 
 def test_attributes_are_set_on_the_dataset():
@@ -220,19 +318,42 @@ def test_samples_whose_pickles_cannot_be_loaded_are_built_each_time():
     assert (usage.hits, usage.misses, usage.refused) == (1, 6, 1)
 
 
-def test_indices_of_other_kinds():
-    data = Kept([torch.tensor(n) for n in range(5)])
+class Payload(int):
+    """An index that carries something besides its value."""
+
+
+class Labelling(Kept):
+    def __getitem__(self, index):
+        return super().__getitem__(index), getattr(index, "load", type(index).__name__)
+
+
+@pytest.mark.warns
+def test_only_ints_and_numpys_integers_are_rows(caplog):
+    data = Labelling(list("abcde"))
     cached = cache(data)
-    for index in (3, np.int64(3), torch.tensor(3)):
-        assert cached[index] == 3
-    assert cached.usage().hits == 2
+    first, second = Payload(1), Payload(1)
+    first.load, second.load = "first", "second"
+    assert [cached[index] for index in (1, np.int64(1), np.uint8(1))] == [("b", "int")] * 3
+    assert [cached[index] for index in (first, second, True)] == [("b", "first"), ("b", "second"), ("b", "bool")]
+    assert cached[torch.tensor(1)] == ("b", "Tensor")
     # Indices beyond the table are passed to the dataset.
-    assert cached[-1] == 4 and cached[-1] == 4
+    assert cached[-1] == cached[-1] == ("e", "int")
     with pytest.raises(IndexError):
         cached[5]
     with pytest.raises(TypeError):
         cached["a"]
-    assert [type(index) for index in data.built if type(index) is not int] == [str]
+    assert (cached.usage().hits, cached.usage().misses) == (2, 9)
+    (record,) = caplog.records
+    assert "indices of type Payload" in record.message and "pass int(index)" in record.message
+    loader = DataLoader(cached, sampler=[first, 2, second], batch_size=3, num_workers=1)
+    assert [list(loader) for _ in range(2)] == [[[("b", "c", "b"), ("first", "int", "second")]]] * 2
+
+
+def test_indices_of_many_samples_count_as_many_misses():
+    cached = cache(torch.arange(10))
+    for index in ([1, 2], slice(1, 8, 3), np.array([3, 4]), torch.tensor([5, 6, 7])):
+        assert torch.equal(cached[index], torch.arange(10)[index])
+    assert (cached.usage().hits, cached.usage().misses) == (0, 10)
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver", None])
@@ -413,6 +534,74 @@ def test_a_failed_sample_is_not_kept():
     loader = DataLoader(cache(Failing(range(4))), batch_size=2, on_error="skip", num_workers=1, persistent_workers=True)
     epochs = [[batch.tolist() for batch in loader] for _ in range(4)]
     assert epochs[0] == [[0, 1], [3]] and epochs[-1] == [[0, 1], [2, 3]]
+
+
+class Views(Dataset):
+    """Samples are views of the dataset's own memory."""
+
+    def __init__(self, wrap=lambda row: row):
+        self.rows, self.wrap = torch.arange(6000.0).reshape(20, 300), wrap
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return self.wrap(self.rows[index])
+
+
+class ViewBatches(Views):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class Unpicklables(list):
+    def __reduce_ex__(self, protocol):
+        raise TypeError("not to be pickled")
+
+    def __deepcopy__(self, memo):
+        return Unpicklables(copy.deepcopy(list(self), memo))
+
+
+def add_one(sample):
+    if isinstance(sample, list):
+        (sample,) = sample
+    return sample.add_(1) if isinstance(sample, torch.Tensor) else np.add(sample, 1, out=sample)
+
+
+WRAPS = [torch.Tensor.detach, torch.Tensor.numpy, lambda row: [row], lambda row: Unpicklables([row])]
+
+
+@pytest.mark.warns
+@pytest.mark.parametrize("kind", [Views, ViewBatches])
+@pytest.mark.parametrize("memory", ["1MiB", 16384])
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_then_may_change_its_argument_in_place(kind, memory, wrap):
+    """Batches are the same while the cache is empty, half-filled and full, and if it does not hold all samples."""
+    data = kind(wrap)
+    cached = cache(data, memory, then=add_one)
+    cached[3], cached[-1], cached[5]
+    epochs = [torch.cat(list(DataLoader(cached, batch_size=6))) for _ in range(3)]
+    assert all(torch.equal(epoch, torch.arange(6000.0).reshape(20, 300) + 1) for epoch in epochs)
+    assert torch.equal(data.rows, torch.arange(6000.0).reshape(20, 300))
+
+
+@pytest.mark.warns
+def test_set_epoch_warns_once_samples_are_cached(caplog):
+    class Curriculum(Kept):
+        epoch = None
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+            return "set"
+
+    data = Curriculum([1, 2])
+    cached = cache(data)
+    assert not hasattr(cache(Kept([1])), "set_epoch")
+    assert cached.set_epoch(0) == "set" and not caplog.records
+    list(cached)
+    assert [cached.set_epoch(epoch=epoch) for epoch in (1, 2)] == ["set"] * 2 and data.epoch == 2
+    (record,) = caplog.records
+    assert "set_epoch() of Curriculum has no effect on samples that are already in the cache" in record.message
 
 
 # Random datasets

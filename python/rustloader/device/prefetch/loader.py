@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ from rustloader.device.prefetch.streams import streams_of
 from rustloader.metrics import transfers
 from rustloader.metrics.transfers import Transfers
 from rustloader.metrics.wrappers import loader_in
+from rustloader.system.forwarding import class_with, special_methods
 from rustloader.system.protocols import LoaderLike
 
 logger = logging.getLogger("rustloader")
@@ -76,8 +77,13 @@ def prefetch_to_device(
                 f"depth must be {maximum} or less over a StatefulDataLoader, got {depth}: its states go back no further"
             )
     streams = streams_of(device)
-    kind = StatefulDeviceLoader if hasattr(loader, "state_dict") else DeviceLoader
+    base = StatefulDeviceLoader if hasattr(loader, "state_dict") else DeviceLoader
+    kind = class_with(base, "loader", special_methods(type(loader)) & _FORWARDED)
     return kind(loader, HostLane() if streams is None else Lane(streams, depth), depth)
+
+
+# Special methods of the loader that its `DeviceLoader` has, too. Others may return batches that are not on the device.
+_FORWARDED = {"__len__", "__length_hint__", "__bool__", "__contains__", "__call__"}
 
 
 class DeviceLoader(Generic[_T_co]):
@@ -130,8 +136,9 @@ class DeviceLoader(Generic[_T_co]):
         self._position = position
         return iterator
 
-    def __len__(self) -> int:
-        return len(self.loader)  # type: ignore[arg-type]
+    if TYPE_CHECKING:
+
+        def __len__(self) -> int: ...
 
     def __getattr__(self, name: str) -> Any:
         # The attribute `loader` is missing while this object is being copied.
