@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from typing import Any
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -60,6 +61,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _IndexStreams, metaclass=IterTyp
             # class's `__init__`, it looks up the base class by name in torch's module, and finds the engine's class.
             TorchIter.__init__(self, loader)
             return
+        begin = time.monotonic()
         ledger.open_for(self, loader)
         loader_state.share(self, loader)
         config = settings.resolve(loader)
@@ -69,6 +71,7 @@ class _MultiProcessingDataLoaderIter(TorchIter, _IndexStreams, metaclass=IterTyp
         fetching.check(loader)
         self._set_up(settings.view_for_torch(loader, config), config, self._epochs or Epochs(), tuned)
         settings.keep_iterator(loader, config, self)
+        self._note_turnaround(begin)
 
     def _set_up(self, loader: LoaderLike, config: LoaderConfig, epochs: Epochs, tuned: Tuner | None) -> None:
         self._epochs = epochs
@@ -115,7 +118,14 @@ class _MultiProcessingDataLoaderIter(TorchIter, _IndexStreams, metaclass=IterTyp
         return 0 if self._mode is None else self._mode.batches
 
     def _reset(self, loader: LoaderLike, first_iter: bool = False) -> None:
+        begin = time.monotonic()
         self._require_mode().begin(self, loader, first_iter)
+        if not first_iter:
+            self._note_turnaround(begin)
+
+    def _note_turnaround(self, begin: float) -> None:
+        if isinstance(self._mode, Session):
+            self._mode.counters.turn_around(begin)
 
     def _reset_base(self, loader: LoaderLike, first_iter: bool) -> None:
         """Resets the state that torch's base class keeps, and installs the index stream of the new epoch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -419,6 +420,7 @@ class Session:
         group = self.group
         if it._shutdown or not group.engine.is_ours or group.exiting():
             return
+        begin = time.monotonic()
         try:
             self.epochs.before_shutdown(it, group.engine)
             self._note_memory(it)
@@ -427,6 +429,7 @@ class Session:
             it._workers_status = [False] * it._num_workers
             ledger.end_workers(it)
             group.end(_utils.MP_STATUS_CHECK_INTERVAL)
+            self.counters.turn_around(begin)
 
     def dismiss(self, it: WorkersIterator, worker_id: int, shutdown: bool) -> None:
         """Records that a copied shutdown routine has dismissed a worker. Once all are dismissed, they exit."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 
 from rustloader.metrics.fields import SchedulingStats, StatsFields
-from rustloader.metrics.prediction import Prediction, Scheduler, predict
+from rustloader.metrics.prediction import CacheGain, Prediction, Scheduler, predict, predict_cache
 from rustloader.metrics.work import Shares, dataset_shares
 from rustloader.settings.option_values import byte_size
+from rustloader.system.formatting import size
 
 # Minimum predicted gain for a recommendation.
 _MIN_GAIN = 1.05
+# Minimum predicted gain for advice on a cache, and the latest epoch from which on it may pay.
+_MIN_CACHE_GAIN, _LATEST_EPOCH = 1.5, 5
 # Maximum number of threads per worker to recommend, and the number to recommend if there is no training step.
 _MAX_THREADS, _USUAL_THREADS = 64, 16
 
@@ -68,3 +71,34 @@ def worker_threads(stats: StatsFields, workers: int, needed: int | None, shares:
     limit = min(_MAX_THREADS, int(threads / max(shares.cpu, 1e-3)), settings.batch_size or _MAX_THREADS)
     number = min(wanted, limit)
     return number if number > threads else None
+
+
+def cache_text(stats: StatsFields) -> str:
+    """Returns advice to use a cache; empty if the gain is unknown or small, or if a cache would not pay soon."""
+    estimate, gain = stats.cache_estimate, _cache_gain(stats)
+    if estimate is None or gain is None or gain.later < _MIN_CACHE_GAIN or gain.pays_from > _LATEST_EPOCH:
+        return ""
+    held = min(1.0, estimate.free_bytes / estimate.bytes)
+    what = "all samples" if held == 1 else f"{held:.0%} of the samples"
+    text = (
+        f"A cache of {size(min(estimate.bytes, estimate.free_bytes))} would hold {what} ({size(estimate.free_bytes)} "
+    )
+    text += f"are free): the epoch that fills it takes about {gain.filling:.1f} times as long, later ones are about "
+    text += f"{gain.later:.{1 if gain.later < 10 else 0}f} times as fast, and it pays from epoch {gain.pays_from} on. "
+    return f"{text}rustloader.cache(dataset) keeps the samples; pass random transforms as its then=."
+
+
+def _cache_gain(stats: StatsFields) -> CacheGain | None:
+    estimate, tasks = stats.cache_estimate, sum(worker.tasks for worker in stats.workers)
+    if estimate is None or not tasks or not stats.batches:
+        return None
+    batch_bytes = stats.bytes / stats.batches
+    return predict_cache(
+        fetch=sum(worker.fetch_seconds for worker in stats.workers) / tasks,
+        other=sum(worker.collate_seconds + worker.pack_seconds for worker in stats.workers) / tasks,
+        main=(stats.own_seconds + stats.step_seconds) / stats.batches,
+        samples=batch_bytes * estimate.samples / estimate.bytes,
+        bytes_=batch_bytes,
+        workers=max(1, min(stats.num_workers or len(stats.workers), stats.cores)),
+        held=min(1.0, estimate.free_bytes / estimate.bytes),
+    )

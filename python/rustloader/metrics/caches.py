@@ -56,4 +56,4 @@ def _estimate(source: LoaderLike | IteratorLike, dataset: Any, stats: StatsField
     except Exception:
         return None
     free = min((left for _, _, left in memory_limits()), default=None)
-    return None if free is None else CacheEstimate(stats.bytes * length // (stats.batches * size), free)
+    return None if free is None else CacheEstimate(stats.bytes * length // (stats.batches * size), free, length)

@@ -311,6 +311,7 @@ class CacheEstimate:
     Attributes:
         bytes: Approximate size of all samples in bytes, in the form in which batches contain them.
         free_bytes: Free memory in bytes, on the machine or in the process's cgroups, whichever is less.
+        samples: Number of samples of the dataset.
 
     Examples:
         >>> dataset = torch.utils.data.TensorDataset(torch.zeros(64, 100))
@@ -322,6 +323,7 @@ class CacheEstimate:
 
     bytes: int
     free_bytes: int
+    samples: int
 
 
 @dataclass(frozen=True)
@@ -369,6 +371,7 @@ class StatsFields:
     blocked_seconds: float = 0.0
     sampler_seconds: float = 0.0
     step_seconds: float = 0.0
+    turnaround_seconds: float = 0.0
     workers: tuple[WorkerStats, ...] = ()
     slowest: tuple[SlowBatch, ...] = ()
     blocking: tuple[SlowBatch, ...] = ()
@@ -390,6 +393,11 @@ class StatsFields:
     def own_seconds(self) -> float:
         """Seconds in ``next`` spent on work rather than waiting: drawing indices, sending them, and opening batches."""
         return max(0.0, self.next_seconds - self.first_seconds - self.waited_seconds)
+
+    @property
+    def loop_seconds(self) -> float:
+        """Seconds of the whole training loop, from each ``iter()`` to the end of the epoch."""
+        return self.turnaround_seconds + self.next_seconds + self.step_seconds
 
 
 # Pickles and reprs name the package that users import.

@@ -81,7 +81,7 @@ def _rank_stats(loader_stats: Stats | None) -> RankStats:
         host=host,
         loader=loader_stats.name,
         batches=loader_stats.batches,
-        seconds=loader_stats.next_seconds + loader_stats.step_seconds,
+        seconds=loader_stats.loop_seconds,
         next_seconds=loader_stats.next_seconds,
         kind=verdict.kind,
         sentence=verdict.sentence,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -58,6 +59,9 @@ class Ledger:
         self.iterators = 0
         # Settings of the latest of these iterators.
         self.scheduling: SchedulingStats | None = None
+        # Seconds in which epochs began and workers ended, and the time until which they are counted.
+        self.turnaround_seconds = 0.0
+        self._counted_until = 0.0
         # Number of iterators on torch's own loop, by reason.
         self.fallbacks: dict[str, int] = {}
         # Worker restarts, and failed samples.
@@ -76,6 +80,18 @@ class Ledger:
         self.scheduling = scheduling
         if self._parent is not None:
             self._parent.serve(scheduling)
+
+    def turn_around(self, begin: float) -> None:
+        """Counts the seconds of the monotonic clock since ``begin`` as ``turnaround_seconds``.
+
+        The end of workers may be part of the beginning of an epoch. Its time is not counted twice.
+        """
+        now = time.monotonic()
+        seconds = now - max(begin, self._counted_until)
+        self._counted_until = now
+        self.turnaround_seconds += seconds
+        if self._parent is not None:
+            self._parent.turnaround_seconds += seconds
 
     def note_workers(self, count: int) -> None:
         """Records the number of workers that num_workers="auto" has chosen for the latest iterator."""
@@ -151,6 +167,7 @@ class Ledger:
     def absorb(self, other: Ledger) -> None:
         """Adds the counters of a loader that is gone and whose engines have ended, except CPU times."""
         self.iterators += other.iterators
+        self.turnaround_seconds += other.turnaround_seconds
         for reason, count in other.fallbacks.items():
             self.fallbacks[reason] = self.fallbacks.get(reason, 0) + count
         self.faults.absorb(other.faults)

@@ -132,6 +132,7 @@ def stats_of_ledger(
         num_workers=num_workers,
         cores=usable_cores(),
         iterators=ledger.iterators,
+        turnaround_seconds=ledger.turnaround_seconds,
         **fields_of_counts(counts, totals.workers),
         workers=tuple(
             _stats_of_worker(

@@ -22,7 +22,7 @@ class RankStats:
         host: Name of its machine.
         loader: Name of the loader; empty if the rank has none.
         batches: Number of batches delivered.
-        seconds: Time of the loop in seconds: ``next`` and the training step.
+        seconds: Time of the loop in seconds: ``iter()``, ``next``, the training step, and ending the workers.
         next_seconds: Part of ``seconds`` spent in ``next``: waiting, and the work of ``next`` itself.
         kind: The bottleneck of the loader, as in ``Verdict``.
         sentence: The verdict in words, with the remedy.
@@ -104,7 +104,7 @@ def _aligned(cell: str, width: int, column: int) -> str:
 def _sentence(ranks: Sequence[RankStats], slowest: RankStats | None) -> str:
     if slowest is None:
         return "No rank has received a batch from the engine."
-    if slowest.next_share < _WAIT_SHARE:
+    if slowest.next_share < _WAIT_SHARE and slowest.kind != "starting":
         return "No rank's loop waits for its loader: the training step sets the pace."
     others = [it.next_seconds_per_batch for it in ranks if it is not slowest and it.batches]
     took = f"{duration(slowest.next_seconds_per_batch)} per batch in next()"
@@ -112,6 +112,8 @@ def _sentence(ranks: Sequence[RankStats], slowest: RankStats | None) -> str:
         return f"The loop spends {took}. {slowest.sentence}"
     usual = statistics.median(others)
     if slowest.next_seconds_per_batch < _SLOWER_FACTOR * usual:
+        if slowest.next_seconds_per_batch < _SLOWER_FACTOR * min(others):
+            return f"All ranks wait about equally for their loaders: {took}. {slowest.sentence}"
         waits = f"Most ranks wait about equally for their loaders, rank {slowest.rank} the longest"
         return f"{waits}: {took}. {slowest.sentence}"
     who = f"Rank {slowest.rank} on {slowest.host} is the slowest"

@@ -21,7 +21,8 @@ class Stats(StatsFields):
     """The statistics of a loader or an iterator so far, as returned by ``rustloader.stats()``.
 
     ``print(stats)`` shows text; a notebook shows tables. Times are in seconds of the monotonic clock. The training loop
-    takes ``next_seconds + step_seconds``. Neither includes the time between two epochs.
+    takes ``turnaround_seconds + next_seconds + step_seconds`` (``loop_seconds``). The program's own work between two
+    epochs is not included.
 
     Attributes:
         name: The loader's name: the option ``name``, or the file and line that created it.
@@ -40,6 +41,7 @@ class Stats(StatsFields):
         sampler_seconds: Part of ``next_seconds``: drawing indices from the sampler and sending them. Measured only
             after a call of ``next`` that took 50 us or more, not counting waits.
         step_seconds: Time between two calls of ``next`` in one epoch: the training step.
+        turnaround_seconds: Time in ``iter()``, which starts the workers or their next epoch, and time to end them.
         workers: One entry per worker, in order of worker number.
         slowest: The slowest batches so far, slowest first.
         blocking: The batches for which ``next`` waited while later ones were ready, longest wait first. The sum of all

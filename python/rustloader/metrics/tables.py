@@ -36,6 +36,7 @@ def _times(stats: StatsFields) -> list[tuple[str, float, str]]:
         ("waited", stats.waited_seconds, wait_text),
         ("first", stats.first_seconds, f"waiting for the first batch of {count_of(stats.epochs, 'epoch')}"),
         ("own work", stats.own_seconds, own_text),
+        ("turnaround", stats.turnaround_seconds, "in iter(), and ending the workers"),
     ]
     return [part for part in parts if part[1] > 0]
 

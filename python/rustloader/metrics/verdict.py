@@ -47,9 +47,6 @@ _UNKNOWN_CORES = 1 << 30
 _MIN_STEP, _MIN_STEP_SHARE = 200e-6, 0.02
 # A part of a worker's time is the main part if its share is larger than this.
 _MAIN_SHARE = 0.5
-# Assumed rate at which a worker reads and gathers samples from a cache, in bytes per second, and the minimum predicted
-# gain for advice on a cache.
-_CACHE_RATE, _CACHE_GAIN = 1e9, 1.5
 # Limits on the recommended number of workers that wait for storage: per core, and as a multiple of the current number.
 _MAX_PER_CORE, _MAX_STEP_UP = 4, 4
 
@@ -115,7 +112,7 @@ def judge(stats: StatsFields, more_do_not_help: bool = False) -> Verdict:
         more_do_not_help: Whether a measurement has shown that more workers do not help.
     """
     verdict = _judge(stats, more_do_not_help)
-    if verdict.kind == "dataset" and (advice_text := _cache_advice(stats)):
+    if verdict.kind == "dataset" and (advice_text := advice.cache_text(stats)):
         verdict = replace(verdict, sentence=f"{verdict.sentence} {advice_text}")
     if advice_text := _sharing_advice(stats):
         verdict = replace(verdict, sentence=f"{verdict.sentence} {advice_text}")
@@ -134,28 +131,6 @@ def judge(stats: StatsFields, more_do_not_help: bool = False) -> Verdict:
 def described_attribute(large: LargeAttribute) -> str:
     """Describes a large attribute of a dataset in words."""
     return f"a {large.kind} of {large.items:,} items, about {size(large.bytes)}"
-
-
-def _cache_advice(stats: StatsFields) -> str:
-    """Returns advice to use a cache; an empty string if the gain is unknown or small."""
-    estimate, tasks = stats.cache_estimate, sum(worker.tasks for worker in stats.workers)
-    if estimate is None or not tasks:
-        return ""
-    fetch = sum(worker.fetch_seconds for worker in stats.workers) / tasks
-    other = sum(worker.collate_seconds + worker.pack_seconds for worker in stats.workers) / tasks
-    cached = other + stats.bytes / stats.batches / _CACHE_RATE
-    held = min(1.0, estimate.free_bytes / estimate.bytes)
-    gain = (fetch + other) / (cached * held + (fetch + other) * (1 - held))
-    if gain < _CACHE_GAIN:
-        return ""
-    what = "all samples" if held == 1 else f"{held:.0%} of the samples"
-    text = (
-        f"A cache of {size(min(estimate.bytes, estimate.free_bytes))} would hold {what} ({size(estimate.free_bytes)} "
-    )
-    text += (
-        f"are free), and epochs after the first would take about 1/{gain:.0f} of the time: rustloader.cache(dataset) "
-    )
-    return f"{text}keeps the samples; pass random transforms as its then=."
 
 
 def _sharing_advice(stats: StatsFields) -> str:
@@ -186,7 +161,7 @@ def _judge(stats: StatsFields, more_do_not_help: bool) -> Verdict:
         return Verdict("too_few", sentence, f"{count_of(stats.batches, 'batch')} so far")
     own, waited, step = stats.own_seconds, stats.waited_seconds, stats.step_seconds
     loop = own + waited + step
-    if stats.epochs > 1 and stats.first_seconds > loop:
+    if stats.epochs > 1 and stats.first_seconds + stats.turnaround_seconds > loop:
         return _starting(stats, loop)
     if stats.transfers.waited_seconds > max(_WAIT_SHARE * loop, waited):
         return Verdict("device", *limit_texts(stats.transfers, loop))
@@ -221,8 +196,8 @@ def _starting(stats: StatsFields, loop: float) -> Verdict:
     if stats.epochs < 2:
         sentence = "Too short to tell: the start of the workers takes most of the time. Ask again after a longer run."
         return Verdict("too_few", sentence, f"{count_of(stats.batches, 'batch')} in {duration(loop)}")
-    reason = f"{duration(stats.first_seconds)} of waiting for the first batches of {stats.epochs} epochs, "
-    reason += f"{duration(loop)} for the rest"
+    reason = f"{duration(stats.first_seconds + stats.turnaround_seconds)} in iter(), waiting for the first batches and "
+    reason += f"ending the workers, in {stats.epochs} epochs; {duration(loop)} for the rest"
     remedy = "set persistent_workers=True, which keeps the workers from epoch to epoch."
     if stats.iterators < stats.epochs:
         remedy = "the workers are already kept. Use longer epochs, or no workers for epochs this short."

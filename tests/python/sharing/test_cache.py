@@ -1017,25 +1017,32 @@ def test_statistics_have_hits_and_the_size_of_a_possible_cache():
 def test_the_verdict_on_a_dataset_names_the_cache():
     from rustloader.metrics.fields import CacheEstimate, WorkerStats
 
-    def sentence(estimate, fetch=10.0):
-        worker = WorkerStats(id=0, tasks=100, fetch_seconds=fetch, collate_seconds=0.01)
+    def sentence(estimate, fetch=10.0, batch_bytes=1 << 20):
+        worker = WorkerStats(id=0, tasks=100, fetch_seconds=fetch, collate_seconds=fetch / 1000)
         figures = {
             "batches": 100,
-            "bytes": 100 << 20,
-            "next_seconds": 10.0,
-            "waited_seconds": 10.0,
-            "step_seconds": 1.0,
+            "bytes": 100 * batch_bytes,
+            "next_seconds": fetch,
+            "waited_seconds": fetch,
+            "step_seconds": fetch / 10,
         }
         stats = rustloader.Stats(num_workers=1, epochs=1, workers=(worker,), cache_estimate=estimate, **figures)
         assert stats.verdict().kind == "dataset"
         return stats.verdict().sentence
 
-    later = "and epochs after the first would take about 1/"
-    all_of_it = sentence(CacheEstimate(12 * 10**9, 81 * 10**9))
-    assert f"A cache of 12.0 GB would hold all samples (81.0 GB are free), {later}" in all_of_it
-    half_of_it = sentence(CacheEstimate(12 * 10**9, 6 * 10**9))
-    assert f"A cache of 6.0 GB would hold 50% of the samples (6.0 GB are free), {later}2 of the time:" in half_of_it
-    assert "cache(" not in sentence(None) and "cache(" not in sentence(CacheEstimate(12 * 10**9, 10**9))
+    all_of_it = sentence(CacheEstimate(12 * 10**9, 81 * 10**9, 10**5))
+    text = "A cache of 12.0 GB would hold all samples (81.0 GB are free): the epoch that fills it takes about 1.0 "
+    text += (
+        "times as long, later ones are about 10 times as fast, and it pays from epoch 2 on. rustloader.cache(dataset)"
+    )
+    assert text in all_of_it
+    half_of_it = sentence(CacheEstimate(12 * 10**9, 6 * 10**9, 10**5))
+    assert "A cache of 6.0 GB would hold 50% of the samples (6.0 GB are free): " in half_of_it
+    assert "later ones are about 2.0 times as fast" in half_of_it
+    assert "cache(" not in sentence(None) and "cache(" not in sentence(CacheEstimate(12 * 10**9, 10**9, 10**5))
+    # Rows of 80 bytes in batches of 64, which take 2 us each: filling the cache takes as long as six epochs save.
+    cheap = CacheEstimate(80 * 10**5, 81 * 10**9, 10**5)
+    assert "cache(" not in sentence(cheap, fetch=64 * 100 * 2e-6, batch_bytes=64 * 80)
 
 
 def test_workers_on_other_machines_have_one_cache_per_machine(tmp_path):

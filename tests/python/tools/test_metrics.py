@@ -692,7 +692,14 @@ def test_what_a_report_says():
     advice = {"kind": "storage", "sentence": "Use faster storage."}
     one = rustloader.RankReport((rank_stats(0, 10, 0.01), rank_stats(1, 10, 0.02)))
     assert str(one).endswith("No rank's loop waits for its loader: the training step sets the pace.")
-    two = rustloader.RankReport((rank_stats(0, 10, 1.0), rank_stats(1, 10, 1.1, **advice)))
+    even = rustloader.RankReport((rank_stats(0, 10, 1.0), rank_stats(1, 10, 1.1, **advice)))
+    text = "All ranks wait about equally for their loaders: 110 ms per batch in next(). Use faster storage."
+    assert str(even).endswith(text)
+    starting = {"kind": "starting", "sentence": "Keep the workers."}
+    short = rustloader.RankReport((rank_stats(0, 10, 0.01), rank_stats(1, 10, 0.011, **starting)))
+    assert str(short).endswith("Keep the workers.")
+    seconds = (0.1, 1.1, 1.0, 1.0)
+    two = rustloader.RankReport(tuple(rank_stats(n, 10, it, **advice) for n, it in enumerate(seconds)))
     assert "Most ranks wait about equally for their loaders, rank 1 the longest: 110 ms per batch" in str(two)
     three = rustloader.RankReport((rank_stats(0, 10, 0.01), rank_stats(1, 10, 2.0, **advice)))
     assert str(three).endswith("200 ms per batch in next(), the others 1 ms. Use faster storage.")

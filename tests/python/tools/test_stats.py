@@ -767,6 +767,42 @@ def test_the_start_of_each_epoch_limits():
     assert verdict_on(loader).kind == "starting"
 
 
+class SlowToBegin(torch.utils.data.Sampler):
+    def __iter__(self):
+        time.sleep(LONG)
+        return iter(range(4))
+
+    def __len__(self):
+        return 4
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_rate_counts_iter(persistent):
+    loader = DataLoader(Numbers(4), sampler=SlowToBegin(), num_workers=1, persistent_workers=persistent)
+    start = time.monotonic()
+    for _ in range(3):
+        list(loader)
+    took = time.monotonic() - start
+    stats = rustloader.stats(loader)
+    assert 3 * LONG <= stats.turnaround_seconds <= stats.loop_seconds <= took
+    assert stats.scalars()["batches_per_second"] == 12 / stats.loop_seconds
+
+
+def test_turnaround_counts_no_second_twice(monkeypatch):
+    from rustloader.metrics import ledger
+
+    of_loader = ledger.Ledger()
+    counters = ledger.Ledger(of_loader)
+    now = [10.0]
+    monkeypatch.setattr(ledger.time, "monotonic", lambda: now[0])
+    counters.turn_around(9.0)
+    now[0] = 12.0
+    counters.turn_around(8.0)  # contains the first interval
+    now[0] = 20.0
+    counters.turn_around(19.0)
+    assert counters.turnaround_seconds == of_loader.turnaround_seconds == 4.0
+
+
 def test_too_few_batches_to_tell():
     assert verdict_on(DataLoader(Slow(4, long), num_workers=2, collate_fn=as_list)).kind == "too_few"
 

@@ -50,6 +50,7 @@ def full(**more):
             "blocked_seconds": 0.5,
             "sampler_seconds": 0.25,
             "step_seconds": 2.0,
+            "turnaround_seconds": 1.5,
             "workers": (
                 WorkerStats(0, 4711, True, 120_000_000, 100, 0.5, 0.25, 5.0, 0.75, 0.125, 5.5, 0.0625, 0.0, 0.5, 2.5),
                 WorkerStats(1, 4712, False, 0, 100, fetch_seconds=4.0),
@@ -82,6 +83,7 @@ def test_all_that_is_not_zero_is_printed():
         "  waited        4 s, 500 ms of it while later batches were ready",
         "  first         1 s, waiting for the first batch of 2 epochs",
         "  own work      1 s, 250 ms of it in the sampler",
+        "  turnaround    1.5 s, in iter(), and ending the workers",
         "  worker 0      100 batches: fetch 5 s, fetch CPU 1 s, collate 750 ms, pack 125 ms, idle 250 ms, "
         "start 500 ms, processor 5.5 s (pid 4711, 120 MB)",
         "  worker 1      100 batches: fetch 4 s (ended)",
@@ -147,10 +149,11 @@ def test_the_table_of_a_notebook():
     loop, workers, rest = cells.tables
     assert loop[0] == ["loop", "time", "share", ""]
     assert [row[:3] for row in loop[1:]] == [
-        ["step", "2 s", "25%"],
-        ["waited", "4 s", "50%"],
-        ["first", "1 s", "12%"],
-        ["own work", "1 s", "12%"],
+        ["step", "2 s", "21%"],
+        ["waited", "4 s", "42%"],
+        ["first", "1 s", "11%"],
+        ["own work", "1 s", "11%"],
+        ["turnaround", "1.5 s", "16%"],
     ]
     head, *rows = workers
     assert head == [

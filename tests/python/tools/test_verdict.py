@@ -520,6 +520,12 @@ TABLE = {
         ["set persistent_workers=True", "20 epochs"],
         None,
     ),
+    "short epochs, whose workers start in iter()": (
+        lambda: given(epochs=20, iterators=20, first_seconds=0.1, turnaround_seconds=8.0, step=2, fetch=1),
+        "starting",
+        ["8.1 s in iter(), waiting for the first batches and ending the workers, in 20 epochs; 200 ms for the rest"],
+        None,
+    ),
     "short epochs, with persistent workers": (
         lambda: given(epochs=20, iterators=1, first_seconds=20.0, step=2, fetch=1),
         "starting",
@@ -642,6 +648,7 @@ REMEDIES = {
     "remote workers with small batches": "use larger batches",
     "busy remote workers": "Use num_workers=20",
     "short epochs": "set persistent_workers=True",
+    "short epochs, whose workers start in iter()": "set persistent_workers=True",
     "epochs left after two batches": "set persistent_workers=True",
     "collate that waits for a core": "End other programs",
     "short epochs, with persistent workers": "Use longer epochs, or no workers for epochs this short.",

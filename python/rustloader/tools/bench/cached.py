@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rustloader.metrics.prediction import pays_from
 from rustloader.system.formatting import size
-from rustloader.tools.bench.comparison import too_few
+from rustloader.tools.bench.comparison import BUSY, too_few
 from rustloader.tools.bench.rates import SideRates, make_sides_comparable
 from rustloader.tools.harness.layout import number, times
 from rustloader.tools.probe.factory import Unusable
@@ -69,21 +71,31 @@ class CacheGain:
     second: SideRates = field(default_factory=SideRates)
     fit: Fit | None = None
 
-    def text(self, without: SideRates) -> str:
-        """Describes the gain from the cache. ``without`` has the rates of the same loader without a cache."""
+    def text(self, without: SideRates, others: float = 0.0) -> str:
+        """Describes the gain from the cache.
+
+        ``without`` has the rates of the same loader without a cache, and ``others`` is the share of the cores that
+        other processes used.
+        """
         assert self.fit is not None
         if reason := too_few(len(self.second.passes), self.second.batches):
             return f"Too few to tell the gain from a cache: {reason}. {self.fit}"
+        if others >= BUSY:
+            return f"The gain from a cache is unknown, because other processes were busy. {self.fit}"
         plain = SideRates(without.passes)
         make_sides_comparable([self.first, self.second, plain])
-        gain = self.second.rate / plain.rate
-        text = f"With rustloader.cache the second epoch reaches {number(self.second.rate)} batches/s: "
-        text += f"{times(self.second.rate / self.first.rate)} the rate of the first one, which fills the cache, and "
-        text += f"{times(gain)} the rate without a cache. {self.fit}"
+        gain, filling, held = self.second.rate / plain.rate, plain.rate / self.first.rate, self.fit.held
+        text = (
+            f"With rustloader.cache the second epoch reaches {number(self.second.rate)} batches/s, {times(gain)} the "
+        )
+        text += f"rate without a cache. The epoch that fills the cache takes {times(filling)} the time: "
+        epoch = pays_from(filling, held / gain + 1 - held)
+        text += f"the cache pays from epoch {epoch} on. " if math.isfinite(epoch) else "the cache does not pay. "
+        text += str(self.fit)
         if self.fit.hits < _MIN_HITS:
             text += f" Only {self.fit.hits:.0%} of the second epoch's samples were in the cache."
-        elif self.fit.held < 1:
-            later = 1 / (self.fit.held / gain + 1 - self.fit.held)
+        elif held < 1:
+            later = 1 / (held / gain + 1 - held)
             text += f" Epochs after the first would be about {times(later)} as fast as without a cache."
         if self.fit.is_random:
             text += " But the dataset returns different samples for the same index, and with a cache every epoch would "

@@ -16,7 +16,8 @@ Outcome = Literal["faster", "slower", "no measurable difference", "too few to te
 # Minimum epochs and batches of each engine for a verdict.
 FEWEST_EPOCHS, FEWEST_BATCHES = 3, 50
 # Shares of the cores used by other processes. If the share is at least NOTED, the result mentions it; if it is at least
-# BUSY, there is no recommendation.
+# BUSY, there is neither a gain nor a recommendation: confidence assumes independent epochs, but a busy machine slows
+# down several consecutive ones.
 NOTED, BUSY = 0.1, 0.25
 # Ratios from 1 / EQUAL to EQUAL count as equal. Two processes that do the same work may differ in speed by up to this
 # factor for as long as they run, because their memory is at different addresses.
@@ -63,14 +64,9 @@ class Comparison(NamedTuple):
         return self.verdict != "too few to tell"
 
     def __str__(self) -> str:
-        return self.text()
-
-    def text(self, others: float = 0.0) -> str:
-        """Returns the result as a sentence. ``others`` is the share of the cores that other processes used."""
         speed = f"{times(self.ratio)} as fast as torch"
-        speed += f" (between {times(self.low)} and {times(self.high)}; {self.pairs} pairs of epochs"
-        # The confidence assumes independent epochs, but a busy machine slows down several consecutive ones.
-        speed += f", {self.confidence:.0%} confidence)." if others < BUSY else ")."
+        speed += f" (between {times(self.low)} and {times(self.high)}; {self.pairs} pairs of epochs, "
+        speed += f"{self.confidence:.0%} confidence)."
         return {
             "faster": f"rustloader is {speed}",
             "slower": f"rustloader is slower: {speed}",

@@ -86,7 +86,8 @@ class Summary:
         comparison, options = point.comparison, self._options
         others = max(it.others_share for it in self._points)
         if comparison is not None:
-            yield wrapped(comparison.text(others), "  ")
+            if others < BUSY or not comparison.is_known:
+                yield wrapped(str(comparison), "  ")
             if not comparison.is_known:
                 budget = self._plan.budget
                 longer = f"--budget {2 * budget:g}" if budget else "omit --epochs, or increase it"
@@ -102,7 +103,7 @@ class Summary:
             yield wrapped(f"Verdict on rustloader's iterator: {sentence}", "  ")
             yield f"  {wrapped(point.verdict['reason'], '  ')}"
         if point.cache is not None:
-            yield wrapped(point.cache.text(point.rustloader), "  ")
+            yield wrapped(point.cache.text(point.rustloader, others), "  ")
         if not options.step:
             what = "The verdict and the recommendation apply" if self._choices else "The verdict applies"
             text = f"The loop ran no training step. {what} to loading only."
@@ -115,10 +116,10 @@ class Summary:
             reason = self._unmeasured
             return f"torch's own loop, without workers, could not be measured: {reason}" if reason else ""
         best = max(point.torch, point.rustloader, key=lambda side: side.rate)
-        if own_loop.too_few or best.too_few:
+        if own_loop.too_few or best.too_few or others >= BUSY:
             return ""
         ratio = own_loop.rate / best.rate
-        if ratio > EQUAL and not own_loop.interval.overlaps(best.interval) and others < BUSY:
+        if ratio > EQUAL and not own_loop.interval.overlaps(best.interval):
             remedy = "use num_workers=0" + ("" if self._options.step else ", or measure with --step SECONDS")
             return f"Without workers, torch is {times(ratio)} as fast as the faster loader with workers: {remedy}."
         if self._choices:  # the table has the rate
