@@ -67,6 +67,7 @@ __all__ = [
     "_collate",
     "_roundtrip",
     "_trim_pool",
+    "address_space_left",
     "begin_forks",
     "call_into",
     "copy_of",
@@ -82,6 +83,7 @@ __all__ = [
     "memory_limits",
     "move_storage",
     "observed",
+    "rename_to_new",
     "seed_words",
     "set_reporting",
     "tend_pages",
@@ -94,7 +96,7 @@ ARENA_MIN: Final[int]
 # Upper bounds, in seconds, of the buckets of the histogram `Totals.waits`.
 WAIT_BOUNDS: Final[tuple[float, ...]]
 
-# Size in bytes of the header of a cache file (the index follows it), and the version of the file format.
+# Size in bytes of the header and the counters of a cache's file, and the version of the file format.
 CACHE_HEADER: Final[int]
 CACHE_VERSION: Final[int]
 
@@ -835,6 +837,12 @@ def memory_limits() -> list[tuple[bool, int, int]]:
     """Returns the memory limits of the machine (first) and of the cgroups. Each item tells whether the limit is a
     cgroup's, the limit in bytes, and the free memory in bytes."""
 
+def address_space_left() -> int | None:
+    """Returns the bytes of address space that are left to this process; None without a limit."""
+
+def rename_to_new(folder: int, name: bytes, new: bytes) -> bool:
+    """Gives a file another name in its folder, which a descriptor names. Returns False if a file has that name."""
+
 def cpu_quota() -> float | None:
     """Returns the CPU quota of this process's cgroups, in cores; None if there is no quota."""
 
@@ -895,8 +903,9 @@ class ShareBuilder:
 class CacheTable:
     """The cached samples of a dataset, by index, in memory or in a file. Forked children use the same table."""
 
-    def __new__(cls, fd: int) -> Self:
-        """Opens a table in memory, and takes ownership of its descriptor. ValueError: the file is not a table."""
+    def __new__(cls, fd: int, opening: int = 0) -> Self:
+        """Opens a table that another process has created or opened, and takes ownership of the descriptor.
+        ``opening`` is the other process's ``opening``. ValueError: the file is not a table."""
 
     @staticmethod
     def create(rows: int, limit: int) -> CacheTable:
@@ -904,24 +913,22 @@ class CacheTable:
 
     @staticmethod
     def format(fd: int, rows: int, limit: int, meta: bytes) -> None:
-        """Turns a file of ``limit`` zero bytes into an empty table."""
+        """Turns a file of ``limit`` zero bytes into an empty table that outlives the programs that use it."""
 
     @staticmethod
     def head(fd: int) -> tuple[int, int, int, bytes] | None:
         """Returns the version, rows, limit and meta of a table in a file; None if the file is not a table."""
 
     @staticmethod
-    def open_file(fd: int, in_memory: bool, whole: int) -> CacheTable:
+    def open_file(fd: int, whole: int, token: int) -> CacheTable:
         """Opens the table in a file whose length must be the table's limit. ``whole`` is the length that the file had
         before the caller extended it; samples beyond this length are forgotten. The caller must hold the file's lock,
-        and keeps ownership of the descriptor."""
+        and keeps ownership of the descriptor. All processes that pass the same ``token`` belong to one opening: they
+        share the results of their comparisons."""
 
     @staticmethod
     def overhead(rows: int) -> int:
         """Returns the size in bytes of a table with this number of rows and no samples."""
-
-    def some_rows(self, most: int) -> list[int]:
-        """Returns up to ``most`` rows that have a sample, spread over the table."""
 
     def grow(self, limit: int) -> None:
         """Raises the limit to ``limit``, which must be the file's length. The table must then be opened again."""
@@ -934,6 +941,10 @@ class CacheTable:
     @property
     def limit(self) -> int: ...
     @property
+    def opening(self) -> int:
+        """The number of the opening to which this process belongs; 0 for a table in memory."""
+
+    @property
     def closed(self) -> str | None:
         """The reason why the table accepts no further samples, "full" or "no room"; None if it accepts them."""
 
@@ -943,11 +954,25 @@ class CacheTable:
     def get(self, index: Any, missing: Any) -> Any:
         """Returns a new object that is equal to the sample of an index, or ``missing`` if the table does not have the
         sample. Counts a hit or a miss if the index is an exact int and the table has a row for it; any other index is
-        missing.
+        missing. A sample that is due is missing, too, and not counted.
         """
 
     def count_misses(self, number: int) -> None:
         """Counts misses of indices that the table has no row for."""
+
+    def is_due(self, row: int) -> bool:
+        """Returns True if the sample of a row must be compared with the dataset before it is used, or if the table is
+        known to belong to another dataset."""
+
+    def peek(self, row: int, missing: Any) -> Any:
+        """Returns the sample of a row, even if it is due, or ``missing``. Counts neither a hit nor a miss."""
+
+    def compared(self, row: int, is_equal: bool, seconds: float) -> None:
+        """Records the result of a comparison, and the time that it took. After a difference every row is due."""
+
+    @property
+    def differing_row(self) -> int | None:
+        """The row whose sample was found to differ from the dataset; None if none is known."""
 
     def takes(self, row: int) -> bool:
         """Returns True if ``put`` may succeed for a row: the row has no sample, no mark of ``never``, and there may be
@@ -968,8 +993,11 @@ class CacheTable:
         """Returns True if the caller must make its sample a second time and compare the two. True for the first few
         calls, counted across all processes."""
 
-    def is_news(self, bit: int) -> bool:
-        """Returns True if this is the first call with this bit across all processes."""
+    def first_time(self, event: int) -> bool:
+        """Notes an event, a power of two. Returns True for the first time across all processes."""
+
+    def has_happened(self, event: int) -> bool:
+        """Returns True if ``first_time`` was called for an event."""
 
     def usage(self) -> dict[str, int]:
         """Returns the counters of the table, as keyword arguments of ``CacheUsage``."""

@@ -3,15 +3,17 @@
 /// The first word of a file: "RLCACHE1".
 pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"RLCACHE1");
 /// The version of the layout and of the encoding of samples.
-pub const VERSION: u64 = 1;
+pub const VERSION: u64 = 2;
 /// Bytes of the header and the counters together.
 pub const HEADER: u64 = 8192;
 /// Position at which the meta starts.
 pub(super) const META: u64 = 256;
 /// Maximum length of the meta in bytes.
 pub(super) const META_MAX: usize = 3840;
-/// Bytes of a record's prefix: its length and its checksum.
-pub(super) const PREFIX: u64 = 8;
+/// Position at which the index starts, after the openings.
+pub(super) const INDEX: u64 = HEADER + (OPENINGS * OPENING * 8) as u64;
+/// Bytes of a record's prefix: its length, its writer and its check.
+pub(super) const PREFIX: u64 = 16;
 
 /// Indices of the words of the header.
 pub(super) mod word {
@@ -32,7 +34,18 @@ pub(super) mod word {
     /// A number that identifies the boot during which the file was last used.
     pub const BOOT: usize = 9;
     pub const META_LEN: usize = 10;
-    pub const COUNT: usize = 11;
+    /// Bits of [`super::flag`].
+    pub const FLAGS: usize = 11;
+    /// Number of times that the file was opened.
+    pub const OPENED: usize = 12;
+    pub const COUNT: usize = 13;
+}
+
+/// Bits of the flags, which are the same for all handles of a table.
+pub(super) mod flag {
+    /// The table outlives the programs that use it. Its records have checksums, and those of other openings are compared
+    /// with the dataset.
+    pub const LASTING: u64 = 1;
 }
 
 /// Values of an index word that are not the position of a record.
@@ -54,4 +67,30 @@ pub(super) mod counter {
     pub const MISSES: usize = 1;
     pub const REFUSED: usize = 2;
     pub const DAMAGED: usize = 3;
+}
+
+/// Number of openings that a file describes. A later opening replaces the oldest.
+pub(super) const OPENINGS: usize = 32;
+/// Number of words that describe an opening.
+pub(super) const OPENING: usize = 64;
+
+/// Indices of the words that describe an opening.
+pub(super) mod opening {
+    /// The opening's number, counted from 1; 0 while the words are being written.
+    pub const NUMBER: usize = 0;
+    /// A number by which processes that open the file by its path find their opening.
+    pub const TOKEN: usize = 1;
+    /// The monotonic time of the opening, in nanoseconds.
+    pub const STARTED: usize = 2;
+    /// Nanoseconds that the opening's processes have spent on comparisons.
+    pub const SPENT: usize = 3;
+    /// A row whose record differs from the dataset, plus 1; 0 if none is known.
+    pub const DIFFERS: usize = 4;
+    /// The first of the comparisons; 0 after the last.
+    pub const COMPARED: usize = 5;
+}
+
+/// Returns the number of bytes that precede the first record in a table of `rows` rows.
+pub(super) fn overhead(rows: u64) -> u64 {
+    rows.saturating_mul(8).saturating_add(INDEX).next_multiple_of(4096)
 }

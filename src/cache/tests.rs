@@ -2,7 +2,7 @@ use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-use super::format::{HEADER, word};
+use super::format::{INDEX, flag, word};
 use super::*;
 use crate::error::Error;
 
@@ -27,7 +27,7 @@ fn copy_of(file: &File) -> OwnedFd {
 
 #[test]
 fn a_record_is_absent_and_then_whole() {
-    let cache = Cache::create(10, LIMIT, b"meta").unwrap();
+    let cache = Cache::create(10, LIMIT).unwrap();
     assert_eq!(cache.lookup(3), Lookup::Absent);
     assert_eq!(cache.put(3, &[b"hel", b"lo"]).unwrap(), Put::Stored);
     assert_eq!(bytes(&cache, 3).as_deref(), Some(&b"hello"[..]));
@@ -42,13 +42,13 @@ fn a_record_is_absent_and_then_whole() {
     cache.count_misses(1);
     let usage = cache.usage();
     assert_eq!((usage.hits, usage.misses, usage.unused), (3, 1, 0));
-    assert_eq!(usage.stored, 16 + 8 + (8 + 400_001 + 7));
+    assert_eq!(usage.stored, 24 + 16 + (16 + 400_001 + 7));
     assert_eq!(usage.left, LIMIT - Cache::overhead(10) - usage.stored);
 }
 
 #[test]
 fn a_row_whose_sample_cannot_be_kept_stays_marked() {
-    let cache = Cache::create(2, LIMIT, b"").unwrap();
+    let cache = Cache::create(2, LIMIT).unwrap();
     cache.never(1);
     assert_eq!(cache.lookup(1), Lookup::Never);
     assert_eq!(cache.put(1, &[b"x"]).unwrap(), Put::Known);
@@ -58,7 +58,7 @@ fn a_row_whose_sample_cannot_be_kept_stays_marked() {
 
 #[test]
 fn a_full_cache_keeps_what_it_has() {
-    let cache = Cache::create(100, Cache::overhead(100) + 1000, b"").unwrap();
+    let cache = Cache::create(100, Cache::overhead(100) + 1000).unwrap();
     let put = |row| cache.put(row, &[&[row as u8; 290]]).unwrap();
     assert_eq!([put(0), put(1), put(2)], [Put::Stored; 3]);
     assert_eq!(put(3), Put::Closed(true));
@@ -66,20 +66,21 @@ fn a_full_cache_keeps_what_it_has() {
     assert_eq!(cache.closed(), Closed::Full);
     assert_eq!(bytes(&cache, 2).unwrap(), [2; 290]);
     assert_eq!(bytes(&cache, 3), None);
-    assert_eq!(cache.usage().left, 1000 - 3 * 304);
+    assert_eq!(cache.usage().left, 1000 - 3 * 312);
 }
 
 #[test]
-fn probes_and_news_come_once() {
-    let cache = Cache::create(250, LIMIT, b"").unwrap();
+fn probes_and_events_come_once() {
+    let cache = Cache::create(250, LIMIT).unwrap();
     assert_eq!((0..10).filter(|_| cache.take_probe()).count(), 3);
-    assert!(cache.is_news(1) && !cache.is_news(1) && cache.is_news(2));
+    assert!(cache.first_time(1) && !cache.first_time(1) && cache.first_time(2));
+    assert!(cache.has_happened(2) && !cache.has_happened(4));
 }
 
 #[test]
 fn another_process_opens_it_by_its_descriptor() {
-    let cache = Cache::create(10, LIMIT, b"").unwrap();
-    let other = Cache::open(cache.fd().unwrap().try_clone_to_owned().unwrap(), true).unwrap();
+    let cache = Cache::create(10, LIMIT).unwrap();
+    let other = Cache::open(cache.fd().unwrap().try_clone_to_owned().unwrap(), 0).unwrap();
     other.put(5, &[b"five"]).unwrap();
     assert_eq!(bytes(&cache, 5).as_deref(), Some(&b"five"[..]));
     assert_eq!((other.rows(), other.limit()), (10, LIMIT));
@@ -88,43 +89,46 @@ fn another_process_opens_it_by_its_descriptor() {
 #[test]
 fn other_files_are_refused() {
     for file in [file(0), file(100), file(1 << 16), File::open("/proc/self/exe").unwrap()] {
-        assert_eq!(Cache::head(file.as_fd()).ok().flatten(), None);
-        assert!(Cache::open(file.into(), false).is_err());
+        assert_eq!(Head::read(file.as_fd()).ok().flatten(), None);
+        assert!(Cache::open(file.into(), 0).is_err());
     }
-    assert!(matches!(Cache::create(1 << 40, LIMIT, b""), Err(Error::Usage { .. })));
-    assert!(matches!(Cache::create(1, LIMIT, &[0; 4000]), Err(Error::Usage { .. })));
+    assert!(matches!(Cache::create(1 << 40, LIMIT), Err(Error::Usage { .. })));
+    assert!(matches!(Cache::format(file(LIMIT).as_fd(), 1, LIMIT, &[0; 4000]), Err(Error::Usage { .. })));
 }
 
 #[test]
 fn a_file_is_used_again() {
     let file = file(LIMIT);
     Cache::format(file.as_fd(), 10, LIMIT, b"a dataset").unwrap();
-    let cache = Cache::open_file(copy_of(&file), false, LIMIT).unwrap();
+    let cache = Cache::open_file(copy_of(&file), LIMIT, 1).unwrap();
     cache.put(1, &[b"one"]).unwrap();
     drop(cache);
-    let head = Cache::head(file.as_fd()).unwrap().unwrap();
-    assert_eq!(head, Head { version: VERSION, rows: 10, limit: LIMIT, meta: b"a dataset".to_vec() });
-    let cache = Cache::open_file(copy_of(&file), false, LIMIT).unwrap();
+    let head = Head::read(file.as_fd()).unwrap().unwrap();
+    assert_eq!(
+        head,
+        Head { version: VERSION, rows: 10, limit: LIMIT, meta: b"a dataset".to_vec(), flags: flag::LASTING }
+    );
+    let cache = Cache::open_file(copy_of(&file), LIMIT, 1).unwrap();
     assert_eq!(bytes(&cache, 1).as_deref(), Some(&b"one"[..]));
-    assert_eq!(cache.usage().stored, 16);
+    assert_eq!(cache.usage().stored, 24);
 }
 
 #[test]
 fn damaged_records_of_a_file_are_made_again() {
     let file = file(LIMIT);
     Cache::format(file.as_fd(), 10, LIMIT, b"").unwrap();
-    let open = || Cache::open_file(copy_of(&file), false, LIMIT).unwrap();
+    let open = || Cache::open_file(copy_of(&file), LIMIT, 1).unwrap();
     let cache = open();
     for row in 0..10 {
         cache.put(row, &[&[row as u8; 100]]).unwrap();
     }
-    let (heap, index) = (Cache::overhead(10), HEADER);
+    let (heap, index) = (Cache::overhead(10), INDEX);
     let write = |bytes: &[u8], at| crate::sys::sealed::write_at(file.as_fd(), bytes, at).unwrap();
     // Lost bytes, a wrong length, a wrong position, and another row's record.
-    write(&[9], heap + 112 + 8 + 50);
-    write(&200_u64.to_ne_bytes(), heap + 2 * 112);
+    write(&[9], heap + 120 + 16 + 50);
+    write(&200_u64.to_ne_bytes(), heap + 2 * 120);
     write(&3_u64.to_ne_bytes(), index + 3 * 8);
-    write(&(heap + 5 * 112).to_ne_bytes(), index + 4 * 8);
+    write(&(heap + 5 * 120).to_ne_bytes(), index + 4 * 8);
     let cache = open();
     for row in 0..10 {
         let expected = (!(1..=4).contains(&row)).then(|| vec![row as u8; 100]);
@@ -139,7 +143,7 @@ fn damaged_records_of_a_file_are_made_again() {
 fn after_a_crash_of_the_machine_no_record_is_overwritten() {
     let file = file(LIMIT);
     Cache::format(file.as_fd(), 10, LIMIT, b"").unwrap();
-    let cache = Cache::open_file(copy_of(&file), false, LIMIT).unwrap();
+    let cache = Cache::open_file(copy_of(&file), LIMIT, 1).unwrap();
     cache.put(0, &[b"zero"]).unwrap();
     cache.put(1, &[b"one"]).unwrap();
     // After the crash, the header's page is older than that of the index.
@@ -148,22 +152,26 @@ fn after_a_crash_of_the_machine_no_record_is_overwritten() {
     };
     write(word::END, Cache::overhead(10));
     write(word::BOOT, 1);
-    let cache = Cache::open_file(copy_of(&file), false, LIMIT).unwrap();
+    let cache = Cache::open_file(copy_of(&file), LIMIT, 1).unwrap();
     cache.put(2, &[b"two"]).unwrap();
     let records: Vec<_> = (0..3).map(|row| bytes(&cache, row).unwrap()).collect();
     assert_eq!(records, [b"zero".to_vec(), b"one".to_vec(), b"two".to_vec()]);
+    // Nor is the number of an opening that has stored a record given again.
+    write(word::OPENED, 0);
+    write(word::BOOT, 1);
+    assert_eq!(Cache::open_file(copy_of(&file), LIMIT, 7).unwrap().opening(), 2);
 }
 
 #[test]
 fn a_larger_limit_opens_a_full_file() {
-    let small = Cache::overhead(10) + 104;
+    let small = Cache::overhead(10) + 112;
     let file = file(LIMIT);
     Cache::format(file.as_fd(), 10, small, b"").unwrap();
-    let cache = Cache::open_file(copy_of(&file), false, LIMIT).unwrap();
+    let cache = Cache::open_file(copy_of(&file), LIMIT, 1).unwrap();
     assert_eq!(cache.put(0, &[&[1; 90]]).unwrap(), Put::Stored);
     assert_eq!(cache.put(1, &[&[1; 90]]).unwrap(), Put::Closed(true));
     cache.grow(LIMIT);
-    let larger = Cache::open_file(copy_of(&file), false, LIMIT).unwrap();
+    let larger = Cache::open_file(copy_of(&file), LIMIT, 1).unwrap();
     assert_eq!(larger.put(1, &[&[1; 90]]).unwrap(), Put::Stored);
     assert_eq!(larger.put(2, &[&[2; 90]]).unwrap(), Put::Stored);
     // The cache is full for the program with the old limit, but the file is not.
@@ -177,7 +185,7 @@ fn a_larger_limit_opens_a_full_file() {
 #[test]
 fn threads_fill_one_table() {
     const ROWS: u64 = 2000;
-    let cache = Arc::new(Cache::create(ROWS, 1 << 22, b"").unwrap());
+    let cache = Arc::new(Cache::create(ROWS, 1 << 22).unwrap());
     let content = |row: u64| row.to_le_bytes().repeat(1 + row as usize % 60);
     let fill = |start: u64| {
         let cache = Arc::clone(&cache);
@@ -196,7 +204,7 @@ fn threads_fill_one_table() {
         assert_eq!(bytes(&cache, row).unwrap(), content(row));
     }
     let usage = cache.usage();
-    let stored: u64 = (0..ROWS).map(|row| 8 + content(row).len() as u64).sum();
+    let stored: u64 = (0..ROWS).map(|row| 16 + content(row).len() as u64).sum();
     assert_eq!(usage.stored, stored);
 }
 
@@ -204,15 +212,100 @@ fn threads_fill_one_table() {
 fn truncated_records_are_absent_and_their_space_is_reused() {
     let file = file(LIMIT);
     Cache::format(file.as_fd(), 10, LIMIT, b"").unwrap();
-    let cache = Cache::open_file(copy_of(&file), false, LIMIT).unwrap();
+    let cache = Cache::open_file(copy_of(&file), LIMIT, 1).unwrap();
     for row in 0..9 {
         cache.put(row, &[&[row as u8; 100]]).unwrap();
     }
     cache.never(9);
-    let whole = Cache::overhead(10) + 5 * 112 + 50;
-    let cut = Cache::open_file(copy_of(&file), false, whole).unwrap();
+    let whole = Cache::overhead(10) + 5 * 120 + 50;
+    let cut = Cache::open_file(copy_of(&file), whole, 1).unwrap();
     assert_eq!((0..10).filter(|row| bytes(&cut, *row).is_some()).collect::<Vec<_>>(), [0, 1, 2, 3, 4]);
-    assert_eq!(cut.some_rows(3), [0, 1, 2]);
-    assert_eq!((cut.usage().stored, cut.usage().unused, cut.usage().refused), (5 * 112, 0, 0));
+    assert_eq!((cut.usage().stored, cut.usage().unused, cut.usage().refused), (5 * 120, 0, 0));
     assert_eq!(cut.put(9, &[b"new"]).unwrap(), Put::Stored);
+}
+
+/// Returns a file with the records of one opening, in `rows` rows with these contents.
+fn filled(rows: u64, content: impl Fn(u64) -> Vec<u8>) -> File {
+    let file = file(LIMIT);
+    Cache::format(file.as_fd(), rows, LIMIT, b"").unwrap();
+    let writer = Cache::open_file(copy_of(&file), LIMIT, 1).unwrap();
+    for row in 0..rows {
+        writer.put(row, &[&content(row)]).unwrap();
+        assert!(matches!(writer.lookup(row), Lookup::Whole(_)));
+    }
+    file
+}
+
+/// Reads rows in order and compares those that are due, which are equal. Returns these rows.
+fn compared(cache: &Cache, rows: impl Iterator<Item = u64>, nanoseconds: u64) -> Vec<u64> {
+    let is_due = |row: &u64| match cache.lookup(*row) {
+        Lookup::Due(_) => {
+            cache.compared(*row, true, nanoseconds);
+            assert!(matches!(cache.lookup(*row), Lookup::Whole(_)));
+            true
+        }
+        found => !matches!(found, Lookup::Whole(_)),
+    };
+    rows.filter(is_due).collect()
+}
+
+#[test]
+fn records_of_another_opening_are_compared_in_all_parts_of_the_table() {
+    let file = filled(1000, |row| row.to_le_bytes().to_vec());
+    let open = |token| Cache::open_file(copy_of(&file), LIMIT, token).unwrap();
+    let cache = open(2);
+    assert_eq!(compared(&cache, 0..1000, 0), [0, 1, 125, 250, 375, 500, 625, 750]);
+    // Other processes of the opening repeat none of the comparisons, another opening makes its own.
+    let fork = Cache::open(copy_of(&file), cache.opening()).unwrap();
+    assert!(compared(&fork, 0..1000, 0).is_empty());
+    assert!(compared(&open(2), 0..1000, 0).is_empty());
+    assert_eq!(compared(&open(3), 0..1000, 0).len(), 8);
+    // A process that does not know its opening makes its own.
+    assert_eq!(compared(&Cache::open(copy_of(&file), 0).unwrap(), 0..1000, 0).len(), 8);
+    // A small table needs fewer. The time counts only from the third on.
+    let small = filled(40, |row| row.to_le_bytes().to_vec());
+    let open = Cache::open_file(copy_of(&small), LIMIT, 2).unwrap();
+    assert_eq!(compared(&open, 0..40, 1 << 40), [0, 1]);
+    assert_eq!(compared(&Cache::open_file(copy_of(&file), LIMIT, 4).unwrap(), 0..1000, 1 << 40), [0, 1]);
+}
+
+#[test]
+fn equal_records_are_compared_once() {
+    let file = filled(1000, |row| if row < 300 { vec![] } else { row.to_le_bytes().to_vec() });
+    let cache = Cache::open_file(copy_of(&file), LIMIT, 2).unwrap();
+    assert_eq!(compared(&cache, 0..1000, 0), [0, 300, 375, 500, 625, 750, 875]);
+}
+
+#[test]
+fn after_a_difference_every_record_is_due() {
+    let file = filled(1000, |row| row.to_le_bytes().to_vec());
+    let cache = Cache::open_file(copy_of(&file), LIMIT, 2).unwrap();
+    let child = Cache::open(copy_of(&file), cache.opening()).unwrap();
+    assert_eq!(compared(&cache, 0..1000, 0).len(), 8);
+    child.compared(700, false, 0);
+    for cache in [cache, child] {
+        assert_eq!(cache.differing_row(), Some(700));
+        assert!((0..1000).all(|row| matches!(cache.lookup(row), Lookup::Due(_))));
+    }
+    let other = Cache::open_file(copy_of(&file), LIMIT, 3).unwrap();
+    assert_eq!((other.differing_row(), compared(&other, 0..1000, 0).len()), (None, 8));
+}
+
+#[test]
+fn each_writer_is_compared_and_many_openings_replace_the_oldest() {
+    let file = file(LIMIT);
+    Cache::format(file.as_fd(), 900, LIMIT, b"").unwrap();
+    let open = |token| Cache::open_file(copy_of(&file), LIMIT, token).unwrap();
+    let openings: Vec<_> = (1..=90).map(open).collect();
+    assert_eq!(openings.iter().map(Cache::opening).collect::<Vec<_>>(), (1..=90).collect::<Vec<_>>());
+    for row in 0..900 {
+        openings[row as usize % 3].put(row, &[&row.to_le_bytes()]).unwrap();
+    }
+    // Of the two other writers, 8 records each. The words of the first opening are those of a later one.
+    for cache in [&openings[0], &openings[2], &openings[88]] {
+        let expected = if cache.opening() == 89 { 24 } else { 16 };
+        assert_eq!(compared(cache, 0..900, 0).len(), expected);
+        assert!(compared(cache, 0..900, 0).is_empty());
+    }
+    assert_eq!(compared(&openings[89], 0..900, 0).len(), 24);
 }

@@ -39,21 +39,21 @@ enum Column {
 
 /// A sample that is a tensor, or a flat list, tuple or dict of tensors and numbers.
 #[derive(Default)]
-struct Sample {
+struct Sample<'a> {
     columns: Vec<Column>,
     parts: Vec<Part>,
     /// The keys of a dict.
     keys: Vec<String>,
     group: Option<Group>,
-    leaves: Parts,
+    leaves: Parts<'a>,
     /// True if the sample does not have this form.
     is_other: bool,
 }
 
-impl Sample {
+impl<'a> Sample<'a> {
     /// Reads a record into `tree`, which then contains the bytes of small tensors and must outlive the sample. Returns
     /// `None` if the sample does not have the form that [`Sample`] describes.
-    fn of(record: Record, tree: &mut Vec<u8>) -> Result<Option<Self>, Error> {
+    fn of(record: Record<'a>, tree: &mut Vec<u8>) -> Result<Option<Self>, Error> {
         let mut sample = Self::default();
         match record.copy(0, 1).first() {
             None | Some(&PICKLE) => return Ok(None),
@@ -61,7 +61,7 @@ impl Sample {
                 let damaged = || Error::corrupt("a record has invalid leaves");
                 (*tree, sample.leaves) = split(record).ok_or_else(damaged)?;
             }
-            Some(_) => *tree = record.copy(0, record.len),
+            Some(_) => *tree = record.copy(0, record.len()),
         }
         walk(tree, &mut sample)?;
         let is_dict = sample.group == Some(Group::Dict);
@@ -78,16 +78,14 @@ impl Sample {
             Place::Inline(bytes) => Some(bytes.as_ptr()),
             Place::Outside { leaf: number, offset } => {
                 let record = (*self.leaves.0.get(number as usize)?)?;
-                let end = usize::try_from(offset).ok()?.checked_add(leaf.extent)?;
-                // SAFETY: the offset is in the record.
-                (end <= record.len).then(|| unsafe { record.ptr.add(end - leaf.extent) })
+                Some(record.part(usize::try_from(offset).ok()?, leaf.extent)?.as_ptr())
             }
             Place::Shared { .. } | Place::Empty { .. } => None,
         }
     }
 }
 
-impl Build for Sample {
+impl Build for Sample<'_> {
     type Error = Error;
 
     fn atom(&mut self, atom: Atom<'_>) -> Result<(), Error> {
@@ -135,7 +133,7 @@ impl Build for Sample {
 
 /// Collates the given rows as torch's default_collate does. Returns `None` if torch must collate them:
 /// - a mode of torch is active, or torch's default device is not the CPU;
-/// - a row is missing or damaged;
+/// - a row is missing, damaged, or must first be compared with the dataset;
 /// - the samples do not have the same form, or that form is neither a contiguous tensor nor a flat list, tuple or dict
 ///   (with strings as keys) of contiguous tensors, ints and floats.
 pub fn gather(py: Python<'_>, cache: &Cache, rows: &[u64], allocate: &mut Allocate<'_>) -> PyResult<Option<Py<PyAny>>> {
@@ -155,8 +153,9 @@ pub fn gather(py: Python<'_>, cache: &Cache, rows: &[u64], allocate: &mut Alloca
         samples.push(sample);
     }
     let Some(first) = samples.first() else { return Ok(None) };
-    let has_same_form =
-        |sample: &Sample| sample.group == first.group && sample.columns == first.columns && sample.keys == first.keys;
+    let has_same_form = |sample: &Sample<'_>| {
+        sample.group == first.group && sample.columns == first.columns && sample.keys == first.keys
+    };
     if !samples.iter().all(has_same_form) {
         return Ok(None);
     }

@@ -33,44 +33,44 @@ pub fn put(
 }
 
 /// Returns the sample of a record as a new object.
-pub fn value<'py>(py: Python<'py>, record: Record) -> PyResult<Bound<'py, PyAny>> {
+pub fn value<'py>(py: Python<'py>, record: Record<'_>) -> PyResult<Bound<'py, PyAny>> {
     let bridge = Bridge::get(py)?;
     match record.copy(0, 1).first() {
         Some(&PICKLE) => {
             let fill = |bytes: &mut [u8]| {
                 // SAFETY: the record is one byte longer than the bytes object.
-                unsafe { ptr::copy_nonoverlapping(record.ptr.add(1), bytes.as_mut_ptr(), bytes.len()) };
+                unsafe { ptr::copy_nonoverlapping(record.as_ptr().add(1), bytes.as_mut_ptr(), bytes.len()) };
                 Ok(())
             };
-            loads(py)?.call1((PyBytes::new_with(py, record.len - 1, fill)?,))
+            loads(py)?.call1((PyBytes::new_with(py, record.len() - 1, fill)?,))
         }
         Some(&LEAVES) => {
             let (tree, mut leaves) = split(record).ok_or_else(|| Error::corrupt("a record has invalid leaves"))?;
             Ok(decode(py, bridge, &tree, &mut leaves)?.into_bound(py))
         }
-        _ => Ok(decode(py, bridge, &record.copy(0, record.len), &mut Parts::default())?.into_bound(py)),
+        _ => Ok(decode(py, bridge, &record.copy(0, record.len()), &mut Parts::default())?.into_bound(py)),
     }
 }
 
 /// The leaves of a record.
 #[derive(Default)]
-pub struct Parts(pub Vec<Option<Record>>);
+pub struct Parts<'a>(pub Vec<Option<Record<'a>>>);
 
-impl Source for Parts {
+impl Source for Parts<'_> {
     type Memory = Heap;
 
     fn leaf(&mut self, index: u32) -> Result<Heap> {
         let leaf = self.0.get_mut(index as usize).and_then(Option::take);
         let leaf = leaf.ok_or_else(|| Error::corrupt(format!("leaf {index} of a record is missing")))?;
-        let heap = Heap::new(leaf.len)?;
-        // SAFETY: both have `leaf.len` bytes, and the new memory does not overlap the record.
-        unsafe { heap.ptr().copy_from_nonoverlapping(leaf.ptr, leaf.len) };
+        let heap = Heap::new(leaf.len())?;
+        // SAFETY: both have `leaf.len()` bytes, and the new memory does not overlap the record.
+        unsafe { heap.ptr().copy_from_nonoverlapping(leaf.as_ptr(), leaf.len()) };
         Ok(heap)
     }
 }
 
 /// Returns the tree and the leaves of a record that begins with [`LEAVES`]; `None` if it is damaged.
-pub fn split(record: Record) -> Option<(Vec<u8>, Parts)> {
+pub fn split(record: Record<'_>) -> Option<(Vec<u8>, Parts<'_>)> {
     let number = |bytes: &[u8]| usize::try_from(u64::from_le_bytes(*bytes.first_chunk()?)).ok();
     let head = record.copy(1, 16);
     let (tree, count) = (number(&head)?, number(head.get(8..)?)?);
@@ -80,11 +80,9 @@ pub fn split(record: Record) -> Option<(Vec<u8>, Parts)> {
     at += tree.len();
     let mut leaves = Vec::with_capacity(lengths.len() / 8);
     for len in lengths.as_chunks::<8>().0 {
-        let len = number(len)?;
-        let end = at.checked_add(len).filter(|end| *end <= record.len)?;
-        // SAFETY: the range is in the record.
-        leaves.push(Some(Record { ptr: unsafe { record.ptr.add(at) }, len }));
-        at = end;
+        let leaf = record.part(at, number(len)?)?;
+        leaves.push(Some(leaf));
+        at += leaf.len();
     }
     Some((tree, Parts(leaves)))
 }

@@ -1,5 +1,6 @@
 //! The table of cached samples. `_core.pyi` documents the class.
 
+use std::ffi::CStr;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::{Mutex, PoisonError};
 
@@ -7,10 +8,11 @@ use pyo3::exceptions::{PyException, PyIndexError, PyMemoryError, PyOSError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
-use crate::cache::{Cache, Closed, Head, Lookup, Put, Usage};
+use crate::cache::{Cache, Closed, Head, Lookup, Put, Record, Usage};
 use crate::codec::rows::Scratch;
 use crate::codec::samples;
 use crate::interop::collate::exact_int;
+use crate::sys::files;
 
 /// A mapped table.
 #[pyclass(frozen, weakref, name = "CacheTable", module = "rustloader._core")]
@@ -37,6 +39,18 @@ impl PyCache {
         }
         Err(PyIndexError::new_err(format!("the cache has no row {row}")))
     }
+
+    /// Returns the sample of a row's record; `None` if it cannot be loaded.
+    fn sample<'py>(&self, py: Python<'py>, row: u64, record: Record<'_>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        match samples::value(py, record) {
+            // The sample's class has moved, or its pickle cannot be loaded for another reason.
+            Err(error) if error.is_instance_of::<PyException>(py) && !error.is_instance_of::<PyMemoryError>(py) => {
+                self.cache.never(row);
+                Ok(None)
+            }
+            read => read.map(Some),
+        }
+    }
 }
 
 /// The header of a file: version, rows, limit and meta.
@@ -53,18 +67,19 @@ fn borrowed(fd: &i32) -> PyResult<BorrowedFd<'_>> {
 
 #[pymethods]
 impl PyCache {
-    /// Maps an in-memory table that another process created, and takes ownership of the descriptor.
+    /// Maps a table that another process created or opened, and takes ownership of the descriptor.
     #[new]
-    fn new(py: Python<'_>, fd: i32) -> PyResult<Self> {
+    #[pyo3(signature = (fd, opening = 0))]
+    fn new(py: Python<'_>, fd: i32, opening: u32) -> PyResult<Self> {
         borrowed(&fd)?;
         // SAFETY: the caller passes ownership of the descriptor, which is open.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-        Ok(py.detach(|| Cache::open(fd, true))?.into())
+        Ok(py.detach(|| Cache::open(fd, opening))?.into())
     }
 
     #[staticmethod]
     fn create(py: Python<'_>, rows: u64, limit: u64) -> PyResult<Self> {
-        Ok(py.detach(|| Cache::create(rows, limit, b""))?.into())
+        Ok(py.detach(|| Cache::create(rows, limit))?.into())
     }
 
     /// Formats a file of `limit` zero bytes as an empty table.
@@ -76,24 +91,20 @@ impl PyCache {
     /// Returns the header of a file, or None if the file is not a table.
     #[staticmethod]
     fn head<'py>(py: Python<'py>, fd: i32) -> PyResult<Option<HeadTuple<'py>>> {
-        let head = Cache::head(borrowed(&fd)?)?;
-        Ok(head.map(|Head { version, rows, limit, meta }| (version, rows, limit, PyBytes::new(py, &meta))))
+        let head = Head::read(borrowed(&fd)?)?;
+        Ok(head.map(|Head { version, rows, limit, meta, .. }| (version, rows, limit, PyBytes::new(py, &meta))))
     }
 
-    /// Maps a table in a file, through a duplicate of the descriptor. [`Cache::open_file`] explains `whole`.
+    /// Maps a table in a file, through a duplicate of the descriptor. [`Cache::open_file`] explains the arguments.
     #[staticmethod]
-    fn open_file(py: Python<'_>, fd: i32, in_memory: bool, whole: u64) -> PyResult<Self> {
+    fn open_file(py: Python<'_>, fd: i32, whole: u64, token: u64) -> PyResult<Self> {
         let fd = borrowed(&fd)?.try_clone_to_owned()?;
-        Ok(py.detach(|| Cache::open_file(fd, in_memory, whole))?.into())
+        Ok(py.detach(|| Cache::open_file(fd, whole, token))?.into())
     }
 
     #[staticmethod]
     fn overhead(rows: u64) -> u64 {
         Cache::overhead(rows)
-    }
-
-    fn some_rows(&self, most: usize) -> Vec<u64> {
-        self.cache.some_rows(most)
     }
 
     fn grow(&self, limit: u64) {
@@ -107,6 +118,11 @@ impl PyCache {
     #[getter]
     fn rows(&self) -> u64 {
         self.cache.rows()
+    }
+
+    #[getter]
+    fn opening(&self) -> u32 {
+        self.cache.opening()
     }
 
     #[getter]
@@ -138,24 +154,43 @@ impl PyCache {
     fn get<'py>(&self, index: &Bound<'py, PyAny>, missing: Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let row = exact_int(index).and_then(|index| u64::try_from(index).ok());
         let Some(row) = row.filter(|row| *row < self.cache.rows()) else { return Ok(missing) };
-        let Lookup::Whole(record) = self.cache.lookup(row) else {
-            self.cache.count_misses(1);
-            return Ok(missing);
+        let sample = match self.cache.lookup(row) {
+            Lookup::Whole(record) => self.sample(missing.py(), row, record)?,
+            Lookup::Due(_) => return Ok(missing),
+            Lookup::Absent | Lookup::Never => None,
         };
-        let py = missing.py();
-        match samples::value(py, record) {
-            Err(error) if error.is_instance_of::<PyMemoryError>(py) => Err(error),
-            // The sample's class has moved, or its pickle cannot be loaded for another reason.
-            Err(error) if error.is_instance_of::<PyException>(py) => {
-                self.cache.never(row);
-                self.cache.count_misses(1);
-                Ok(missing)
-            }
-            read => {
-                self.cache.count_hits(1);
-                read
-            }
+        if sample.is_some() {
+            self.cache.count_hits(1);
+        } else {
+            self.cache.count_misses(1);
         }
+        Ok(sample.unwrap_or(missing))
+    }
+
+    /// Returns true if the sample of a row must be compared with the dataset before it is used, or if the file is known
+    /// to belong to another dataset.
+    fn is_due(&self, row: u64) -> PyResult<bool> {
+        let row = self.row(row)?;
+        Ok(self.cache.differing_row().is_some() || matches!(self.cache.lookup(row), Lookup::Due(_)))
+    }
+
+    /// Returns the sample of a row, even if it must be compared first, or `missing`. Counts nothing.
+    fn peek<'py>(&self, row: u64, missing: Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let sample = match self.cache.lookup(self.row(row)?) {
+            Lookup::Whole(record) | Lookup::Due(record) => self.sample(missing.py(), row, record)?,
+            Lookup::Absent | Lookup::Never => None,
+        };
+        Ok(sample.unwrap_or(missing))
+    }
+
+    fn compared(&self, row: u64, is_equal: bool, seconds: f64) -> PyResult<()> {
+        self.cache.compared(self.row(row)?, is_equal, (seconds * 1e9) as u64);
+        Ok(())
+    }
+
+    #[getter]
+    fn differing_row(&self) -> Option<u64> {
+        self.cache.differing_row()
     }
 
     /// Returns true if it is worth passing the sample of a row to `put`: the row has neither a record nor the mark that
@@ -189,8 +224,12 @@ impl PyCache {
         self.cache.take_probe()
     }
 
-    fn is_news(&self, bit: u64) -> bool {
-        self.cache.is_news(bit)
+    fn first_time(&self, event: u64) -> bool {
+        self.cache.first_time(event)
+    }
+
+    fn has_happened(&self, event: u64) -> bool {
+        self.cache.has_happened(event)
     }
 
     fn usage<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
@@ -222,4 +261,12 @@ fn usage_dict(py: Python<'_>, usage: Usage) -> PyResult<Bound<'_, PyDict>> {
         dict.set_item(name, number)?;
     }
     Ok(dict)
+}
+
+/// Gives a file in a folder another name there. Returns false if that name exists.
+#[pyfunction]
+pub fn rename_to_new(folder: i32, from: &[u8], to: &[u8]) -> PyResult<bool> {
+    let [from, to] = [from, to].map(|name| [name, b"\0"].concat());
+    let [from, to] = [&from, &to].map(|name| CStr::from_bytes_until_nul(name).unwrap_or_default());
+    Ok(files::rename_to_new(borrowed(&folder)?, from, to)?)
 }

@@ -10,7 +10,7 @@ use crate::shm::arena::Arena;
 use crate::shm::pool::{self, Owner};
 use crate::shm::{caretaker, forks};
 use crate::sys::cgroup::{self, Roots};
-use crate::sys::{memory, pidfd};
+use crate::sys::{map, memory, pidfd};
 
 /// Number of batches that this process's engines have delivered.
 pub static BATCHES: AtomicU64 = AtomicU64::new(0);
@@ -51,6 +51,11 @@ pub fn set_reporting(reporting: bool) {
 pub fn memory_limits(py: Python<'_>) -> Vec<(bool, u64, u64)> {
     let limits = py.detach(|| memory::limits(&Roots::default()));
     limits.iter().map(|limit| (limit.is_cgroup, limit.size, limit.bytes)).collect()
+}
+
+#[pyfunction]
+pub fn address_space_left() -> Option<u64> {
+    map::address_space_left()
 }
 
 #[pyfunction]

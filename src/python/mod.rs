@@ -22,12 +22,12 @@ use pyo3::prelude::*;
 mod _core {
     #[pymodule_export]
     use super::{
-        cache::PyCache,
+        cache::{PyCache, rename_to_new},
         engine::{PyDeath, PyEngine, PyPosition, PyProgress, PySnapshot},
         figures::{Counts, Observed, ObservedWorker, PyMeter, SlowTask, Totals, WorkerTotals, figures, inspect_arena},
         functions::{
-            _trim_pool, WarmPages, begin_forks, cpu_quota, descends, end_forks, engine_batches, memory_limits,
-            observed, seed_words, set_reporting, tend_pages,
+            _trim_pool, WarmPages, address_space_left, begin_forks, cpu_quota, descends, end_forks, engine_batches,
+            memory_limits, observed, seed_words, set_reporting, tend_pages,
         },
         port::PyPort,
         remote::PyLink,

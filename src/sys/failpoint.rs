@@ -55,7 +55,7 @@ mod points {
         eventfd eventfd_write eventfd_read pidfd_open pidfd_poll waitid pidfd_get_info
         pidfd_send_signal socket_send socket_receive futex_wait futex_wake ppoll epoll_create epoll_ctl epoll_wait fstat
         peek sigaction seal_write get_seals pwrite atfork kill thread timer sysinfo proc private pipe
-        task_taken task_done
+        fstatfs renameat task_taken task_done
     };
 
     /// The state of one kind.

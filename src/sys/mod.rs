@@ -23,6 +23,7 @@ pub mod clock;
 pub mod deferred_signals;
 pub mod event;
 pub mod failpoint;
+pub mod files;
 pub mod fork;
 pub mod fork_witness;
 pub mod futex;

@@ -313,6 +313,22 @@ def cached():
     return [right, data.usage().hits, data.table.closed]
 
 
+def cached_file():
+    """A cache in a file, on a file system without hard links."""
+    from cached_rows import FileSystem
+
+    from rustloader.caching import files
+
+    files.os = FileSystem(has_links=False)
+    items = [torch.tensor(i) for i in range(8)]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            data = rustloader.cache(items, "1MiB", path=os.path.join(folder, "file"))
+        except Exception as error:
+            return [text_of(error)]
+        return walk(loader(data, batch_size=None), items)[0]
+
+
 def connected():
     """One epoch with a remote worker."""
     from remote_support import LoopbackContext

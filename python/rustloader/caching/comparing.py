@@ -1,21 +1,24 @@
-"""Compares two samples, and the samples in a file with those of a dataset."""
+"""Compares two samples, and a sample in a file with that of a dataset."""
 
 from __future__ import annotations
 
+import enum
 import io
+import logging
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from rustloader._core import CacheTable
 from rustloader.sharing.pickling import dumps
 from rustloader.system.generators import GeneratorStates
 
-# Number of samples of a file that are made again, for comparison, when the file is opened.
-_SAMPLES_COMPARED = 2
-_MISSING = object()
+logger = logging.getLogger("rustloader")
+
+# Number of times that a sample that differs is made again, to find out whether the dataset is random.
+_ATTEMPTS = 8
 
 
 class _ContentPickler(pickle.Pickler):
@@ -61,18 +64,29 @@ def are_equal(sample: Any, again: Any) -> bool:
         return True
 
 
-def first_difference(table: CacheTable, dataset: Any) -> int | None:
-    """Makes some samples of the table again and returns a row whose sample differs, or None. Restores the random number
-    generators afterwards. Ignores errors of the dataset, because a later access raises them.
+class Outcome(enum.Enum):
+    """The outcome of a comparison of a kept sample with one that the dataset makes."""
+
+    EQUAL = enum.auto()
+    # The sample differs each time it is made.
+    RANDOM = enum.auto()
+    # The sample is the same each time it is made, but the kept one differs.
+    OTHER = enum.auto()
+
+
+def compare(kept: Any, make: Callable[[], Any], made: Any = None) -> Outcome:
+    """Compares a kept sample with one that the dataset makes, or has just ``made``. Restores the random number
+    generators afterwards. Errors of the dataset count as equal samples: a later access raises them.
     """
     generators = GeneratorStates()
     try:
-        for row in table.some_rows(_SAMPLES_COMPARED):
-            kept = table.get(row, _MISSING)
-            if kept is not _MISSING and not are_equal(kept, dataset[row]):
-                return row
-    except Exception:
-        return None
+        made = make() if made is None else made
+        if are_equal(kept, made):
+            return Outcome.EQUAL
+        is_random = any(not are_equal(made, make()) for _ in range(_ATTEMPTS))
+        return Outcome.RANDOM if is_random else Outcome.OTHER
+    except Exception as error:
+        logger.debug("cache(): a sample cannot be made again: %r", error)
+        return Outcome.EQUAL
     finally:
         generators.restore()
-    return None

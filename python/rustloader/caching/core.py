@@ -90,8 +90,9 @@ def cache(
         key: A name under which the ranks of this machine share this cache, such as "train". The first rank creates the
             cache, and the others use it. All ranks must pass the same dataset, and make their calls with a key in the
             same order. The ranks are those that ``torchrun``, Slurm or MPI defines.
-        path: A file for the samples, on a local disk or in /dev/shm. Later runs reuse it, and several programs may use
-            it at the same time. After a crash, the undamaged part of the file is used.
+        path: A file for the samples, on a local disk or in /dev/shm. Later runs reuse it, and several programs of this
+            user may use it at the same time. After a crash, the undamaged part of the file is used. The file is trusted
+            like code, because samples may be pickles.
         version: A version of everything on which the samples in the file depend, such as the preprocessing. A file with
             a different ``version`` is refused.
 
@@ -100,9 +101,12 @@ def cache(
 
     Raises:
         OSError: The file cannot be opened or mapped.
+        PermissionError: The file belongs to another user, others may write to it, or it is a symbolic link in a folder
+            to which others may write.
         TypeError: The dataset is iterable, or lacks ``__getitem__`` or ``__len__``.
         ValueError: ``memory`` is more than is available, or too little for the index of 8 bytes per sample. Or the file
-            belongs to another dataset, ``version`` or version of rustloader; the message says what differs.
+            belongs to another dataset, ``version`` or version of rustloader; the message says what differs. If samples
+            differ, the access to a sample raises this error.
 
     Examples:
         >>> images = torch.utils.data.TensorDataset(torch.zeros(100, 3, 8, 8))
@@ -124,7 +128,7 @@ def cache(
 
 def _table(dataset: Any, rows: int, origin: Origin) -> CacheTable:
     if origin.path is not None:
-        return files.open_table(origin.path, dataset, rows, origin.memory, origin.version)
+        return files.open_table(origin.path, dataset, rows, origin.memory, origin.version, files.new_token())
 
     def create() -> CacheTable:
         return CacheTable.create(rows, limits.of_memory(rows, origin.memory, is_shared=origin.key is not None))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ from torch.utils.data import Subset
 
 from rustloader._core import CacheTable, copy_of
 from rustloader.caching import nodes
-from rustloader.caching.comparing import are_equal
+from rustloader.caching.comparing import Outcome, are_equal, compare
 from rustloader.caching.nodes import Origin
 from rustloader.caching.usage import CacheUsage
 from rustloader.caching.wrapper import Wrapper
@@ -128,10 +129,11 @@ class CachedDataset(Wrapper[_T_co]):
     def _find(self, row: int | None, index: Any) -> Any:
         """Returns the sample in the cache, if it is there. Counts a hit, or a miss for each sample of the index."""
         if row is not None:
-            return self.table.get(row, _MISSING)
+            sample = self.table.get(row, _MISSING)
+            return self._due_sample(row, index) if sample is _MISSING else sample
         self.table.count_misses(_count(index, self.dataset))
         is_number = isinstance(index, int) or (isinstance(index, torch.Tensor) and index.ndim == 0)
-        if is_number and type(index) is not int and self.table.is_news(_INDEX):
+        if is_number and type(index) is not int and self.table.first_time(_INDEX):
             logger.warning(
                 "cache(): samples at indices of type %s are made each time, because such an index may be more than its "
                 "value: pass int(index)",
@@ -142,6 +144,8 @@ class CachedDataset(Wrapper[_T_co]):
     def _make_sample(self, row: int | None, index: Any) -> Any:
         """Makes a sample, and keeps it if the cache has a row for it. With ``then``, returns a copy, and making the
         sample in the main thread leaves the random number generators unchanged."""
+        if row is not None and (sample := self._due_sample(row, index)) is not _MISSING:
+            return sample
         if self.then is None:
             return self._made(row, index)
         if threading.current_thread() is not threading.main_thread():
@@ -159,6 +163,12 @@ class CachedDataset(Wrapper[_T_co]):
         return sample
 
     def _keep(self, row: int, sample: Any, make_again: Callable[[], Any]) -> None:
+        self._store(row, sample, make_again)
+        if self.table.is_due(row):
+            # Another program has stored this row in the meantime.
+            self._compare(row, make_again, sample)
+
+    def _store(self, row: int, sample: Any, make_again: Callable[[], Any]) -> None:
         table = self.table
         if not table.takes(row):
             return
@@ -170,12 +180,12 @@ class CachedDataset(Wrapper[_T_co]):
             # Only the cache lacks memory. The sample itself has been made.
             return
         except OSError as error:
-            if table.is_news(_FAILED):
+            if table.first_time(_FAILED):
                 logger.warning("cache(): samples can no longer be written; the cache accepts no more: %s", error)
             return
         except Exception as error:
             table.never(row)
-            if table.is_news(_REFUSED):
+            if table.first_time(_REFUSED):
                 logger.warning(
                     "cache(): sample %d (%s) cannot be kept and is made each time: %s",
                     row,
@@ -183,11 +193,11 @@ class CachedDataset(Wrapper[_T_co]):
                     f"{type(error).__name__}: {error}",
                 )
             return
-        if full is not None and table.is_news(_FULL):
+        if full is not None and table.first_time(_FULL):
             self._log_full_cache(full)
 
     def _set_epoch(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.usage().samples_bytes > 0 and self.table.is_news(_EPOCH):
+        if self.usage().samples_bytes > 0 and self.table.first_time(_EPOCH):
             logger.warning(
                 "cache(): set_epoch() of %s has no effect on samples that are already in the cache. Move the steps "
                 "that depend on the epoch into then=, or do not cache this dataset",
@@ -217,13 +227,53 @@ class CachedDataset(Wrapper[_T_co]):
             return
         finally:
             generators.restore()
-        if not are_equal(sample, again) and self.table.is_news(RANDOM):
+        if not are_equal(sample, again):
+            self._warn_of_randomness(row)
+
+    def _warn_of_randomness(self, row: int) -> None:
+        if self.table.first_time(RANDOM):
             logger.warning(
                 "cache(): sample %d of %s differs when it is made again: the cache keeps the first result, so all "
                 "epochs see the same sample. Move random steps into a function of the sample, and pass that as then=",
                 row,
                 type(self.dataset).__name__,
             )
+
+    # Samples in a file that another program has stored
+
+    def _due_sample(self, row: int, index: Any) -> Any:
+        """Returns the sample of a row that must be compared before it is used."""
+        if not self.table.is_due(row):
+            return _MISSING
+        self._compare(row, partial(self._make_sample_again, index))
+        return self.table.get(row, _MISSING)
+
+    def _compare(self, row: int, make: Callable[[], Any], made: Any = None) -> None:
+        """Compares the sample of a row with that of the dataset, which may have ``made`` it already.
+
+        Raises:
+            ValueError: They differ, or two others did: the file belongs to another dataset.
+        """
+        table = self.table
+        if (differing := table.differing_row) is None:
+            start = time.perf_counter()
+            kept = table.peek(row, _MISSING)
+            if kept is _MISSING:
+                return
+            outcome = compare(kept, make, made)
+            table.compared(row, outcome is not Outcome.OTHER, time.perf_counter() - start)
+            if outcome is Outcome.RANDOM:
+                self._warn_of_randomness(row)
+            if outcome is not Outcome.OTHER:
+                return
+            differing = row
+        raise ValueError(
+            f"{self._origin.path} is the cache of another dataset: sample {differing} of {type(self.dataset).__name__} "
+            "differs there; give another path, or remove the file. Pass another version= whenever the samples change"
+        )
+
+    def _make_sample_again(self, index: Any) -> Any:
+        return self.dataset[index]
 
 
 class _CachedBatches(CachedDataset[_T_co]):
@@ -288,7 +338,7 @@ def _count(index: Any, dataset: Any) -> int:
 
 
 def _reduce_table(table: CacheTable) -> tuple[Any, ...]:
-    return descriptor_of(table, CacheTable)
+    return descriptor_of(table, partial(CacheTable, opening=table.opening))
 
 
 def _reduce_cached(cached: CachedDataset[Any]) -> tuple[Any, ...]:

@@ -4,60 +4,54 @@ from __future__ import annotations
 
 import resource
 
-from rustloader._core import CacheTable, memory_limits
-from rustloader.system import local_ranks, procfs
+from rustloader._core import CacheTable, address_space_left, memory_limits
+from rustloader.system import local_ranks
 
 # Minimum number of bytes for samples in a default limit, in addition to the index. It keeps the cache useful even on a
 # tiny machine.
 _MIN_BYTES = 1 << 20
 _PAGE = 4096
+# A number of bytes that stands for no limit.
+_UNLIMITED = 1 << 46
 
 
 def of_memory(rows: int, wanted: int | None, is_shared: bool) -> int:
-    """Returns the limit of a cache in memory.
-
-    Raises:
-        ValueError: ``wanted`` is more than the available memory, or too little for the index.
-    """
-    available = min((free for _, _, free in memory_limits()), default=1 << 62)
-    mappable = _mappable_bytes()
-    maximum = min(available, mappable)
-    if wanted is None:
-        ranks = 1 if is_shared else local_ranks.size() or 1
-        # Half of the address space also stays free, because loaders need some of it for their arenas.
-        return _checked(rows, max(maximum // 2 // ranks, CacheTable.overhead(rows) + _MIN_BYTES))
-    if wanted > maximum:
-        resource_name = "memory" if available <= mappable else "address space or file size (`ulimit -v`, `ulimit -f`)"
-        raise ValueError(
-            f"memory={wanted} bytes is too large: {maximum} bytes of {resource_name} are available; give a smaller "
-            "number, or omit it for half of the available bytes"
-        )
-    return _checked(rows, wanted)
+    """Returns the limit of a cache in memory, which all ranks of this machine share, or only this process uses."""
+    available = min((free for _, _, free in memory_limits()), default=_UNLIMITED)
+    ranks = 1 if is_shared else local_ranks.size() or 1
+    return _limit(rows, wanted, available, "memory", ranks)
 
 
-def of_file(rows: int, wanted: int | None, available: int, present: int) -> int:
-    """Returns the limit of a cache in a file.
+def of_file(rows: int, wanted: int | None, available: int) -> int:
+    """Returns the limit of a cache in a file, which may occupy ``available`` bytes of its file system."""
+    return _limit(rows, wanted, available, "space for the file", ranks=1)
+
+
+def _limit(rows: int, wanted: int | None, available: int, what: str, ranks: int) -> int:
+    """Returns the limit of a cache in bytes.
 
     Args:
         rows: The number of samples.
-        wanted: The requested limit; None for half of the available space.
-        available: Available bytes of the file system.
-        present: Bytes that the file already occupies there.
+        wanted: The requested limit; None for half of what is available, divided among the ranks.
+        available: The available bytes.
+        what: What is available.
+        ranks: The number of ranks that have such a cache each.
 
     Raises:
-        ValueError: ``wanted`` is more than the available space, or too little for the index.
+        ValueError: ``wanted`` is more than is available, or too little for the index.
     """
-    maximum = min(available + present, _mappable_bytes())
+    overhead, mappable = CacheTable.overhead(rows), _mappable_bytes()
+    maximum = min(available, mappable)
     if wanted is None:
-        return _checked(rows, max(maximum // 2, CacheTable.overhead(rows) + _MIN_BYTES))
-    if wanted > maximum:
-        raise ValueError(f"memory={wanted} bytes is too large: {maximum} bytes are available for the file")
-    return _checked(rows, wanted)
-
-
-def _checked(rows: int, wanted: int) -> int:
+        # Half of the address space also stays free, because loaders need some of it for their arenas.
+        wanted = max(maximum // 2 // ranks, overhead + _MIN_BYTES)
+    elif wanted > maximum:
+        scarce = what if available <= mappable else "address space or file size (`ulimit -v`, `ulimit -f`)"
+        raise ValueError(
+            f"memory={wanted} bytes is too large: {maximum} bytes of {scarce} are available; give a smaller number, or "
+            "omit it for half of the available bytes"
+        )
     limit = wanted // _PAGE * _PAGE
-    overhead = CacheTable.overhead(rows)
     if limit <= overhead:
         text = f"memory={wanted} bytes is too small: the index alone takes {overhead} bytes for {rows} samples"
         raise ValueError(text)
@@ -66,7 +60,5 @@ def _checked(rows: int, wanted: int) -> int:
 
 def _mappable_bytes() -> int:
     """Returns the maximum size in bytes of a file that this process may still write and map."""
-    space, length = resource.getrlimit(resource.RLIMIT_AS)[0], resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    used = int((procfs.read("/proc/self/statm") or "0").split()[0]) * resource.getpagesize()
-    maximum = 1 << 46 if space == resource.RLIM_INFINITY else max(space - used, 0)
-    return maximum if length == resource.RLIM_INFINITY else min(maximum, length)
+    space, length = address_space_left(), resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return min(_UNLIMITED if space is None else space, _UNLIMITED if length == resource.RLIM_INFINITY else length)

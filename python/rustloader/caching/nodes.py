@@ -45,7 +45,8 @@ def table_of(name: str, dataset: Any, rows: int, origin: Origin) -> CacheTable:
 def _open(name: str, dataset: Any, rows: int, origin: Origin) -> CacheTable:
     if origin.path is not None:
         os.makedirs(os.path.dirname(origin.path) or ".", exist_ok=True)
-        return files.open_table(origin.path, dataset, rows, origin.memory, origin.version)
+        # The name is the same for all workers of this machine, so that they belong to one opening.
+        return files.open_table(origin.path, dataset, rows, origin.memory, origin.version, int(name[:16], 16))
 
     def create() -> CacheTable:
         return CacheTable.create(rows, limits.of_memory(rows, origin.memory, is_shared=True))

@@ -46,6 +46,7 @@ BATCHES = {
     "parting": 8,
     "stuck": 3,
     "handled": 6,
+    "cached_file": 8,
     "shared_list": 8,
     "connected": 6,
 }
@@ -160,6 +161,14 @@ TABLE = [
     R("pwrite", "EINTR", program="shared_list", calls="1"),
     R("get_seals", "EBADF", program="shared_list", error=r"OSError: .*F_GET_SEALS\) failed: .*closed by other code"),
     R("get_seals", "EPERM", program="shared_list", error=r"ValueError: .*it is not a sealed file in memory", calls="1"),
+    R("fstatfs", "EPERM ENOSYS", program="cached_file", calls="1 1+"),
+    R(
+        "renameat",
+        "EINVAL ENOSYS",
+        program="cached_file",
+        error="OSError: .*this file system has neither hard links nor a rename that replaces nothing.*",
+        calls="1",
+    ),
     R("socket_send", "EPERM", program="connected", error=LOST),
     R("socket_send", "EINTR EAGAIN", program="connected", calls="1 3"),
     R("socket_receive", "EPERM", program="connected", error=LOST),

@@ -414,7 +414,7 @@ def test_a_size_that_is_unavailable_is_refused():
     data = Kept([0] * 1000)
     with pytest.raises(ValueError, match=r"memory=1125899906842624 bytes is too large: \d+ bytes of memory"):
         cache(data, 1 << 50)
-    with pytest.raises(ValueError, match="memory=10240 bytes is too small: the index alone takes 16384 bytes"):
+    with pytest.raises(ValueError, match="memory=10240 bytes is too small: the index alone takes 32768 bytes"):
         cache(data, "10KiB")
     for wrong, error in [("many", ValueError), (0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)]:
         with pytest.raises(error, match="memory must be a positive number of bytes, or a size such as"):

@@ -157,5 +157,5 @@ class CachedLoader:
             limit=table.limit,
             free=self._free,
             hits=hits / lookups,
-            is_random=not table.is_news(RANDOM),
+            is_random=table.has_happened(RANDOM),
         )

@@ -202,7 +202,7 @@ def _limits() -> Iterator[Finding]:
     files, space, size, processes = (resource.getrlimit(kind)[0] for kind in kinds)
     too_few = files != resource.RLIM_INFINITY and files < 1024
     yield _finding("open files", _limit(files), "raise `ulimit -n` to 1024 or more" if too_few else "")
-    left = _address_space_left()
+    left = _core.address_space_left()
     advice = "raise `ulimit -v`; the engine needs 2 GiB" if left is not None and left < 2 * ARENA_MIN else ""
     found = "unlimited" if left is None else f"{_size(left)} left of {_size(space)}"
     yield _finding("address space", found, advice, BAD)
@@ -212,17 +212,8 @@ def _limits() -> Iterator[Finding]:
     yield Finding("processes", _limit(processes))
 
 
-def _address_space_left() -> int | None:
-    """Returns the remaining address space in bytes; None if it is unlimited."""
-    space = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if space == resource.RLIM_INFINITY:
-        return None
-    pages = int((read("/proc/self/statm") or "0").split()[0])
-    return max(0, space - pages * resource.getpagesize())
-
-
 def _memory() -> Iterator[Finding]:
-    limits, space = _core.memory_limits(), _address_space_left()
+    limits, space = _core.memory_limits(), _core.address_space_left()
     parts = [(left, f"{_size(left)} available on the machine") for is_cgroup, _, left in limits if not is_cgroup]
     cgroup, size = min(((left, size) for is_cgroup, size, left in limits if is_cgroup), default=(None, 0))
     if cgroup is not None:

@@ -1,0 +1,183 @@
+"""`rustloader.cache(path=...)`: the samples in a file are those of the dataset, or the dataset is refused."""
+
+import logging
+import os
+import threading
+
+import pytest
+import torch
+from cached_rows import COMPARED, Rows, cached, is_correct
+from support import rustloader
+from torch.utils.data import Dataset, Subset
+
+pytestmark = pytest.mark.ours
+
+REFUSED = "is the cache of another dataset: sample {} of {} differs there; give another path, or remove the file"
+
+
+@pytest.fixture
+def path(tmp_path):
+    return str(tmp_path / "samples.cache")
+
+
+def halves():
+    """Two datasets of one class and length."""
+    return Subset(Rows(), range(100)), Subset(Rows(), range(100, 200))
+
+
+def numbers(data, **options):
+    return [number for batch in rustloader.DataLoader(data, batch_size=5, **options) for number in batch[1].tolist()]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_second_of_two_datasets_that_open_an_empty_file_is_refused(path, order, workers):
+    first, second = [cached(path, half) for half in halves()][::order]
+    expected = list(range(100)) if order == 1 else list(range(100, 200))
+    assert numbers(first, num_workers=workers) == expected
+    for _ in range(2):
+        with pytest.raises(ValueError, match=REFUSED.format(r"\d", "Subset")):
+            numbers(second, num_workers=workers)
+    # The other samples, too, are refused in all processes of the program.
+    with pytest.raises(ValueError, match=REFUSED.format(r"\d", "Subset")):
+        second[99]
+    assert numbers(first, num_workers=workers) == expected
+
+
+def test_a_dataset_that_stores_a_sample_of_another_one_is_refused(path):
+    class Slow(Dataset):
+        def __len__(self):
+            return 9
+
+        def __getitem__(self, index):
+            # The other dataset stores the sample while this one makes it.
+            first[index]
+            return torch.tensor(index)
+
+    class Fast(Slow):
+        def __getitem__(self, index):
+            return torch.tensor(-index)
+
+    Fast.__qualname__ = Slow.__qualname__
+    first, second = cached(path, Fast()), cached(path, Slow())
+    assert second[0] == 0
+    with pytest.raises(ValueError, match=REFUSED.format(1, "Slow")):
+        second[1]
+
+
+class Scan(Dataset):
+    """The first 8 samples are empty, the others are `value`."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return torch.full((20,), self.value if index >= 8 else 0)
+
+
+def test_equal_samples_at_the_start_do_not_count(path):
+    assert all((cached(path, Scan(1))[n] == (n >= 8)).all() for n in range(40))
+    other = cached(path, Scan(2))
+    assert all((other[n] == 0).all() for n in range(8))
+    with pytest.raises(ValueError, match=REFUSED.format(8, "Scan")):
+        other[8]
+
+
+class Batches(Rows):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+def test_batches_of_another_dataset_are_refused(path):
+    first, second = (cached(path, Subset(Batches(), part)) for part in (range(100), range(100, 200)))
+    assert hasattr(first, "__getitems__") and numbers(first) == list(range(100))
+    with pytest.raises(ValueError, match=REFUSED.format(0, "Subset")):
+        numbers(second)
+
+
+@pytest.mark.parametrize("kind", [Rows, Batches])
+def test_samples_are_made_again_only_in_workers_and_only_once(path, tmp_path, kind):
+    data = kind(200, str(tmp_path / "builders"))
+    assert numbers(cached(path, data), num_workers=2) == list(range(200))
+    data.builders()
+    samples = cached(path, data)
+    loader = rustloader.DataLoader(samples, batch_size=5, num_workers=2)
+    assert [len(batch) for batch in loader] == [2] * 40
+    # Workers that begin at the same time may compare the same sample.
+    pids = data.builders()
+    assert os.getpid() not in pids and COMPARED <= len(pids) <= 2 * COMPARED
+    for _ in range(2):
+        list(loader)
+    assert is_correct(samples) and data.builders() == []
+
+
+def test_ranks_compare_a_few_samples_of_each_other(path):
+    ranks = [Rows() for _ in range(4)]
+    parts = [cached(path, data) for data in ranks]
+    for rank, part in enumerate(parts):
+        for index in range(rank, 200, 4):
+            part[index]
+    for part, data in zip(parts, ranks, strict=True):
+        data.built = 0
+        assert is_correct(part) and data.built == 3 * COMPARED
+
+
+class Drawing(Rows):
+    def __getitem__(self, index):
+        return torch.rand(3), index
+
+
+@pytest.mark.warns
+def test_a_random_dataset_is_warned_about_and_not_refused(path, caplog):
+    with caplog.at_level(logging.WARNING, "rustloader"):
+        cached(path, Drawing())[0]
+    assert "sample 0 of Drawing differs when it is made again" in caplog.text
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    assert cached(path, Drawing())[0][1] == 0 and torch.equal(torch.rand(3), expected)
+
+
+class Missing(Rows):
+    def __getitem__(self, index):
+        raise FileNotFoundError(index)
+
+
+def test_a_file_is_enough_if_the_dataset_can_no_longer_make_its_samples(path):
+    class Present(Rows):
+        __qualname__ = "Missing"
+
+    assert is_correct(cached(path, Present())) and is_correct(cached(path, Missing()))
+
+
+def test_threads_find_the_difference(path):
+    first, second = (cached(path, half) for half in halves())
+    numbers(first)
+    errors = []
+
+    def read(start):
+        for index in range(start, 100):
+            try:
+                second[index]
+            except ValueError as error:
+                errors.append(str(error))
+
+    threads = [threading.Thread(target=read, args=(start,)) for start in (0, 50)]
+    [thread.start() for thread in threads], [thread.join() for thread in threads]
+    assert len(errors) == 150 and len(set(errors)) <= 2
+
+
+def test_workers_on_other_machines_belong_to_one_opening(path, tmp_path):
+    from remote_support import LoopbackContext
+
+    data = Rows(200, str(tmp_path / "builders"))
+    loader = rustloader.DataLoader(
+        cached(path, data), batch_size=5, num_workers=2, multiprocessing_context=LoopbackContext(tmp_path)
+    )
+    for _ in range(3):
+        assert [number for batch in loader for number in batch[1].tolist()] == list(range(200))
+    # Two of them are made a second time, to check that the dataset is not random.
+    assert len(data.builders()) == 202
