@@ -769,9 +769,8 @@ class TimedCollate:
 
 @final
 class DeferredSignals:
-    """A context manager that defers signals and can be entered only once. This thread blocks the signals, and the
-    process's handlers only record them. On exit, the deferred signals are raised in this thread. In other threads of
-    the process, only SIGINT and SIGTERM are deferred, and only if they have a handler."""
+    """A context manager that defers signals and can be entered only once. This thread blocks the signals. In the main
+    thread, the process's handlers only record them, and the recorded signals are sent again on exit."""
 
     def __new__(cls, signals: Sequence[int]) -> DeferredSignals: ...
     def __enter__(self) -> list[int]:

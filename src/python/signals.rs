@@ -8,7 +8,6 @@ use pyo3::types::{PyList, PyTuple};
 use crate::interop::exit_guard::call;
 use crate::sync::lock;
 use crate::sys::deferred_signals::{Deferred, defer};
-use crate::sys::signal::Mask;
 
 /// Calls a function and appends its result to a list. No signal handler can run between the call and the append.
 ///
@@ -30,33 +29,27 @@ pub fn call_into<'py>(
 #[pyclass(frozen, module = "rustloader._core")]
 pub struct DeferredSignals {
     signals: Vec<i32>,
-    /// The deferred signals and the thread's previous mask; `None` outside the context.
-    entered: Mutex<Option<(Deferred, Mask)>>,
-}
-
-impl DeferredSignals {
-    fn exchange(&self, entered: Option<(Deferred, Mask)>) -> Option<(Deferred, Mask)> {
-        std::mem::replace(&mut *lock(&self.entered), entered)
-    }
+    /// `None` outside the context.
+    deferred: Mutex<Option<Deferred>>,
 }
 
 #[pymethods]
 impl DeferredSignals {
     #[new]
     fn new(signals: Vec<i32>) -> Self {
-        Self { signals, entered: Mutex::new(None) }
+        Self { signals, deferred: Mutex::new(None) }
     }
 
     fn __enter__(&self) -> Vec<i32> {
         let deferred = defer(&self.signals);
-        let before = Mask::block(&self.signals);
-        self.exchange(Some((deferred, before)));
-        self.signals.iter().copied().filter(|signal| !before.has(*signal)).collect()
+        let blocked = deferred.blocked();
+        *lock(&self.deferred) = Some(deferred);
+        blocked
     }
 
     fn __exit__(&self, _kind: Py<PyAny>, _error: Py<PyAny>, _traceback: Py<PyAny>) {
-        if let Some((deferred, before)) = self.exchange(None) {
-            before.restore();
+        let deferred = lock(&self.deferred).take();
+        if let Some(deferred) = deferred {
             deferred.release();
         }
     }

@@ -1,16 +1,17 @@
 //! Deferral of signals that have a handler, while workers are forked.
 //!
-//! It is not enough to block these signals in the thread that starts the workers: the kernel delivers a signal for the
-//! process to any thread that does not block it, such as one that a library has started. Python would then run its
-//! handler within the fork's hooks, where exceptions are lost. So a recording handler, which only records the signal,
-//! temporarily replaces the process's handler.
+//! The thread that starts the workers blocks the signals. If it is the main thread, that is not enough: the kernel
+//! delivers a signal for the process to any thread that does not block it, such as one that a library has started.
+//! Python would then run its handler in the main thread, within the fork's hooks, where exceptions are lost. So a
+//! recording handler, which only records the signal, temporarily replaces the process's handler. If another thread
+//! starts the workers, the main thread runs the handlers meanwhile.
 //!
 //! Callers hold the GIL, so only one at a time runs this code. There is no lock: a fork may happen at any moment,
 //! and in the child, which could inherit the lock locked, the signals must have their earlier effect.
 
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicUsize, Ordering};
 
-use super::signal::{action_of, set_action};
+use super::signal::{Mask, action_of, blocks, gettid, kill, set_action, take_pending};
 
 /// One signal that can be deferred.
 struct Deferral {
@@ -47,27 +48,82 @@ static DEFERRALS: [Deferral; COUNT] = [
     Deferral::new(libc::SIGCHLD),
 ];
 
-/// The signals that one caller defers until [`Deferred::release`].
+/// The signals that a thread defers until [`Deferred::release`].
 #[derive(Debug)]
 #[must_use]
-pub struct Deferred([bool; COUNT]);
+pub struct Deferred {
+    /// The signals that the thread blocks, and did not block before.
+    blocked: Vec<i32>,
+    /// The thread's previous mask.
+    before: Mask,
+    /// The signals that are recorded; `None` if this is not the main thread.
+    recorded: Option<Recorded>,
+}
 
-/// Defers `signals` until [`Deferred::release`]. Skips a signal that has no handler or is not in `DEFERRALS`, and one
-/// whose handler the system refuses to replace.
+/// Blocks `signals` in this thread, and in the main thread also records those that other threads receive.
 pub fn defer(signals: &[i32]) -> Deferred {
-    Deferred(DEFERRALS.each_ref().map(|it| signals.contains(&it.signal) && it.begin()))
+    let recorded = (gettid() == getpid()).then(|| record(signals));
+    let before = Mask::block(signals);
+    Deferred { blocked: signals.iter().copied().filter(|signal| !before.has(*signal)).collect(), before, recorded }
 }
 
 impl Deferred {
-    /// Restores the handlers, then raises in this thread the signals that arrived and that no other caller defers.
-    /// Raises them last, because an exception from a handler ends the caller's work.
+    /// The signals that the thread did not block before. A new process inherits the mask and has to unblock them.
+    pub fn blocked(&self) -> Vec<i32> {
+        self.blocked.clone()
+    }
+
+    /// Restores the thread's mask, and the handlers that record signals. The signals that arrived have their effect.
     pub fn release(self) {
+        let Some(recorded) = self.recorded else {
+            // A signal that the main thread has not taken yet would reach this thread as soon as the mask is restored.
+            for signal in take_pending(&self.blocked) {
+                send_to_main(signal);
+            }
+            return self.before.restore();
+        };
+        self.before.restore();
+        recorded.release();
+    }
+}
+
+/// Sends a signal to the main thread, or, if that thread blocks it, to the process. Python runs handlers only in the
+/// main thread, and a signal in another thread does not end its wait for a lock.
+fn send_to_main(signal: i32) {
+    let pid = getpid();
+    // SAFETY: tgkill takes plain numbers; the main thread has the number of the process.
+    if blocks(pid, signal) || unsafe { libc::syscall(libc::SYS_tgkill, pid, pid, signal) } != 0 {
+        send_to_process(signal);
+    }
+}
+
+/// Sends a signal to this process. If the main thread sends it and does not block it, the main thread receives it at
+/// once.
+fn send_to_process(signal: i32) {
+    if kill(getpid(), signal).is_err() {
+        // SAFETY: raise takes a plain number.
+        unsafe { libc::raise(signal) };
+    }
+}
+
+/// The signals that one caller records until [`Recorded::release`].
+#[derive(Debug)]
+#[must_use]
+struct Recorded([bool; COUNT]);
+
+/// Records `signals` until [`Recorded::release`]. Skips a signal that has no handler or is not in `DEFERRALS`, and one
+/// whose handler the system refuses to replace.
+fn record(signals: &[i32]) -> Recorded {
+    Recorded(DEFERRALS.each_ref().map(|it| signals.contains(&it.signal) && it.begin()))
+}
+
+impl Recorded {
+    /// Restores the handlers, then sends the signals again that arrived and that no other caller records. Sends them
+    /// last, because an exception from a handler ends the caller's work.
+    fn release(self) {
         let deferrals = || DEFERRALS.iter().zip(self.0).filter(|(_, deferred)| *deferred).map(|(it, _)| it);
         let arrived: Vec<i32> = deferrals().filter(|it| it.end()).map(|it| it.signal).collect();
-        for signal in arrived {
-            // SAFETY: raise takes a plain number.
-            unsafe { libc::raise(signal) };
-        }
+        arrived.into_iter().for_each(send_to_process);
     }
 }
 
@@ -179,6 +235,8 @@ impl Deferral {
 
 #[cfg(test)]
 mod tests {
+    use std::time::{Duration, Instant};
+
     use super::*;
 
     static SEEN: AtomicU32 = AtomicU32::new(0);
@@ -226,17 +284,21 @@ mod tests {
         };
         // Returns and resets the numbers of calls of the library's handler and of the program's handler.
         let calls = || (CHAINED.swap(0, Ordering::SeqCst), PROGRAM_CALLS.swap(0, Ordering::SeqCst));
+        let release = |recorded: Recorded| {
+            recorded.release();
+            wait_for(|| PROGRAM_CALLS.load(Ordering::SeqCst) > 0);
+        };
         install(program_handler as *const () as usize, 0);
 
-        let deferred = defer(&[signal]);
+        let recorded = record(&[signal]);
         REPLACED.store(deferral.action().unwrap().sa_sigaction, Ordering::SeqCst);
         install(chaining as *const () as usize, libc::SA_SIGINFO);
-        deferred.release();
+        recorded.release();
         for _ in 0..2 {
-            let deferred = defer(&[signal]);
+            let recorded = record(&[signal]);
             raise(signal);
             assert_eq!(PROGRAM_CALLS.load(Ordering::SeqCst), 0, "the call of the recording handler is deferred");
-            deferred.release();
+            release(recorded);
             assert_eq!(calls(), (2, 1), "the library's handler runs at once and at the release");
             raise(signal);
             assert_eq!(calls(), (1, 1));
@@ -246,21 +308,21 @@ mod tests {
         install(REPLACED.load(Ordering::SeqCst), libc::SA_SIGINFO);
         raise(signal);
         assert_eq!(calls(), (0, 1));
-        let deferred = defer(&[signal]);
+        let recorded = record(&[signal]);
         raise(signal);
         assert_eq!(calls(), (0, 0));
-        deferred.release();
+        release(recorded);
         assert_eq!(calls(), (0, 1));
         assert_eq!(deferral.action().unwrap().sa_sigaction, program_handler as *const () as usize);
 
         // Meanwhile the program installs its handler again. That handler calls no other, so it is replaced as usual.
-        let deferred = defer(&[signal]);
+        let recorded = record(&[signal]);
         install(program_handler as *const () as usize, 0);
-        deferred.release();
-        let deferred = defer(&[signal]);
+        recorded.release();
+        let recorded = record(&[signal]);
         raise(signal);
         assert_eq!(calls(), (0, 0));
-        deferred.release();
+        release(recorded);
         assert_eq!(calls(), (0, 1));
         assert!(deferral.set(&default));
     }
@@ -274,11 +336,20 @@ mod tests {
         SEEN.load(Ordering::SeqCst)
     }
 
+    /// Waits until `condition` is true: another thread may run the handler of a released signal.
+    fn wait_for(condition: impl Fn() -> bool) {
+        let end = Instant::now() + Duration::from_secs(60);
+        while !condition() {
+            assert!(Instant::now() < end, "the signal has not arrived");
+            std::thread::yield_now();
+        }
+    }
+
     /// A single test, because the signals are global to the process.
     #[test]
     fn a_deferred_signal_arrives_once_after_the_release() {
         let (signal, both) = (libc::SIGTERM, [libc::SIGINT, libc::SIGTERM]);
-        assert_eq!(defer(&[libc::SIGUSR1, signal]).0, [false; COUNT], "without a handler there is nothing to defer");
+        assert_eq!(record(&[libc::SIGUSR1, signal]).0, [false; COUNT], "without a handler there is nothing to defer");
         let defaults = both.map(|signal| deferral_of(signal).unwrap().action().unwrap());
         for (signal, mut action) in both.into_iter().zip(defaults) {
             action.sa_sigaction = note as *const () as usize;
@@ -286,34 +357,36 @@ mod tests {
         }
         let deferral = deferral_of(signal).unwrap();
 
-        let (first, second) = (defer(&[signal]), defer(&[signal]));
+        let (first, second) = (record(&[signal]), record(&[signal]));
         raise(signal);
         raise(signal);
         first.release();
         assert_eq!(seen(), 0, "one caller still defers it");
         second.release();
+        wait_for(|| seen() > 0);
         assert_eq!(seen(), 1);
         assert_eq!(deferral.action().unwrap().sa_sigaction, note as *const () as usize);
         raise(signal);
         assert_eq!(seen(), 2);
 
         // Two signals are released together, because the handler of one may raise.
-        let deferred = defer(&both);
+        let recorded = record(&both);
         both.into_iter().for_each(raise);
         assert_eq!(seen(), 2);
-        deferred.release();
+        recorded.release();
+        wait_for(|| seen() > 3);
         assert_eq!((seen(), TOO_SOON.load(Ordering::SeqCst)), (4, 0));
 
         // In a forked child the signal has the same effect as before.
-        let parents = defer(&[signal]);
+        let parents = record(&[signal]);
         deferral.owner.store(getpid() + 1, Ordering::SeqCst);
         raise(signal);
         assert_eq!(seen(), 5);
-        let own = defer(&[signal]);
+        let own = record(&[signal]);
         raise(signal);
         assert_eq!(seen(), 5);
         own.release();
-        assert_eq!(seen(), 6);
+        wait_for(|| seen() > 5);
         parents.release();
         assert_eq!(seen(), 6, "there is nothing to release");
         for (signal, action) in both.into_iter().zip(defaults) {

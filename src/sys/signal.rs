@@ -49,6 +49,20 @@ impl Mask {
     }
 }
 
+/// Takes those of `signals`, which this thread blocks, that are pending for this thread or the process.
+pub(super) fn take_pending(signals: &[i32]) -> Vec<i32> {
+    let mut set = empty_set();
+    let at_once = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the sets and the time are local; a number that is not a signal is refused.
+    unsafe {
+        for &signal in signals {
+            libc::sigaddset(&mut set, signal);
+        }
+        let take = || libc::sigtimedwait(&set, std::ptr::null_mut(), &at_once);
+        std::iter::from_fn(|| Some(take()).filter(|signal| *signal > 0)).take(signals.len()).collect()
+    }
+}
+
 fn empty_set() -> libc::sigset_t {
     let mut set = std::mem::MaybeUninit::uninit();
     // SAFETY: sigemptyset fills the whole set.
@@ -175,6 +189,20 @@ mod tests {
             assert!(!meanwhile.has(libc::SIGUSR2));
             before.restore();
             assert!(!Mask::block(&[]).has(libc::SIGUSR1) && !Mask::block(&[]).has(libc::SIGUSR2));
+        });
+        thread.join().unwrap();
+    }
+
+    #[test]
+    fn pending_signals_are_taken() {
+        let thread = std::thread::spawn(|| {
+            let both = [libc::SIGUSR1, libc::SIGWINCH];
+            let before = Mask::block(&both);
+            assert!(take_pending(&both).is_empty());
+            // SAFETY: raise takes a plain number; this thread blocks the signal.
+            unsafe { libc::raise(libc::SIGUSR1) };
+            assert_eq!(take_pending(&both), [libc::SIGUSR1]);
+            before.restore();
         });
         thread.join().unwrap();
     }

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import http.client
+import io
+import logging
+from collections.abc import Callable, Iterable
 from types import TracebackType
+from typing import Any
 
 import rustloader.system.local_ranks as local_ranks
 from rustloader.metrics.accounts import Accounts
 from rustloader.metrics.gathering import global_rank
+from rustloader.metrics.http_server import HttpServer
 from rustloader.system.forks import at_fork
+
+logger = logging.getLogger("rustloader")
 
 # The open servers of this process. The set keeps them alive even if the program drops its references to them. A forked
 # child drops the servers.
@@ -32,7 +39,7 @@ class MetricsServer:
     """
 
     def __init__(self, port: int, address: str) -> None:
-        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client import CollectorRegistry, make_wsgi_app
 
         from rustloader.metrics.collector import LoaderCollector
 
@@ -40,12 +47,12 @@ class MetricsServer:
         accounts = Accounts()
         try:
             registry.register(LoaderCollector(accounts, str(global_rank())))
-            self._server, self._thread = start_http_server(port, addr=address, registry=registry)
+            self._server = HttpServer(address, port, responder(make_wsgi_app(registry)))
         except BaseException:
             accounts.close()
             raise
         self._accounts: Accounts | None = accounts
-        self.port: int = self._server.server_port
+        self.port: int = self._server.port
         self.address = address
         _servers.add(self)
 
@@ -61,17 +68,14 @@ class MetricsServer:
             return
         _servers.discard(self)
         accounts.close()
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
 
     def _drop(self) -> None:
         """Drops the server in a forked child, which has no server thread, and leaves the port to the parent."""
         accounts, self._accounts = self._accounts, None
         if accounts is not None:
             accounts.close()
-            with contextlib.suppress(OSError):
-                self._server.socket.close()
+            self._server.drop()
 
     def __enter__(self) -> MetricsServer:
         return self
@@ -86,6 +90,44 @@ class MetricsServer:
         return f"<rustloader.MetricsServer {state}>"
 
 
+def responder(app: Callable[..., Iterable[bytes]]) -> Callable[[bytes], bytes]:
+    """Returns a function that answers an HTTP request with a WSGI application's response."""
+
+    def respond(request: bytes) -> bytes:
+        status, headers, body = "400 Bad Request", [], b""
+
+        def start_response(new_status: str, new_headers: list[tuple[str, str]]) -> None:
+            nonlocal status, headers
+            status, headers = new_status, new_headers
+
+        try:
+            environ = _environ(request)
+            if environ is not None:
+                body = b"".join(app(environ, start_response))
+        except Exception:
+            logger.exception("serve_metrics: the metrics could not be read")
+            status, headers, body = "500 Internal Server Error", [], b""
+        lines = [f"{name}: {value}" for name, value in (*headers, ("Content-Length", str(len(body))))]
+        return "\r\n".join([f"HTTP/1.0 {status}", *lines, "\r\n"]).encode("latin-1") + body
+
+    return respond
+
+
+def _environ(request: bytes) -> dict[str, Any] | None:
+    """Returns those variables of WSGI that prometheus_client's application reads; None for a malformed request."""
+    file = io.BytesIO(request)
+    words = file.readline().decode("latin-1").split()
+    try:
+        headers = http.client.parse_headers(file)
+    except http.client.HTTPException:
+        return None
+    if len(words) != 3 or not words[2].startswith("HTTP/"):
+        return None
+    path, _, query = words[1].partition("?")
+    environ = {"REQUEST_METHOD": words[0], "PATH_INFO": path, "QUERY_STRING": query}
+    return environ | {f"HTTP_{name.upper().replace('-', '_')}": value for name, value in headers.items()}
+
+
 # Messages show the name of the package that users import.
 MetricsServer.__module__ = "rustloader"
 
@@ -93,10 +135,10 @@ MetricsServer.__module__ = "rustloader"
 def serve_metrics(port: int, address: str = "127.0.0.1") -> MetricsServer:
     """Serves the metrics of all loaders in this process over HTTP, for Prometheus and compatible systems.
 
-    This needs prometheus_client: ``pip install 'rustloader[metrics]'``. A thread answers ``/metrics`` from the
-    counters that ``rustloader.stats()`` reads; there are no separate counters. Loaders are identified by their names
-    (``name=``). A loader's counts are kept after the program drops it, so counters never decrease. The page on metrics
-    lists all metrics.
+    This needs prometheus_client: ``pip install 'rustloader[metrics]'``. One thread answers ``/metrics`` from the
+    counters that ``rustloader.stats()`` reads; there are no separate counters. At most 8 connections are open, each for
+    at most 10 seconds; others get status 503. Loaders are identified by their names (``name=``). A loader's counts are
+    kept after the program drops it, so counters never decrease. The page on metrics lists all metrics.
 
     Each rank has its own server, on ``port`` plus its local rank, which the launcher (torchrun, Slurm, MPI) sets: with
     ``port=9400``, local rank 3 has port 9403. Forked children, including workers, do not serve.

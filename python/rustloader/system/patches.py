@@ -201,7 +201,7 @@ PATCHES = (
         "_core (src/sys/deferred_signals.rs)",
         PROGRAM,
         "signals wait until the engine knows the workers",
-        "when workers start",
+        "when the main thread starts workers",
         "when they have started",
     ),
     Change(

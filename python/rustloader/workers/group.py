@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import signal
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -55,7 +56,8 @@ _DEFERRED = (
 
 @contextlib.contextmanager
 def deferred_signals() -> Iterator[list[int]]:
-    """Defers signal handlers while workers start. Yields the signals that a new process has to unblock.
+    """Defers signal handlers in the main thread while workers start. Yields the signals that a new process has to
+    unblock.
 
     A handler must not raise in a worker that cannot catch the error yet. Errors that handlers raise in at-fork
     hooks are lost. A handler that raises just after a fork would leave an unregistered process running.
@@ -268,9 +270,12 @@ def interrupt_again() -> None:
 
     def interrupt() -> None:
         time.sleep(INTERRUPT_AFTER)
-        _thread.interrupt_main()
+        main = threading.main_thread().ident
+        # Unlike `interrupt_main`, a signal ends a wait of the main thread. Without a handler it would end the process.
+        if main is not None and callable(signal.getsignal(signal.SIGINT)):
+            signal.pthread_kill(main, signal.SIGINT)
 
-    # `threading` takes locks that this thread may already hold.
+    # `threading.Thread` takes locks that this thread may already hold.
     _thread.start_new_thread(interrupt, ())
 
 

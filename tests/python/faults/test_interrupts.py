@@ -308,8 +308,7 @@ def test_an_interrupt_while_the_last_reference_goes_is_not_lost():
         try:
             threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
             del iterator
-            time.sleep(60)
-            print("lost")
+            threading.Event().wait()
         except KeyboardInterrupt:
             print("caught")
     """)
@@ -386,6 +385,49 @@ def test_a_signal_during_a_fork_is_not_lost_where_there_are_other_threads(name):
         """
     )
     assert (status, out.splitlines(), err) == (0, ["'it came' 2 True", "[0, 1, 2, 3]"], "")
+
+
+@pytest.mark.parametrize("installs", ["signal.signal(signal.SIGINT, handler)", ""], ids=["handler", "default"])
+def test_an_interrupt_while_a_thread_starts_workers_wakes_the_main_thread(installs):
+    status, out, err = run_script(
+        f"""
+        import threading
+        class Came(Exception): pass
+        def handler(*_):
+            raise Came
+        {installs}
+        armed, ends = threading.Event(), threading.Event()
+        def send():
+            if armed.is_set() and threading.current_thread() is thread:
+                armed.clear()
+                os.kill(os.getpid(), signal.SIGINT)
+        os.register_at_fork(before=send)
+        def epochs():
+            while not ends.is_set():
+                list(DataLoader(range(2), num_workers=1, batch_size=None))
+        def switches():
+            return [line for line in open(f"/proc/self/task/{{os.getpid()}}/status") if "ctxt" in line]
+        def arm():
+            before = None
+            while before != switches():  # main is still awake
+                before = switches()
+                time.sleep(0.05)
+            armed.set()
+        thread = threading.Thread(target=epochs)
+        thread.start()
+        for _ in range(20):
+            arming = threading.Thread(target=arm)
+            arming.start()
+            try:
+                thread.join()
+            except (Came, KeyboardInterrupt):
+                arming.join()
+        ends.set()
+        thread.join()
+        print("woken each time")
+        """
+    )
+    assert (status, out, err) == (0, "woken each time\n", "")
 
 
 def test_a_sigterm_that_comes_after_a_ctrl_c_during_a_start_is_not_lost():

@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.ours, pytest.mark.filterwarnings("ignore:.*multi-threa
 
 if not TORCH_MODE:
     import rustloader
-    from rustloader.metrics import ledger, serving
+    from rustloader.metrics import http_server, ledger, serving
     from rustloader.settings import names
 
 parser = pytest.importorskip(
@@ -374,7 +374,7 @@ def test_a_server_that_the_program_does_not_keep_is_known_to_forks():
     with server:
         child = os.fork()
         if child == 0:
-            os._exit(server._server.socket.fileno() != -1 or bool(serving._servers))
+            os._exit(bool(server._server.descriptors or serving._servers))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert server not in serving._servers
 
@@ -450,6 +450,114 @@ def test_the_end_of_the_program_needs_no_close():
             print(len(list(DataLoader(range(4), num_workers=1))), server.port > 0)
     """
     assert run_script(script) == (0, "4 True\n", "")
+
+
+# Clients
+
+
+def connect(server):
+    return socket.create_connection(("127.0.0.1", server.port), timeout=STARTED)
+
+
+def received(client):
+    """What the server sends until it closes the connection."""
+    return b"".join(iter(lambda: client.recv(1 << 16), b""))
+
+
+def test_silent_clients_take_few_descriptors(server):
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(connect(server)) for _ in range(http_server.MAX_CONNECTIONS)]
+        refused = stack.enter_context(connect(server))
+        assert received(refused).startswith(b"HTTP/1.0 503 ")
+        assert len(server._server.descriptors) == 1 + http_server.MAX_CONNECTIONS
+        clients[0].close()
+        assert wait_until(lambda: len(server._server.descriptors) == http_server.MAX_CONNECTIONS)
+        assert Metrics(server.port).text
+        clients[1].sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert received(clients[1]).startswith(b"HTTP/1.0 200 ")
+
+
+def test_a_connection_ends_after_a_time(server, monkeypatch):
+    monkeypatch.setattr(http_server, "CONNECTION_SECONDS", 0.05)
+    with connect(server) as silent, connect(server) as unfinished:
+        unfinished.sendall(b"GET /metrics HTTP/1.1\r\n")
+        assert received(silent) == received(unfinished) == b""
+    size = 1 << 26
+    large = http_server.HttpServer("127.0.0.1", 0, lambda _: bytes(size))
+    try:
+        with connect(large) as slow:
+            slow.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            assert wait_until(lambda: len(large.descriptors) == 2)
+            assert wait_until(lambda: len(large.descriptors) == 1)
+            assert len(received(slow)) < size
+    finally:
+        large.close()
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"GET /metrics HTTP/1.1\r\n\r\n", b"200"),
+        (b"POST /metrics HTTP/1.1\r\n\r\n", b"405"),
+        (b"GET /metrics\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n", b"400"),
+        (b"\r\n\r\n", b"400"),
+        (b"x" * (1 << 15), None),
+    ],
+)
+def test_status_of_a_request(server, request_, status):
+    with connect(server) as client:
+        client.sendall(request_)
+        if status is None:
+            with contextlib.suppress(ConnectionResetError):
+                assert received(client) == b""
+        else:
+            assert received(client).startswith(b"HTTP/1.0 " + status)
+
+
+@pytest.mark.warns
+def test_metrics_that_cannot_be_read_are_status_500(server, monkeypatch, caplog):
+    monkeypatch.setattr(rustloader.metrics.collector.LoaderCollector, "collect", lambda self: 1 / 0)
+    with connect(server) as client:
+        client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        assert received(client).startswith(b"HTTP/1.0 500 ")
+    assert [record.getMessage() for record in caplog.records] == ["serve_metrics: the metrics could not be read"]
+    caplog.clear()
+    monkeypatch.undo()
+    assert Metrics(server.port).text
+
+
+def test_a_server_without_descriptors_waits():
+    script = """
+        import resource, socket
+        import rustloader
+        from rustloader.metrics import http_server
+        from support import wait_until
+        http_server._PAUSE_SECONDS = 0.1
+        steps = []
+        step = http_server.HttpServer._step
+        http_server.HttpServer._step = lambda self: (steps.append(time.monotonic()), step(self))
+        server = rustloader.serve_metrics(port=0)
+        client = socket.socket()
+        _, hard = soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (client.fileno() + 1, hard))
+        spare = []
+        try:
+            while True:
+                spare.append(os.dup(0))
+        except OSError:
+            pass
+        client.connect(("127.0.0.1", server.port))
+        assert wait_until(lambda: len(steps) > 4)
+        # A step that accepts nothing is followed by a pause.
+        print(steps[4] - steps[2] > 0.1)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        client.sendall(b"GET /metrics HTTP/1.1\\r\\n\\r\\n")
+        print(client.recv(12))
+        server.close()
+        [os.close(number) for number in spare]
+    """
+    assert run_script(script) == (0, "True\nb'HTTP/1.0 200'\n", "")
 
 
 # The documentation
