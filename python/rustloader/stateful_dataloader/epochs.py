@@ -263,6 +263,11 @@ class StatefulEpochs(Positioned, Epochs):
             start = self._start_of(worker)
             has_ended = not start.ended and (finished or self._has_passed_end(it, worker, counts))
             count, state = self._snapshot(it, worker, answers + has_ended)
+            if not it._in_order and not has_ended and it._dataset_kind == _DatasetKind.Iterable:
+                # Without an order, a position is past the end of a worker's data once the worker has reported the end.
+                at_end, last = self._snapshot(it, worker, answers + 1)
+                if last is not None and last.exhausted and at_end == answers + 1:
+                    count, state = at_end, last
             if state is not None:
                 self.warn_if_frozen(it, state)
             after = worker_after(start, answers, count, state)

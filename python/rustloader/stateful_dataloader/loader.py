@@ -323,6 +323,8 @@ class StatefulDataLoader(DataLoader[_T_co]):
         base_seed = draws.base_seed if has_seed else None
         start = None if of_torch.was_seeded() else _random_start(draws)
         if not plan.finished:
+            if start is None and plan.sampler is not None and plan.sampler.kind == "stateful":
+                start = plan.sampler
             return self._begin(dataclasses.replace(plan, base_seed=base_seed, sampler=start))
         if base_seed is None and (has_seed or self._keeps_workers()):
             # Persistent workers keep their base seed.
@@ -338,7 +340,8 @@ class StatefulDataLoader(DataLoader[_T_co]):
             # A dataset in this process, or in persistent workers, keeps its state from epoch to epoch.
             if self.num_workers == 0:
                 # Any base seed prevents a draw from a generator whose state the dataset's state may include.
-                self._begin(dataclasses.replace(plan, base_seed=plan.base_seed or 0))
+                ended = [dataclasses.replace(worker, ended=not worker.replayed) for worker in plan.workers]
+                self._begin(dataclasses.replace(plan, base_seed=plan.base_seed or 0, workers=ended))
             elif self._keeps_workers():
                 iterator = self._begin(plan)
                 assert isinstance(iterator, _WithWorkers)
@@ -346,14 +349,14 @@ class StatefulDataLoader(DataLoader[_T_co]):
         return self._begin(begun)
 
     def _restore_sampler(self, plan: Plan) -> None:
-        """Brings a sampler with its own generator or state to the end of a finished epoch."""
+        """Brings a sampler with its own generator or state to the start of the next epoch."""
         start = None if plan.next is None else plan.next.sampler
-        if start is None:
+        if start is not None:
+            restore(self._index_sampler, start)
+        elif plan.finished:
             # In torchdata's states of loaders without workers, the sampler's state was taken after the epoch.
             has_ended = plan.dataset is None and plan.num_workers == 0
             run_out(self._index_sampler, plan.sampler, plan.low, has_ended)
-        else:
-            restore(self._index_sampler, start)
 
     def _plan_of_next(self) -> Plan:
         """Returns the plan of the next epoch, with the draws that were made or predicted for a state, if any."""

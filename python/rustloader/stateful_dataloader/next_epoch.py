@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import copy
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,34 +31,51 @@ def draw(loader: LoaderLike, index_sampler: Any, with_base_seed: bool) -> Draws:
         index_sampler: The source of the loader's index batches.
         with_base_seed: Whether ``iter()`` draws a base seed. Persistent workers keep their base seed.
     """
-    draws = _draw(loader, index_sampler, with_base_seed, lambda generator: generator)
-    if draws.sampler is not None and "global_generator" in draws.sampler:
-        # With the first index, torch draws the whole order from its global generator.
-        next(iter(kind_of(index_sampler).inner), None)
-    return draws
+    return _draw(loader, index_sampler, with_base_seed, lambda generator: generator)
 
 
 def predict(loader: LoaderLike, index_sampler: Any) -> Draws:
-    """Predicts the draws of the first ``iter()`` and its first ``next``, using copies of the generators."""
-    copies: dict[int, torch.Generator] = {}
+    """Predicts the draws of the first ``iter()`` and its first ``next``."""
+    return _predict(loader, index_sampler)[0]
+
+
+@contextlib.contextmanager
+def generators_after_draws(loader: LoaderLike, index_sampler: Any) -> Iterator[None]:
+    """Makes the generators, for the body, those that the draws of the first ``iter()`` and its first ``next`` leave."""
+    _, copies = _predict(loader, index_sampler)
+    before = [(generator, generator.get_state()) for generator, _ in copies]
+    try:
+        for generator, after in copies:
+            generator.set_state(after.get_state())
+        yield
+    finally:
+        for generator, state in before:
+            generator.set_state(state)
+
+
+def _predict(loader: LoaderLike, index_sampler: Any) -> tuple[Draws, list[tuple[torch.Generator, torch.Generator]]]:
+    """Makes the draws of the first ``iter()`` and its first ``next`` from copies of the generators.
+
+    Returns:
+        The draws, and the generators with their copies.
+    """
+    copies: dict[int, tuple[torch.Generator, torch.Generator]] = {}
 
     def copy_of(generator: _Generator) -> torch.Generator:
         own = _or_global(generator)
         if id(own) not in copies:
-            copies[id(own)] = torch.Generator(own.device)
-            copies[id(own)].set_state(own.get_state())
-        return copies[id(own)]
+            copies[id(own)] = own, torch.Generator(own.device)
+            copies[id(own)][1].set_state(own.get_state())
+        return copies[id(own)][1]
 
-    return _draw(loader, index_sampler, True, copy_of)
+    draws = _draw(loader, index_sampler, True, copy_of)
+    return draws, [*copies.values()]
 
 
 def _draw(
     loader: LoaderLike, index_sampler: Any, with_base_seed: bool, use: Callable[[_Generator], _Generator]
 ) -> Draws:
-    """Makes the draws, except for an order that a sampler draws from the global generator.
-
-    ``use`` maps the generator of the loader or of the sampler to the generator to draw from.
-    """
+    """Makes the draws. ``use`` maps the generator of the loader or of the sampler to the generator to draw from."""
     if isinstance(loader.dataset, IterDataPipe):
         # The processes that read a DataPipe agree on a shared seed before the base seed is drawn.
         return Draws(None, None)
@@ -70,6 +89,11 @@ def _draw(
             start = {"seed": _random_seed(generator)}
         else:
             start = {"global_generator" if own is None else "generator": _or_global(generator).get_state()}
+        if own is None and kind.name != "random":
+            # With the first index, torch draws the whole order from its global generator.
+            sampler = copy.copy(kind.inner)
+            sampler.generator = generator
+            next(iter(sampler), None)
     return Draws(base_seed, start)
 
 

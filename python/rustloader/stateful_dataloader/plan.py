@@ -10,6 +10,8 @@ from torch.utils.data.dataloader import _DatasetKind
 
 from rustloader.settings import loader_state
 from rustloader.stateful_dataloader.compatibility import check, dataset_of
+from rustloader.stateful_dataloader.next_epoch import generators_after_draws
+from rustloader.stateful_dataloader.recording import unstarted
 from rustloader.stateful_dataloader.sampler_kinds import RANDOM_SAMPLERS, kind_of, length_of
 from rustloader.stateful_dataloader.schema import FETCHER_STATE, Draws, SamplerState, State, copied, value_of
 from rustloader.system.protocols import LoaderLike, StatefulLoaderLike
@@ -115,11 +117,13 @@ def fresh(loader: StatefulLoaderLike, draws: Draws) -> dict[str, Any]:
     workers, dataset = loader.num_workers, loader.dataset
     starts = [WorkerStart() for _ in range(workers or 1)]
     if workers == 0 and is_stateful(dataset):
-        starts[0].dataset_state = copied(dataset.state_dict())
+        # A dataset that saves a generator makes its first sample after these draws.
+        with generators_after_draws(loader, loader._index_sampler):
+            starts[0].dataset_state = copied(dataset.state_dict())
     return State(
         num_workers=workers,
         last_worker=workers - 1,
-        sampler=kind_of(loader._index_sampler).unstarted(),
+        sampler=unstarted(kind_of(loader._index_sampler)),
         workers=starts,
         len_called=loader._IterableDataset_len_called,
         epoch=loader._epochs,

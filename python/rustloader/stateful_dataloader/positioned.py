@@ -139,7 +139,8 @@ def worker_after(start: WorkerStart, answers: int, count: int, snapshot: WorkerS
     """Returns the start of a worker that continues after a number of its answers.
 
     Before the worker's first answer, a state that the worker has loaded is returned unchanged: a dataset may apply it
-    only at its first step, and would return a different state until then.
+    only at its first step, and would return a different state until then. If ``__iter__`` has changed the dataset's
+    state, as a count of epochs does, ``shown`` is the state that the dataset has.
 
     Args:
         start: The start of the worker in this epoch.
@@ -149,7 +150,10 @@ def worker_after(start: WorkerStart, answers: int, count: int, snapshot: WorkerS
     """
     if snapshot is None or (count == 0 and start.has_state):
         snapshot = dataclasses.replace(
-            start, dataset_state=copied(start.dataset_state), iterator_state=copied(start.iterator_state)
+            start,
+            dataset_state=copied(start.dataset_state),
+            iterator_state=copied(start.iterator_state),
+            shown=snapshot if snapshot is not None and snapshot.moved else None,
         )
     replay = max(answers - count, 0) + (start.replayed if count == 0 else 0)
     return dataclasses.replace(snapshot, delivered=start.delivered + answers, replay=replay)

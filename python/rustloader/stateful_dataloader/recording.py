@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rustloader._core import call_into
@@ -63,6 +64,16 @@ class Inner:
         if isinstance(self._sampler, Stateful) or isinstance(iterator, Stateful):
             return batch_state(samples_yielded, self._sampler, iterator)
         return None
+
+
+def unstarted(kind: Kind) -> SamplerState:
+    """Returns the state of a sampler before an epoch. Draws nothing, and makes no iterator."""
+    state = kind.unstarted()
+    if isinstance(kind.index_sampler, Stateful):
+        return replace(state, index_sampler_state=copied(kind.index_sampler.state_dict()))
+    if isinstance(kind.inner, Stateful):
+        return replace(state, sampler_iter_state=copied(batch_state(0, kind.inner, None)))
+    return kind.after_batches(state, 0)
 
 
 def may_be_stateful(kind: Kind, torch_iterator: Iterator[Any]) -> bool:

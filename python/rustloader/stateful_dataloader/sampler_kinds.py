@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils.data import BatchSampler
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from rustloader.iterator import indices
-from rustloader.stateful_dataloader.schema import SamplerState
+from rustloader.stateful_dataloader.schema import SAMPLES_YIELDED, SamplerState
 from rustloader.stateful_dataloader.stateful import Stateful
 
 # torch's samplers whose order this package can start at any position: class names, by kind.
@@ -70,6 +70,15 @@ class Kind:
             data_length=data and length_of(getattr(inner, data)),
             replacement=data and bool(inner.replacement),
         )
+
+    def after_batches(self, state: SamplerState, number: int) -> SamplerState:
+        """Returns a state with torchdata's state of batches of a sampler without a state: the number of samples in the
+        first ``number`` batches."""
+        if self.batches is None or state.batch_size is None:
+            return state
+        samples = number * state.batch_size
+        samples = samples if state.length is None else min(samples, state.length)
+        return replace(state, sampler_iter_state={SAMPLES_YIELDED: samples})
 
 
 def kind_of(index_sampler: Any) -> Kind:

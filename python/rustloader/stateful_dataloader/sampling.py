@@ -16,7 +16,7 @@ from rustloader.iterator import indices
 from rustloader.iterator.starts import Start, shard_start
 from rustloader.stateful_dataloader.recording import Recorder, may_be_stateful
 from rustloader.stateful_dataloader.sampler_kinds import Kind, kind_of
-from rustloader.stateful_dataloader.schema import SAMPLES_YIELDED, SamplerState
+from rustloader.stateful_dataloader.schema import SamplerState
 from rustloader.stateful_dataloader.sources import Source, iterate, start_of
 
 logger = logging.getLogger("rustloader")
@@ -46,7 +46,7 @@ class Sampling:
 
         Makes the draws of the first ``next`` unless they have been made, because they belong to the state.
         """
-        return _with_samples(self._unstarted, position) if self._kind.name == "none" else self._unstarted
+        return self._kind.after_batches(self._unstarted, position)
 
     @functools.cached_property
     def _unstarted(self) -> SamplerState:
@@ -77,7 +77,7 @@ class _FromStart(Sampling):
         start = self._begin()
         if start is not None:
             start = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in start.items()}
-        return _with_samples(replace(self._unstarted, start=start), position)
+        return self._kind.after_batches(replace(self._unstarted, start=start), position)
 
 
 class _Recorded(Sampling):
@@ -95,7 +95,7 @@ class _Recorded(Sampling):
     def state(self, position: int) -> SamplerState:
         entry = self._recorder.entry(position)
         if entry is None:
-            return replace(self._unstarted, kind="other")
+            return self._kind.after_batches(replace(self._unstarted, kind="other"), position)
         return replace(
             self._unstarted,
             kind="stateful",
@@ -103,15 +103,6 @@ class _Recorded(Sampling):
             index_sampler_state=entry.index_sampler_state,
             sampler_iter_state=entry.sampler_iter_state,
         )
-
-
-def _with_samples(state: SamplerState, position: int) -> SamplerState:
-    """Adds the state that torchdata saves for batches of a sampler without a state: the number of samples yielded."""
-    if state.batch_size is None:
-        return state
-    samples = position * state.batch_size
-    samples = samples if state.length is None else min(samples, state.length)
-    return replace(state, sampler_iter_state={SAMPLES_YIELDED: samples})
 
 
 def sampling(

@@ -75,7 +75,8 @@ class Own:
     NEXT = "next"
     # In the sampler's and the dataset's part.
     KIND = "kind"
-    # In a worker's record. In states of early versions, "start" is the snapshot of a worker that had delivered nothing.
+    # In a worker's record. A worker with "start" resumes from these states, not from those under torchdata's keys: its
+    # dataset has loaded them, has delivered nothing since, and has another state now.
     REPLAY = "replay"
     BATCHES = "batches"
     SAMPLES = "samples"
@@ -252,8 +253,7 @@ class State:
             BASE_SEED: self.base_seed,
         }
         snapshots = [
-            {WORKER_ID: worker, DATASET_STATE: start.dataset_state, FETCHER_STATE: self._fetcher_of(start)}
-            for worker, start in enumerate(self.workers)
+            {WORKER_ID: worker} | self._states_of(start.shown or start) for worker, start in enumerate(self.workers)
         ]
         if self.num_workers == 0:
             keys = _FLAT_KEYS if self.has_records else _FRESH_KEYS
@@ -269,14 +269,21 @@ class State:
             entries = {SNAPSHOT: snapshot, STEPS: self.steps}
         return entries | {FINISHED: self.finished, OWN: self._own(self.sampler, self.dataset)}
 
-    def _fetcher_of(self, start: WorkerStart) -> dict[str, Any] | None:
+    def _states_of(self, start: WorkerStart) -> dict[str, Any]:
+        """Returns the states of a worker's dataset and fetcher."""
         assert self.dataset is not None
-        if not self.dataset.is_iterable or (self.num_workers and not self.has_records):
-            return None
-        return {DATASET_ITER_STATE: start.iterator_state, FETCHER_ENDED: start.ended}
+        fetcher = None
+        if self.dataset.is_iterable and (self.has_records or not self.num_workers):
+            fetcher = {DATASET_ITER_STATE: start.iterator_state, FETCHER_ENDED: start.ended}
+        return {DATASET_STATE: start.dataset_state, FETCHER_STATE: fetcher}
+
+    def _record_of(self, start: WorkerStart) -> dict[str, Any]:
+        """Returns the record of a worker."""
+        record = {key: getattr(start, key) for key in _RECORD_KEYS}
+        return record if start.shown is None else record | {Own.START: self._states_of(start)}
 
     def _own(self, sampler: SamplerState, dataset: DatasetState) -> dict[str, Any]:
-        records = [{key: getattr(start, key) for key in _RECORD_KEYS} for start in self.workers]
+        records = [self._record_of(start) for start in self.workers]
         own: dict[str, Any] = {
             Own.VERSION: VERSION,
             Own.EPOCH: self.epoch,

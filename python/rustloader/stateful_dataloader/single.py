@@ -48,9 +48,9 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         self._errors: list[int] = []
         # The latest snapshots, each with the number of answers before it.
         self._snapshots: list[tuple[int, bytes]] = []
-        resuming.load_dataset(loader.dataset, start)
+        loading = resuming.Loading(loader.dataset, start)
         self._epoch.init_torch_iterator(self, super().__init__, loader)
-        resuming.load_iterator(self._dataset_fetcher, start)
+        loading.load_iterator(self._dataset_fetcher)
         self._snapshot_maker = Snapshots(SnapshotPolicy(self._epoch.every, plan.low), 1, self._dataset_kind)
         config = fetching.adapted(loader, resolve(loader).changed(worker_threads=1))
         self._epoch.seed_from(fetching.seeding(loader, config, int(self._base_seed)))
@@ -61,17 +61,17 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
             self._guard_and_count[1].begin_epoch()
         if isinstance(self._dataset_fetcher, StepFetcher):
             resuming.load_counters(self._dataset_fetcher.seeds, start)
-        self._sampler_iter = self._resume_sampler(self._sampler_iter)
+        self._sampler_iter = self._resume_sampler(self._sampler_iter, loading.before)
         self._num_yielded = plan.yielded
         tracing.follow_fetches(self, loader_state.of(loader), names.of(loader))
 
-    def _resume_sampler(self, torch_iterator: Iterator[Any]) -> Iterator[Any]:
-        """Takes the first snapshot. Replays the batches between the saved snapshot and the position. Returns the
-        remaining index batches."""
+    def _resume_sampler(self, torch_iterator: Iterator[Any], before: bytes | None) -> Iterator[Any]:
+        """Takes the first snapshot, with ``Loading.before``. Replays the batches between the saved snapshot and the
+        position. Returns the remaining index batches."""
         start, low = self._start, self.origin.low
         fetcher, count = self._dataset_fetcher, start.replayed
         with contextlib.suppress(Exception):  # `state` raises the error again
-            first = self._snapshot_maker.first(fetcher, self._dataset)
+            first = self._snapshot_maker.first(fetcher, self._dataset, before)
             if self._snapshot_maker.has_state:
                 self._snapshots.append((0, first))
         is_map = self._dataset_kind == _DatasetKind.Map
@@ -258,8 +258,11 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         else:
             worker = worker_after(start, answers, *self._newest_snapshot(answers))
         self._epoch.warn_if_frozen(self, worker)
-        if not maker.has_state and self._dataset_kind == _DatasetKind.Map:
-            worker.replay = 0
+        if not maker.has_state:
+            if self._dataset_kind == _DatasetKind.Map:
+                worker.replay = 0
+            elif is_last:
+                worker.ended = bool(getattr(self._dataset_fetcher, "ended", False))
         return worker
 
     def _failures_after(self, yielded: int) -> int:

@@ -108,6 +108,8 @@ class _Worker:
         self.publisher: Publisher | None = None
         # Number of batches of an iterable dataset to fetch and drop before the first task.
         self.replay = 0
+        # See `resuming.Loading`.
+        self.before: bytes | None = None
         self.announcements = Announcements()
         # The garbage collector also runs when garbage keeps blocks alive. After this call it skips the objects that
         # exist now, so their pages stay shared with the main process until one side writes to them.
@@ -138,7 +140,7 @@ class _Worker:
             snapshots = Snapshots(policy, job.config.num_workers, job.dataset_kind, self.step.seeds)
             offset = policy.first_ordinal - job.first_task
             self.publisher = Publisher(port, snapshots, offset, self.where, job.answers)
-            self.publisher.first(self.broken, self.step.fetcher, dataset)
+            self.publisher.first(self.broken, self.step.fetcher, dataset, self.before)
         # This comes last: arrays that exist by now live long and stay outside the arena, and user code may have set its
         # own memory handler for NumPy, which this call then respects.
         if job.numpy_arena:
@@ -204,15 +206,15 @@ class _Worker:
             if set_epoch_call is not None:
                 args, kwargs = set_epoch_call
                 self.dataset.set_epoch(*args, **kwargs)
-            if start is not None:
-                resuming.load_dataset(self.dataset, start)
+            loading = None if start is None else resuming.Loading(self.dataset, start)
+            self.before = None if loading is None else loading.before
             if step.seeds is not None:
                 step.seeds.begin_iterator()
             fetcher = _DatasetKind.create_fetcher(
                 job.dataset_kind, self.dataset, job.auto_collation, collate_fn, job.drop_last
             )
-            if start is not None:
-                resuming.load_iterator(fetcher, start)
+            if start is not None and loading is not None:
+                loading.load_iterator(fetcher)
                 resuming.load_counters(step.seeds, start)
             step.use(fetcher, lambda: tables.use(fetcher, job.collate_fn, self.port.gather, self.port.gather_cached))
             self.broken = None

@@ -11,26 +11,50 @@ from torch.utils.data import _DatasetKind
 
 from rustloader.fetch import torch_fetcher
 from rustloader.fetch.inline import StepFetcher
-from rustloader.workers.snapshots import WorkerStart, is_stateful
+from rustloader.system.generators import GeneratorStates
+from rustloader.workers.snapshots import WorkerStart, is_stateful, state_of
 
 
-def load_dataset(dataset: Any, start: WorkerStart) -> None:
-    """Loads the state of a dataset, before its iterator is made."""
-    if start.dataset_state is not None and is_stateful(dataset):
-        dataset.load_state_dict(start.dataset_state)
+class Loading:
+    """Loads the states of a start: that of the dataset, and, after ``iter(dataset)``, that of the iterator.
 
+    Attributes:
+        before: Pickled state of the dataset before ``iter(dataset)``, for ``Snapshots.first``; None if it has no
+            state, or if no state is loaded.
+    """
 
-def load_iterator(fetcher: Any, start: WorkerStart) -> None:
-    """Loads the state of the dataset's iterator, which a new torch fetcher has just made."""
-    iterator: Iterator[Any] = getattr(fetcher, "dataset_iter", iter(()))
-    if start.iterator_state is not None and is_stateful(iterator):
-        iterator.load_state_dict(start.iterator_state)
-    if start.ended:
-        # A generator applies its loaded position only when it takes its first step. Without that step, the next epoch
-        # would begin at the loaded position.
-        with contextlib.suppress(Exception):
-            next(iterator)
-        fetcher.ended = True
+    def __init__(self, dataset: Any, start: WorkerStart) -> None:
+        self._dataset, self._start = dataset, start
+        self._load_dataset()
+        self.before = state_of(dataset) if start.has_state else None
+        self._generators = GeneratorStates() if start.ended else None
+
+    def _load_dataset(self) -> None:
+        state = self._start.dataset_state
+        if state is not None and is_stateful(self._dataset):
+            self._dataset.load_state_dict(state)
+
+    def load_iterator(self, fetcher: Any) -> None:
+        """Loads the state of the dataset's iterator, which a new torch fetcher has just made."""
+        iterator: Iterator[Any] = getattr(fetcher, "dataset_iter", iter(()))
+        self._load_iterator(iterator)
+        if self._generators is not None:
+            # A generator applies its loaded position only when it takes its first step. Without that step, the next
+            # epoch would begin at the loaded position.
+            with contextlib.suppress(Exception):
+                next(iterator)
+                # The dataset returns to its first sample at its end, so the next epoch begins at the loaded position.
+                self._load_dataset()
+                self._load_iterator(iterator)
+            self._generators.restore()
+            fetcher.ended = True
+
+    def _load_iterator(self, iterator: Any) -> None:
+        state = self._start.iterator_state
+        if state is not None and is_stateful(iterator):
+            iterator.load_state_dict(state)
+            # The state may include those of generators.
+            self._generators = self._generators and GeneratorStates()
 
 
 def load_counters(seeds: Any, start: WorkerStart) -> None:

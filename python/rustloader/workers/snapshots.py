@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -55,6 +56,9 @@ class WorkerStart:
         samples: Number of samples that ``Seeds`` had counted at the snapshot.
         delivered: Number of the worker's answers before the position.
         frozen: Whether the state of an iterable dataset stays the same while batches are made.
+        exhausted: Whether the snapshot follows the last of the worker's batches.
+        moved: Whether ``__iter__`` has changed the dataset's state since that state was loaded.
+        shown: The snapshot whose states a saved state shows under torchdata's keys; None for this one.
     """
 
     dataset_state: Any = None
@@ -65,6 +69,9 @@ class WorkerStart:
     samples: int = 0
     delivered: int = 0
     frozen: bool = False
+    exhausted: bool = False
+    moved: bool = False
+    shown: WorkerStart | None = None
 
     @property
     def has_state(self) -> bool:
@@ -77,8 +84,8 @@ class WorkerStart:
         return self.replay if isinstance(self.replay, int) else len(self.replay)
 
     def resumed(self) -> WorkerStart:
-        """Returns a copy in which ``ended`` is set only if no batches follow the snapshot."""
-        return replace(self, ended=self.ended and self.replayed == 0)
+        """Returns a copy to resume from, in which ``ended`` is set only if no batches follow the snapshot."""
+        return replace(self, ended=self.ended and self.replayed == 0, shown=None)
 
     def __reduce__(self) -> Any:
         # Under spawn, multiprocessing's reducers would move the state's tensors into memory that the workers share.
@@ -94,11 +101,19 @@ def is_stateful(obj: Any) -> TypeGuard[HasState]:
     return callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))
 
 
+def state_of(dataset: Any) -> bytes | None:
+    """Returns the pickled state of a dataset; None if it has none, or if ``state_dict`` or pickling fails."""
+    try:
+        return by_value.dumps(dataset.state_dict()) if is_stateful(dataset) else None
+    except Exception:
+        return None
+
+
 def read(snapshot: bytes) -> WorkerStart:
     """Reads a snapshot that ``Snapshots`` made."""
-    states, *other_fields = pickle.loads(snapshot)
+    states, fields = pickle.loads(snapshot)
     iterator_state, dataset_state = pickle.loads(states)
-    return WorkerStart(dataset_state, iterator_state, *other_fields)
+    return WorkerStart(dataset_state, iterator_state, **fields)
 
 
 class Snapshots:
@@ -130,15 +145,18 @@ class Snapshots:
         self._compared = b""
         self._is_frozen = False
 
-    def first(self, fetcher: Any, dataset: Any) -> bytes:
-        """Begins an epoch, and returns the snapshot of its start."""
+    def first(self, fetcher: Any, dataset: Any, before: bytes | None = None) -> bytes:
+        """Begins an epoch, and returns the snapshot of its start. ``before`` is that of ``Loading``."""
         self.stop()
         self._began = self._not_before = monotonic()
         self._spent = 0.0
         self._compared, self._is_frozen = b"", False
         self.has_state = any(map(is_stateful, self._sources(fetcher, dataset)))
         with self.charged():
-            payload = self.make(fetcher, dataset)
+            of_iterator, of_dataset = states = self._states(fetcher, dataset)
+            # If the dataset is its own iterator, its state is that of the iterator.
+            now = of_iterator if of_dataset is None else of_dataset
+            payload = self._pickled(states, fetcher, moved=before is not None and before != by_value.dumps(now))
         if self.has_state:
             self._every = self._policy_every
         return payload
@@ -180,20 +198,23 @@ class Snapshots:
             self._spent += cost
             self._not_before = self._began + (self._spent + cost - SNAPSHOT_ALLOWANCE) / SNAPSHOT_SHARE
 
-    def make(self, fetcher: Any, dataset: Any) -> bytes:
-        """Makes a snapshot now. Raises the errors of ``state_dict`` and of pickling."""
+    def make(self, fetcher: Any, dataset: Any, **fields: bool) -> bytes:
+        """Makes a snapshot now, with the given fields. Raises the errors of ``state_dict`` and of pickling."""
+        return self._pickled(self._states(fetcher, dataset), fetcher, **fields)
+
+    def _pickled(self, states: list[Any], fetcher: Any, **fields: bool) -> bytes:
         # The states have a separate pickle, because its bytes are compared.
-        states = by_value.dumps(self._states(fetcher, dataset))
+        pickled = by_value.dumps(states)
         if self._is_iterable and self.has_state:
-            self._compare(states)
-        return by_value.dumps((states, *self._extra_fields(fetcher)))
+            self._compare(pickled)
+        return by_value.dumps((pickled, self._extra_fields(fetcher) | fields))
 
     def state(self, fetcher: Any, dataset: Any) -> WorkerStart:
         """Returns the content of a snapshot made now."""
         iterator_state, dataset_state = states = self._states(fetcher, dataset)
         if self._is_iterable and self.has_state and self._is_compared_now():
             self._compare(by_value.dumps(states))
-        return WorkerStart(dataset_state, iterator_state, *self._extra_fields(fetcher))
+        return WorkerStart(dataset_state, iterator_state, **self._extra_fields(fetcher))
 
     def _states(self, fetcher: Any, dataset: Any) -> list[Any]:
         return [source.state_dict() if is_stateful(source) else None for source in self._sources(fetcher, dataset)]
@@ -215,12 +236,12 @@ class Snapshots:
         iterator = unguarded(getattr(fetcher, "dataset_iter", None))
         return iterator, None if iterator is dataset else dataset
 
-    def _extra_fields(self, fetcher: Any) -> tuple[Any, ...]:
-        """Returns the fields of a snapshot after the states."""
+    def _extra_fields(self, fetcher: Any) -> dict[str, Any]:
+        """Returns the fields of a snapshot other than the states."""
         seeds = fetcher.seeds if isinstance(fetcher, StepFetcher) else self._seeds
-        counters = (0, 0) if seeds is None else (seeds.batches, seeds.samples)
+        counters = {} if seeds is None else {"batches": seeds.batches, "samples": seeds.samples}
         ended = self._is_iterable and getattr(fetcher, "ended", False)
-        return ended, 0, *counters, 0, self._is_frozen
+        return {"ended": ended, "frozen": self._is_frozen, **counters}
 
 
 class Publisher:
@@ -246,11 +267,12 @@ class Publisher:
         ``first``."""
         self._offset, self._answers, self._failed = -first_task, 0, False
 
-    def first(self, error: ExceptionWrapper | None, fetcher: Any, dataset: Any) -> None:
+    def first(self, error: ExceptionWrapper | None, fetcher: Any, dataset: Any, before: bytes | None = None) -> None:
         """Sends the snapshot of the epoch's start, or the worker's error in its place. A process that continues in the
         middle of an epoch sends neither: the main process has the snapshot from which that process starts."""
         if error is None:
-            self._send(self._snapshots.first, self._answers, fetcher, dataset, is_wanted=not self._answers)
+            first = functools.partial(self._snapshots.first, before=before)
+            self._send(first, self._answers, fetcher, dataset, is_wanted=not self._answers)
         elif not self._answers:
             self._fail(error, self._answers)
 
@@ -258,7 +280,8 @@ class Publisher:
         """Counts an answer, and sends the snapshot after it if one is due. This must precede the answer itself, so that
         the main process has the snapshot when it receives the answer."""
         self._answers += 1
-        if self._snapshots.is_due(task + self._offset):
+        # torch's fetcher has ended if it has collated the dataset's last samples into an incomplete batch.
+        if self._snapshots.is_due(task + self._offset) or (getattr(fetcher, "ended", False) and not self._failed):
             with self._snapshots.charged():
                 self._send(self._snapshots.make, self._answers, fetcher, dataset)
 
@@ -269,7 +292,7 @@ class Publisher:
         # torch's fetcher sets this only when it collates samples into batches.
         fetcher.ended = True
         if not self._failed:
-            self._send(self._snapshots.make, self._answers + 1, fetcher, dataset)
+            self._send(functools.partial(self._snapshots.make, exhausted=True), self._answers + 1, fetcher, dataset)
 
     def _send(self, make: Any, answers: int, fetcher: Any, dataset: Any, is_wanted: bool = True) -> None:
         try:

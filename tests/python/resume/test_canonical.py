@@ -288,6 +288,174 @@ def indices(batches):
     return [[index for index, _ in batch] for batch in batches]
 
 
+class DrawingStream(IterableDataset):
+    """Draws in ``__iter__``, and for each sample. Its state includes that of torch's generator."""
+
+    place, loaded = 0, None
+
+    def __iter__(self):
+        return self.samples(draw())
+
+    def samples(self, salt):
+        self.place, self.loaded = self.loaded or 0, None
+        while self.place < 9:
+            self.place += 1
+            yield self.place, salt, draw()
+
+    def state_dict(self):
+        return {"place": self.place, "generator": torch.get_rng_state()}
+
+    def load_state_dict(self, state):
+        self.loaded = state["place"]
+        torch.set_rng_state(state["generator"])
+
+
+class ResettingStream(DrawingStream):
+    """Returns to its first sample at its end."""
+
+    def samples(self, salt):
+        yield from super().samples(salt)
+        self.place = 0
+
+
+class OwnStream(ResettingStream):
+    """Its own iterator. ``__iter__`` does not return to the first sample."""
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.place == 9:
+            self.place = 0
+            raise StopIteration
+        self.place += 1
+        return self.place, draw()
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.place = state["place"]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("asks", [1, 2])
+def test_state_before_first_iter_includes_generators_after_its_draws(sampler, asks):
+    torch.manual_seed(3)
+    loader = loader_of(Drawing, 0, **SAMPLERS[sampler](Drawing()))
+    for _ in range(asks):
+        state = loader.state_dict()
+        torch.rand(asks - 1)
+        before = plain(torch.get_rng_state())
+        state = loader.state_dict()
+        assert plain(torch.get_rng_state()) == before
+    batches = [*loader]
+    torch.manual_seed(99)
+    resumed = loader_of(Drawing, 0, **SAMPLERS[sampler](Drawing()))
+    resumed.load_state_dict(state)
+    assert [*resumed] == batches
+
+
+STREAMS = pytest.mark.parametrize("make", [DrawingStream, ResettingStream, OwnStream])
+SIZES = pytest.mark.parametrize("batch_size", [None, 2, 3])
+
+
+@STREAMS
+@SIZES
+def test_stream_resumes_with_generators_of_state_before_first_iter(make, batch_size):
+    torch.manual_seed(3)
+    loader = loader_of(make, 0, batch_size=batch_size)
+    state = loader.state_dict()
+    batches = [*loader]
+    torch.manual_seed(99)
+    resumed = loader_of(make, 0, batch_size=batch_size)
+    resumed.load_state_dict(state)
+    assert [*resumed] == batches
+
+
+@STREAMS
+@SIZES
+@pytest.mark.parametrize("persistent", [False, True])
+def test_stream_resumes_with_generators_of_finished_epoch(make, batch_size, persistent):
+    def make_loader():
+        return loader_of(make, int(persistent), batch_size=batch_size, persistent_workers=persistent)
+
+    torch.manual_seed(3)
+    loader = make_loader()
+    assert [*loader]
+    state = loader.state_dict()
+    batches = [*loader]
+    torch.manual_seed(99)
+    resumed = make_loader()
+    resumed.load_state_dict(state)
+    assert [*resumed] == batches and batches
+
+
+class CountsEpochs(Noting):
+    """Counts calls of ``__iter__``, which is not a generator, but applies a loaded place at the first step."""
+
+    epochs = 0
+
+    def __iter__(self):
+        self.epochs += 1
+        return super().__iter__()
+
+    def state_dict(self):
+        return super().state_dict() | {"epochs": self.epochs}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.epochs = state["epochs"]
+
+
+@WORKERS
+def test_state_between_resume_and_first_batch_is_exact(workers):
+    """The dataset shows the new count of epochs, and its old place."""
+    loader = loader_of(CountsEpochs, workers)
+    iterator = iter(loader)
+    batches = [next(iterator) for _ in range(4)]
+    for epochs in (2, 2):
+        state = loader.state_dict()
+        loader = loader_of(CountsEpochs, workers)
+        loader.load_state_dict(state)
+        iterator = iter(loader)
+        parts = loader.state_dict()
+        parts = [parts] if workers == 0 else parts["_snapshot"]["_worker_snapshots"].values()
+        assert [part["dataset_state"]["epochs"] for part in parts] == [epochs] * max(workers, 1)
+    assert [*batches, *iterator] == [*loader_of(CountsEpochs, workers)]
+
+
+class Reshuffled:
+    """A sampler whose state is the number of its epoch, which determines the order."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def __len__(self):
+        return N
+
+    def __iter__(self):
+        yield from torch.randperm(N, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        self.epoch += 1
+
+    def state_dict(self):
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        self.epoch = state["epoch"]
+
+
+@WORKERS
+@pytest.mark.parametrize("batch_size", [None, 4])
+def test_state_before_first_iter_includes_sampler(workers, batch_size):
+    sampler = Reshuffled()
+    sampler.epoch = 3
+    loader = loader_of(Plain, workers, sampler=sampler, batch_size=batch_size, collate_fn=None)
+    state = loader.state_dict()
+    resumed = loader_of(Plain, workers, sampler=Reshuffled(), batch_size=batch_size, collate_fn=None)
+    resumed.load_state_dict(state)
+    orders = [[index.tolist() if batch_size else index for index, _ in it] for it in (loader, resumed)]
+    assert orders[0] == orders[1]
+
+
 def test_a_state_before_the_first_iter_starts_nothing_and_draws_nothing():
     loader = loader_of(Drawing, 2, shuffle=True)
     before = plain(torch.get_rng_state())

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from stateful.model import generate, play, shrink
+from stateful.model import generate, parts, play, shrink
 from stateful.model.program import Program, Settings, changed, why_invalid
 from support import HERE
 
@@ -91,6 +91,16 @@ def test_a_fault_is_found(player, monkeypatch):
     monkeypatch.setattr(play, "Player", player)
     with pytest.raises(play.Wrong):
         play.run(EXAMPLE)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_value_that_torchdata_lacks_is_found(monkeypatch):
+    program = dataclasses.replace(EXAMPLE, settings=changed(EXAMPLE.settings, {"sampler": "sequential"}))
+    play.run(program)
+    state_dict = parts.StatefulDataLoader.state_dict
+    monkeypatch.setattr(parts.StatefulDataLoader, "state_dict", lambda loader: state_dict(loader) | {"_num_yielded": 9})
+    with pytest.raises(play.Wrong, match=r"_num_yielded.* is 9, and torchdata's is 2"):
+        play.run(program)
 
 
 @pytest.mark.parametrize("sampler", ["sequential", "batch sampler"])

@@ -859,7 +859,8 @@ def test_unknown_samplers_in_torchs_batch_sampler_are_iterated_by_torch(drop_las
             results.append(([outcome(next, iterator) for _ in range(5)], inner.calls))
             if in_epoch:
                 state = epoch.state(2)
-                assert state.own["kind"] == "other" and not state.has_states
+                assert state.own["kind"] == "other" and state.index_sampler_state is None
+                assert state.sampler_iter_state == {"samples_yielded": 6}
         assert results[0] == results[1]
     assert next(iter(begin(TorchBatchSampler(Plain(None), 3, drop_last), None, 1).iterator)) == [3, 4, 5]
 

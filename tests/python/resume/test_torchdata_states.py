@@ -2,6 +2,7 @@
 
 import copy
 import json
+import time
 
 import pytest
 import torch
@@ -427,3 +428,107 @@ def test_the_state_right_after_a_load_is_the_loaded_one(lib, workers, steps):
     assert loader.state_dict() == state
     assert loader.state_dict() == state
     assert len(list(loader)) == 20 - steps
+
+
+class CountingIters(torch.utils.data.IterableDataset):
+    """Counts the calls of ``__iter__``."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __iter__(self):
+        self.calls += 1
+        return iter(range(20))
+
+    def state_dict(self):
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state):
+        self.calls = state["calls"]
+
+
+class OwnIterator(CountingIters):
+    def __iter__(self):
+        self.calls, self.place = self.calls + 1, 0
+        return self
+
+    def __next__(self):
+        if self.place == 20:
+            raise StopIteration
+        self.place += 1
+        return self.place - 1
+
+    def state_dict(self):
+        return {"calls": self.calls, "place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+@pytest.mark.parametrize("cls", [CountingIters, OwnIterator])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_state_after_iter_has_its_effect(lib, cls, workers):
+    def calls(loader):
+        iter(loader)
+        state = loader.state_dict()
+        states = [part["dataset_state"] or part["fetcher_state"]["dataset_iter_state"] for part in worker_states(state)]
+        return state, [part["calls"] for part in states]
+
+    dataset = cls()
+    state, first = calls(lib.StatefulDataLoader(dataset, num_workers=workers))
+    resumed = lib.StatefulDataLoader(dataset, num_workers=workers)
+    resumed.load_state_dict(state)
+    # A worker has a copy of the dataset, whose iterator applies the loaded place alone.
+    again = 1 if workers and cls is OwnIterator else 2
+    assert (first, calls(resumed)[1]) == ([1] * max(workers, 1), [again] * max(workers, 1))
+
+
+class Ends(torch.utils.data.IterableDataset):
+    """Worker 0 has 3 samples, worker 1 has thousands."""
+
+    def __iter__(self):
+        worker = torch.utils.data.get_worker_info().id
+        return iter(range(3) if worker == 0 else range(3, 5000))
+
+
+def test_worker_that_ended_out_of_order(lib):
+    loader = lib.StatefulDataLoader(Ends(), num_workers=2, in_order=False)
+    delivered = []
+    for batch in loader:
+        delivered += batch.tolist()
+        time.sleep(0.001)
+        state = loader.state_dict()
+        ended = [part["fetcher_state"]["fetcher_ended"] for part in worker_states(state)]
+        if ended[0] or len(delivered) == 4000:
+            break
+    assert ended == [True, False]
+    if lib.name == "rustloader":
+        resumed = lib.StatefulDataLoader(Ends(), num_workers=2, in_order=False)
+        resumed.load_state_dict(state)
+        delivered += [sample for batch in resumed for sample in batch.tolist()]
+        assert sorted(delivered) == [*range(5000)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_partial_batch_ends_dataset_without_state(lib, workers):
+    loader = lib.StatefulDataLoader(datasets.StatelessShards((3, 4)), batch_size=2, num_workers=workers)
+    stopped(loader, 4 if workers else 2)
+    state = loader.state_dict()
+    ended = [part["fetcher_state"]["fetcher_ended"] for part in worker_states(state)]
+    assert ended == ([True, False] if workers else [True])
+    resumed = lib.StatefulDataLoader(datasets.StatelessShards((3, 4)), batch_size=2, num_workers=workers)
+    resumed.load_state_dict(state)
+    assert not [*resumed]
+
+
+@pytest.mark.parametrize("sampler", ["default", "list", "SamplerWithState"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_yielded_before_and_after_iter(lib, sampler, workers):
+    makers = {"default": None, "list": [*range(9)], "SamplerWithState": datasets.SamplerWithState(9)}
+    loader = lib.StatefulDataLoader(range(9), batch_size=2, sampler=makers[sampler], num_workers=workers)
+    for steps in (None, 0, 1, 5):
+        if steps is not None:
+            stopped(loader, steps)
+        state = loader.state_dict()
+        state = state["_snapshot"]["_main_snapshot"] if workers else state
+        assert state["_sampler_iter_state"]["samples_yielded"] == min(2 * (steps or 0), 9)

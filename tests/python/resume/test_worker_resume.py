@@ -49,7 +49,7 @@ def test_a_start_has_its_order_and_the_replay_is_not_collated(workers):
     workers.set(WorkerStart({"mark": 3}, {"i": 5}, replay=2))
     batches = list(make(Tail(14), worker_init_fn=log_init))
     assert [samples for samples, _ in batches] == [[9, 10], [11, 12], [13]]
-    start = ["init", "load {'mark': 3}", "iter", "load iterator {'i': 5}", "state"]
+    start = ["init", "load {'mark': 3}", "state", "iter", "load iterator {'i': 5}", "state"]
     assert batches[0][1] == [*start, 5, 6, 7, 8, 9, 10]
     # The snapshot is taken after the batch is made.
     assert batches[1][1] == [*start, 5, 6, 7, 8, 9, 10, "collate", "state", 11, 12]
@@ -87,9 +87,9 @@ def test_a_worker_whose_dataset_had_ended_makes_nothing(workers, count, batch_si
     workers.set(WorkerStart({"mark": 0}, {"i": 2}, ended=True), *[last] * (count - 1))
     loader = make(Tail(4), count, batch_size=batch_size, collate_fn=untouched)
     assert list(loader) == [[[2, 3]], [2, 3]][batch_size is None] * (count - 1)
-    # It takes one step, in which a generator function would apply its loaded state.
+    # It takes one step, in which a generator function would apply its loaded state. A step that yields is undone.
     sent = [(count, state.iterator_state, state.ended) for count, state, _ in workers.sent(0)]
-    assert sent == [(0, {"i": 3}, True), (1, {"i": 3}, True)]
+    assert sent == [(0, {"i": 2}, True), (1, {"i": 2}, True)]
 
 
 @pytest.mark.parametrize("batch_size", [2, None])
@@ -246,9 +246,9 @@ def test_a_replay_without_workers(kind, seed_by):
         return samples, drawn()
 
     def fetcher(dataset, start, first_ordinal):
-        resuming.load_dataset(dataset, start)
+        loading = resuming.Loading(dataset, start)
         plain = _DatasetKind.create_fetcher(kind, dataset, True, collate, False)
-        resuming.load_iterator(plain, start)
+        loading.load_iterator(plain)
         seeds = Seeds(Seeding(seed_by == "sample", BASE, 0, first_ordinal), int(kind == _DatasetKind.Iterable))
         it = StepFetcher(Step(dataset, kind, True, seeds), plain)
         resuming.load_counters(it.seeds, start)
@@ -271,7 +271,8 @@ def test_a_replay_without_workers(kind, seed_by):
     if kind == _DatasetKind.Iterable:
         resuming.replay(resumed, batches, kind)
         assert resumed.inner.ended
-        resuming.load_iterator(plain := _DatasetKind.create_fetcher(kind, dataset, True, collate, False), start)
+        loading = resuming.Loading(dataset, start)
+        loading.load_iterator(plain := _DatasetKind.create_fetcher(kind, dataset, True, collate, False))
         assert not plain.ended
 
 

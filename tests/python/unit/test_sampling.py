@@ -414,6 +414,7 @@ def test_what_a_state_says():
     assert begin(Plan("subset", 9).make()[0]).state(0).own["start"].keys() == {"global_generator"}
     assert begin(Plan("other", 9).make()[0]).state(2) == typed(
         dict(kind="other", length=9, batch_size=3, drop_last=False, start=None)
+        | {"_sampler_iter_state": {"samples_yielded": 6}}
     )
 
 

@@ -7,6 +7,7 @@ from .program import DATASETS, SAMPLERS, Program, Settings, changed, why_invalid
 # Interrupts come with these samplers only: in the Python code of others, or of a dataset without workers, an interrupt
 # would abort what that code does.
 INTERRUPTIBLE = ("sequential", "shuffle", "shuffle with generator", "distributed")
+WORKERS = (0, 0, 1, 1, 1, 2, 2, 2, 2, 3, 4)
 WAYS = ("dict", "json", "pickle", "torch")
 
 
@@ -14,7 +15,7 @@ def program(seed):
     """The program of a seed."""
     draws = random.Random(f"program {seed}")
     settings = valid(draws, lambda: first_settings(draws))
-    steps = [("save", "now", 0)] if draws.random() < 0.05 else []
+    steps = [("save", "now", 0)] if draws.random() < 0.1 else []
     steps.append(("iter",))
     current = settings
     for _ in range(draws.randint(3, 12)):
@@ -40,7 +41,8 @@ def first_settings(draws):
     else:
         sizes = tuple(draws.choice([0, 1, 2, 3, 5, 8, 12]) for _ in range(4))
     batch_size = draws.choice([None, 1, 1, 2, 3, 4])
-    is_map = "map" in dataset
+    is_map, is_drawing = "map" in dataset, "drawing" in dataset
+    has_errors = is_map and not is_drawing and draws.random() < 0.25
     indices = range(max(sizes))
     return Settings(
         dataset=dataset,
@@ -48,16 +50,16 @@ def first_settings(draws):
         batch_size=batch_size,
         drop_last=draws.random() < 0.2,
         sampler=draws.choice(SAMPLERS) if is_map and draws.random() < 0.8 else "sequential",
-        seed_by=draws.choice(["worker", "worker", "batch", "sample"]),
-        errors=tuple(i for i in indices if draws.random() < 0.1) if is_map and draws.random() < 0.25 else (),
+        seed_by="worker" if is_drawing else draws.choice(["worker", "worker", "batch", "sample"]),
+        errors=tuple(i for i in indices if draws.random() < 0.1) if has_errors else (),
         slow=tuple(i for i in indices if draws.random() < 0.2) if draws.random() < 0.4 else (),
-        **changeable_settings(draws),
+        **changeable_settings(draws, [0] if is_drawing else WORKERS),
     )
 
 
-def changeable_settings(draws):
+def changeable_settings(draws, choices=WORKERS):
     """Settings that may change from loader to loader."""
-    workers = draws.choice([0, 0, 1, 1, 1, 2, 2, 2, 2, 3, 4])
+    workers = draws.choice(choices)
     prefetch = draws.choice([1, 2, 2, 3])
     return {
         "num_workers": workers,
@@ -93,11 +95,9 @@ def next_step(draws, settings):
 def changes(draws, settings):
     """Changes to the settings of another loader that may load the state."""
     while True:
-        own = changeable_settings(draws)
+        own = changeable_settings(draws, [settings.num_workers] if settings.is_bound else WORKERS)
         if draws.random() < 0.3:
             own = {name: own[name] for name in ("every",)}
-        elif settings.is_bound:
-            own["num_workers"] = settings.num_workers
         result = {name: value for name, value in own.items() if value != getattr(settings, name)}
         if why_invalid(changed(settings, result)) is None:
             return result

@@ -149,7 +149,46 @@ class StatefulGenerator(Streamed):
         self.i = self.resumed = state["i"]
 
 
+class DrawingMapped(Mapped):
+    """Sample i is [i, None, a random number]."""
+
+    def __getitem__(self, i):
+        return [int(i), None, draw(None)]
+
+    def state_dict(self):
+        return {"generator": torch.get_rng_state()}
+
+    def load_state_dict(self, state):
+        torch.set_rng_state(state["generator"])
+
+
+class DrawingStreamed(StatefulGenerator):
+    """Sample i is [i, a random number of the epoch, a random number]."""
+
+    number = loaded = None
+
+    def __iter__(self):
+        self.number = draw(None) if self.loaded is None else self.loaded
+        self.loaded = None
+        return self.drawing(super().__iter__())
+
+    def drawing(self, samples):
+        for i, _, _ in samples:
+            yield [i, self.number, draw(None)]
+        self.number = None
+
+    def state_dict(self):
+        return super().state_dict() | {"number": self.number, "generator": torch.get_rng_state()}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.loaded = state["number"]
+        torch.set_rng_state(state["generator"])
+
+
 CLASSES = {
+    "drawing map": DrawingMapped,
+    "drawing stream": DrawingStreamed,
     "map": Mapped,
     "stateful map": StatefulMapped,
     "iterable": Streamed,
@@ -219,7 +258,9 @@ def make_reference(settings, generator):
         sampler = dict(sampler=Permutations(settings.length, generator))
     else:
         sampler = sampler_arguments(settings, generator)
-    return torch.utils.data.DataLoader(range(settings.length), **batch_arguments(settings), **sampler)
+    dataset = CLASSES[settings.dataset](settings) if settings.is_drawing else range(settings.length)
+    arguments = batch_arguments(settings) | sampler
+    return torch.utils.data.DataLoader(dataset, collate_fn=unchanged, **arguments)
 
 
 class Permutations(torch.utils.data.Sampler):

@@ -16,7 +16,7 @@ import warnings
 import torch
 from support import same
 
-from . import parts
+from . import parts, shadow
 from .program import changed
 from .reference import ERROR, Reference
 
@@ -102,14 +102,17 @@ class Player:
         self.random = random.Random(f"moments {program.seed}")
         self.reference = Reference(program.settings)
         self.place = Place()
-        self.saved = None
+        self.saved = self.shadow_state = None
         self.iterator = None
         self.dead = self.in_next = False
         self.caught = []
+        # torchdata's loader, which does the same; None if the states cannot be compared.
+        self.shadow = None
         self.make()
+        self.shadow = shadow.make(self.settings)
 
     def close(self):
-        self.iterator = self.loader = None
+        self.iterator = self.loader = self.shadow = None
 
     def make(self):
         """Creates a loader, with other states of the generators, as in another process."""
@@ -171,6 +174,8 @@ class Player:
         self.place.generator = self.place.drawn = self.reference.generator.get_state()
         self.set_epoch(epoch)
         self.iterator = self.iterator if settings.persistent else None
+        if self.shadow is not None:
+            self.shadow.iter(epoch)
         self.caught.clear()
         self.iterator = iter(self.loader)
         self.dead = False
@@ -195,10 +200,14 @@ class Player:
         try:
             batch = (call or next)(self.iterator)
         except StopIteration:
+            if self.shadow is not None:
+                self.shadow.next()
             self.note_end()
             return False
         except parts.SampleError as error:
             batch = [ERROR, int(str(error).split()[-1])]
+        if self.shadow is not None:
+            self.shadow.next()
         self.note(batch)
         return True
 
@@ -245,6 +254,11 @@ class Player:
             self.save_while(self.take_with_handler)
 
     def save_now(self, back):
+        if self.iterator is None and self.place.epoch < 0 and not self.place.finished:
+            # The state determines the first epoch, as that of a finished epoch determines the next one.
+            self.reseed(0)
+            self.place.following = self.draw_indices(0, False)
+            self.place.generator = self.reference.generator.get_state()
         place = self.place if back == 0 else self.place.before(back)
         if self.iterator is None and back:
             place = None
@@ -254,7 +268,22 @@ class Player:
             except ValueError:
                 return
             raise Wrong(f"state_dict(back={back}) succeeded after {len(self.place.log) - self.place.first} answers")
-        self.keep(self.loader.state_dict(back=back) if back else self.loader.state_dict(), place.copy())
+        state = self.loader.state_dict(back=back) if back else self.loader.state_dict()
+        self.compare(state if not back else None)
+        self.keep(state, place.copy())
+
+    def compare(self, state):
+        """Compares a state with the shadow's, which it keeps. Without a state, forgets the shadow's."""
+        self.shadow_state = None
+        if state is None or self.shadow is None:
+            return
+        # torchdata's loader makes its iterator for a state.
+        beside = shadow.make(self.settings) if self.iterator is None else self.shadow
+        difference = beside.difference(state)
+        if difference is not None:
+            raise Wrong("the state's {} is {}, and torchdata's is {}".format(*difference))
+        if self.place.epoch >= 0:
+            self.shadow_state = self.shadow.state()
 
     def keep(self, state, place):
         if place.generator is None:
@@ -267,6 +296,9 @@ class Player:
     def save_while(self, take):
         """Takes a state while `next` runs: it may or may not count the batch that arrives."""
         before = self.place.copy()
+        self.compare(None)
+        # The program's generator is torchdata's while that runs, and the state may be taken then.
+        self.shadow = None
         states = []
         take(states)
         if not states:
@@ -322,9 +354,13 @@ class Player:
         state, untouched, place = self.saved
         if not same(state, untouched):
             raise Wrong("a state changed after it was taken")
+        number = self.settings.num_workers
         if not same_loader:
             self.settings = changed(self.settings, changes)
             self.make()
+        self.shadow = None
+        if self.shadow_state is not None and not place.finished and self.settings.num_workers == number:
+            self.shadow = shadow.make(self.settings, resumed=True)
         self.place = place = place.copy(first=len(place.log))
         if not self.settings.keeps_order:
             place.counts = None
@@ -336,13 +372,13 @@ class Player:
         self.iterator = None
         self.dead = False
         self.caught.clear()
-        if place.epoch < 0:
-            self.reference.base_seed = None
-            self.iter()
-        elif place.finished:
+        if place.finished:
             self.begin(place.epoch + 1, place.following, False)
         else:
             self.set_epoch(place.epoch)
+            if self.shadow is not None:
+                self.shadow.load(copy.deepcopy(self.shadow_state))
+                self.shadow.iter(place.epoch)
             self.iterator = iter(self.loader)
 
     # Faults
@@ -351,6 +387,7 @@ class Player:
         workers = getattr(self.iterator, "_workers", None)
         if not workers or self.dead or self.place.finished:
             return
+        self.shadow = None
         os.kill(workers[worker % len(workers)].pid, signal.SIGKILL)
         try:
             self.end()
@@ -361,6 +398,7 @@ class Player:
         self.dead = self.dead or self.settings.persistent
 
     def interrupt(self, number):
+        self.shadow = None
         box = []
 
         def press(*_):

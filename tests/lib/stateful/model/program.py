@@ -3,7 +3,7 @@
 import dataclasses
 import json
 
-DATASETS = ("map", "stateful map", "iterable", "stateful iterable", "generator")
+DATASETS = ("map", "stateful map", "drawing map", "iterable", "stateful iterable", "generator", "drawing stream")
 SAMPLERS = (
     "sequential",
     "shuffle",
@@ -50,6 +50,11 @@ class Settings:
     @property
     def is_map(self):
         return "map" in self.dataset
+
+    @property
+    def is_drawing(self):
+        """Whether samples draw from the program's generator, whose state is the dataset's."""
+        return "drawing" in self.dataset
 
     @property
     def length(self):
@@ -109,6 +114,8 @@ def why_invalid(settings):
         return "an iterable dataset has no sampler, and here no errors"
     if settings.is_map and settings.length == 0 and settings.sampler != "sequential":
         return "some samplers need samples"
+    if settings.is_drawing and (workers or settings.errors or settings.seed_by != "worker"):
+        return "workers have generators of their own"
     if settings.persistent and not workers:
         return "persistent without workers"
     if settings.sampler.startswith("batch sampler") and (settings.batch_size != 1 or settings.drop_last):

@@ -20,7 +20,8 @@ class Reference:
     def __init__(self, settings):
         self.settings = settings
         self.generator = torch.Generator().manual_seed(0)
-        self.loader = parts.make_reference(settings, self.generator) if settings.is_map else None
+        has_loader = settings.is_map or settings.is_drawing
+        self.loader = parts.make_reference(settings, self.generator) if has_loader else None
         self.iterator = None
         # The base seed of the first epoch, which seed_by uses.
         self.base_seed = None
@@ -31,7 +32,7 @@ class Reference:
             sampler.set_epoch(epoch)
 
     def indices(self, keeps_workers):
-        """The index batches of an epoch that begins now, drawn as torch draws them."""
+        """The index batches of an epoch that begins now, as torch draws them; the batches of a drawing dataset."""
         if self.loader is None:
             if not keeps_workers:
                 self.keep_base_seed(int(torch.empty((), dtype=torch.int64).random_()))
@@ -41,7 +42,7 @@ class Reference:
         else:
             self.iterator = iter(self.loader)
             self.keep_base_seed(self.iterator._base_seed)
-        return list(self.iterator._sampler_iter)
+        return list(self.iterator if self.settings.is_drawing else self.iterator._sampler_iter)
 
     def keep_base_seed(self, base_seed):
         if self.base_seed is None:
@@ -50,6 +51,8 @@ class Reference:
     def batches(self, epoch, indices, counts):
         """The batches of an epoch. `counts` holds the samples that each worker's copy of the dataset has made, and is
         updated."""
+        if self.settings.is_drawing:
+            return indices
         if self.settings.is_map:
             return [self.batch(epoch, ordinal, index, counts) for ordinal, index in enumerate(indices)]
         workers = range(max(self.settings.num_workers, 1))
