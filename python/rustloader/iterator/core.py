@@ -21,6 +21,7 @@ from rustloader.settings import loader_state
 from rustloader.settings.config import LoaderConfig
 from rustloader.system.protocols import LoaderLike
 from rustloader.system.torch_side import IterType, TorchIter
+from rustloader.workers.definitions import CloudpickleMissing
 from rustloader.workers.group import interrupt_again
 
 
@@ -95,7 +96,11 @@ class _MultiProcessingDataLoaderIter(TorchIter, _IndexStreams, metaclass=IterTyp
             self._workers = []
             self._worker_init_fn = loader.worker_init_fn
             self._mode = Session(self, loader, config, engine, epochs, tuned)
-        self._mode.start(self, loader)
+        try:
+            self._mode.start(self, loader)
+        except CloudpickleMissing as error:
+            # Its text says everything; the frames in between would hide it.
+            raise error.with_traceback(None) from None
 
     def _require_mode(self) -> Session | TorchMode:
         if self._mode is None:

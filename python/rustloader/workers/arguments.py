@@ -141,8 +141,8 @@ class Reports:
 
 @contextlib.contextmanager
 def reporting(duplicate: Any, worker_id: int) -> Iterator[None]:
-    """Reports an error that the body raises in a worker. ``duplicate`` is the result of ``Reports.for_child``, or
-    None."""
+    """Reports an error that the body raises in a worker, and ends the worker. ``duplicate`` is the result of
+    ``Reports.for_child``, or None: then the error is raised."""
     fd = None if duplicate is None else duplicate.detach()
     try:
         yield
@@ -155,6 +155,8 @@ def reporting(duplicate: Any, worker_id: int) -> Iterator[None]:
             # If this write fails, its error must not replace the original error.
             with contextlib.suppress(OSError):
                 os.write(fd, f"{line}\n".encode())
+                # The main process raises it; Python would print it once more.
+                raise SystemExit(1) from None
         raise
     finally:
         if fd is not None:

@@ -2,8 +2,7 @@
 
 The standard pickle refers to classes and functions by name. It refuses lambdas and local definitions, and a worker
 started by spawn or forkserver cannot find definitions that a notebook, a REPL, ``python -c`` or stdin made in
-``__main__``. These are sent by value with cloudpickle, if it is installed. The standard pickle is tried first, and kept
-if it works.
+``__main__``. These are sent by value with cloudpickle. The standard pickle is tried first, and kept if it works.
 
 In the worker, a function that is sent by value uses the globals of its module, like functions that are sent by name.
 Globals that its code names get the values that they have in the main process, as after a fork.
@@ -23,11 +22,12 @@ import sys
 from collections.abc import Callable
 from multiprocessing import process, reduction
 from multiprocessing.context import get_spawning_popen
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from rustloader.workers import arguments, by_name
 from rustloader.workers.preparation import Call
+from rustloader.workers.sources import with_sources
 
 _Reducers = dict[type, Callable[[Any], Any]]
 # The type of functions that `functools.cache` or `lru_cache` wraps. The standard pickle refers to them by name.
@@ -37,15 +37,18 @@ _CachedFunction: type = type(functools.cache(len))
 _MAIN_IN_PICKLE = b"\x8c\x08__main__"
 # Types that cloudpickle would convert to another type, or that the standard pickle supports.
 _NOT_FOR_CLOUDPICKLE = (io.TextIOWrapper, memoryview, logging.Logger, logging.RootLogger)
-MISSING = (
-    "With cloudpickle installed (`pip install 'rustloader[notebook]'` or `pip install cloudpickle`), such workers can "
-    "receive lambdas, local functions and classes, and definitions of a notebook or `python -c`."
-)
+_MISSING = "Run `pip install cloudpickle`: workers started by spawn or forkserver need it to receive {}"
+_REFUSED = "the argument {}, which the standard pickle refuses ({})"
+_IN_MAIN = "the classes and functions of this `__main__`, which they cannot import"
 _NOT_BY_VALUE = "It cannot be sent by value either: {}: {}"
 _REFERENCED = (
     "Workers cannot import the definitions of this `__main__`. Its classes and functions are sent by value, with "
     "everything that they refer to, but part of that cannot be pickled."
 )
+
+
+class CloudpickleMissing(pickle.PicklingError):
+    """Raised if an argument can only be pickled by value, and cloudpickle is not installed."""
 
 
 class _NamesMain(Exception):
@@ -63,11 +66,6 @@ class _FileRefusingMain:
         if isinstance(data, bytes) and _MAIN_IN_PICKLE in data:
             raise _NamesMain
         return self._write(data)
-
-
-def is_available() -> bool:
-    """Returns True if cloudpickle is installed."""
-    return "cloudpickle" in sys.modules or importlib.util.find_spec("cloudpickle") is not None
 
 
 def _main_file() -> str | None:
@@ -149,6 +147,7 @@ class Pickling:
                 reducers of ``ForkingPickler``.
 
         Raises:
+            CloudpickleMissing: The value must be pickled by value, and cloudpickle is not installed.
             Exception: The value cannot be pickled. The error is the standard pickle's, or that of pickling by value
                 if the standard pickle only names definitions that workers lack. With a table, it may be any error.
         """
@@ -161,9 +160,11 @@ class Pickling:
             except (AttributeError, pickle.PicklingError, _NamesMain) as error:
                 if not isinstance(error, _NamesMain) and not _is_raised_by_pickle(error):
                     raise
-                if not is_available():
-                    error.add_note(MISSING)
-                    raise
+                if importlib.util.find_spec("cloudpickle") is None:
+                    is_in_main = isinstance(error, _NamesMain)
+                    what = _IN_MAIN if is_in_main else _REFUSED.format(arguments.current(), error)
+                    arguments.set_current(None)  # this error needs no note that names the argument
+                    raise CloudpickleMissing(_MISSING.format(what)) from None
                 self._refusal, self._refused_argument = error.with_traceback(None), arguments.current()
             file.seek(start)
             file.truncate()
@@ -186,7 +187,7 @@ class Pickling:
                 del refusal
 
     def _by_reference(self, value: Any, file: Any, table: Callable[[], _Reducers] | None) -> None:
-        if not self._has_main and is_available():
+        if not self._has_main:
             file = _FileRefusingMain(file)
         if table is None:
             reduction.dump(value, file)
@@ -206,6 +207,7 @@ class Pickling:
             reducers = table()
             reducers.update({kind: added[kind] for kind in added if kind not in copyreg.dispatch_table})
         reducers.setdefault(functools.cached_property, _reduce_property)
+        reducers[CodeType] = with_sources(added[CodeType])
         _pickler_of(cloudpickle, reducers, self._has_main)(file, protocol=pickle.DEFAULT_PROTOCOL).dump(value)
 
 

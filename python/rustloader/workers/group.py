@@ -30,7 +30,7 @@ from rustloader.settings.limits import (
 )
 from rustloader.system.cleanup import clean_up_after, quietly
 from rustloader.system.forks import at_fork
-from rustloader.workers import arguments, definitions, main, process, remote
+from rustloader.workers import arguments, main, process, remote
 from rustloader.workers.arguments import Reports
 from rustloader.workers.bootstrap import Connection, Job, Payload
 from rustloader.workers.definitions import Pickling
@@ -235,8 +235,7 @@ class WorkerGroup:
         )
         if report is None and not failed:
             return None, ()
-        missing = () if report is None or definitions.is_available() else (definitions.MISSING,)
-        return report, (arguments.remedy(report), *missing)
+        return report, (arguments.remedy(report),)
 
     def end(self, grace: float) -> None:
         """Ends the workers. They have ``grace`` seconds to exit, then receive SIGTERM, and SIGKILL ``KILL_AFTER``

@@ -16,6 +16,7 @@ from rustloader.remote.context import is_remote
 from rustloader.settings.limits import STATUS_AFTER
 from rustloader.system.torch_side import TORCH_GET_ITERATOR, TorchIter, in_torch
 from rustloader.workers import fork_server
+from rustloader.workers.definitions import CloudpickleMissing
 
 # The children that multiprocessing ends and joins at the interpreter's exit.
 _mp_children: set[Any] = multiprocessing.process._children  # type: ignore[attr-defined]
@@ -68,6 +69,8 @@ def start(process: Any, worker: str) -> None:
     """Starts a process. ``worker`` names it in the error if the system refuses."""
     try:
         process.start()
+    except CloudpickleMissing:
+        raise
     except (TypeError, AttributeError, PicklingError):
         in_torch(TORCH_GET_ITERATOR, TorchIter.__name__, warnings.warn, _PICKLE_WARNING, None, 1)
         raise

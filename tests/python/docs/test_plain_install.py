@@ -1,4 +1,4 @@
-"""A plain installation: the wheel in a bare environment with torch and NumPy alone. The development environment imports
+"""A plain installation: the wheel in an environment with its dependencies alone. The development environment imports
 the package from the source tree, among fifty others, and hides what the wheel lacks and some of the output at exit."""
 
 import contextlib
@@ -40,7 +40,7 @@ def needed(names):
 
 
 def make_plain(folder):
-    """Creates an environment with links to torch and NumPy of this one, and installs rustloader's wheel with pip."""
+    """Creates an environment with links to the dependencies of this one, and installs rustloader's wheel with pip."""
     environment = dict(os.environ, PYO3_PYTHON=sys.executable)
 
     def run(*command):
@@ -52,7 +52,7 @@ def make_plain(folder):
     run(sys.executable, "-m", "venv", "--without-pip", "--clear", folder / "venv")
     (packages,) = folder.glob("venv/lib/python*/site-packages")
     # Several distributions may install parts of the same package.
-    files = [(file.parts[0], it) for it in needed(["torch", "numpy"]) for file in it.files]
+    files = [(file.parts[0], it) for it in needed(["torch", "numpy", "cloudpickle"]) for file in it.files]
     for top, distribution in dict(files).items():
         if top not in ("..", "__pycache__") and not top.endswith(".pth"):
             (packages / top).symlink_to(distribution.locate_file(top))

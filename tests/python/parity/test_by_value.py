@@ -2,6 +2,7 @@
 
 import importlib
 import io
+import linecache
 import multiprocessing
 import os
 import pickle
@@ -19,7 +20,6 @@ from support import DataLoader, epoch, run_script
 
 from rustloader.workers import arguments, by_name, definitions, serialize
 
-pytest.importorskip("cloudpickle")
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(400)]
 
 METHODS = ["spawn", "forkserver"]
@@ -323,32 +323,54 @@ def test_what_neither_way_can_send_is_the_standard_error(method, workers):
     assert caught.value.__notes__[1].startswith("The DataLoader's argument collate_fn cannot be pickled.")
 
 
-@pytest.mark.filterwarnings("ignore:Got pickle error")
 @pytest.mark.parametrize("method", METHODS)
-def test_without_cloudpickle_the_error_says_how_to_get_it(method, monkeypatch):
-    monkeypatch.setattr(definitions, "is_available", lambda: False)
-    with pytest.raises((AttributeError, pickle.PicklingError), match=LAMBDA) as caught:
-        iter(DataLoader(range(3), num_workers=2, collate_fn=lambda samples: samples, multiprocessing_context=method))
-    assert any("pip install 'rustloader[notebook]'" in note for note in caught.value.__notes__)
-    assert any("argument collate_fn cannot be pickled" in note for note in caught.value.__notes__)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_without_cloudpickle_the_error_is_the_way_out(method, workers, monkeypatch):
+    """One sentence, without warnings, notes, and the frames of multiprocessing."""
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(pickle.PicklingError, match=LAMBDA) as caught:
+        iter(DataLoader(range(3), num_workers=workers, collate_fn=lambda it: it, multiprocessing_context=method))
+    expected = "Run `pip install cloudpickle`: workers started by spawn or forkserver need it to receive the argument "
+    assert str(caught.value).startswith(f"{expected}collate_fn, which the standard pickle refuses (")
+    assert not hasattr(caught.value, "__notes__") and caught.value.__suppress_context__
+    assert not any("multiprocessing" in str(entry.path) for entry in caught.traceback)
 
 
-def test_without_cloudpickle_a_class_that_the_worker_lacks_is_in_the_error():
+def test_without_cloudpickle_no_worker_looks_for_classes_that_it_lacks():
     status, out, err = run_script(
         """
-        from rustloader.workers import definitions
-        definitions.is_available = lambda: False
+        import sys
+        sys.modules["cloudpickle"] = None
         class Mine(list):
             pass
         try:
-            next(iter(DataLoader(Mine([1]), num_workers=1, multiprocessing_context="spawn")))
-        except RuntimeError as error:
-            print(error, *error.__notes__, sep="\\n")
+            iter(DataLoader(Mine([1]), num_workers=1, multiprocessing_context="spawn"))
+        except Exception as error:
+            print(error)
         """,
         300,
     )
-    assert status == 0, err
-    assert "It could not load its dataset. Caught AttributeError" in out and "pip install cloudpickle" in out
+    assert (status, err) == (0, "")
+    assert out.startswith("Run `pip install cloudpickle`: ") and "classes and functions of this `__main__`" in out
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_t32_tracebacks_show_the_lines_of_what_is_sent_by_value(method):
+    def fails(sample):
+        raise ValueError("mine")  # the line
+
+    # Only the cache of `linecache` has the lines of this function, as those of a cell.
+    lines = ["def of_cell(sample):\n", "    return inner(sample)  # the cell\n"]
+    name, names = f"<cell of {method}>", {"inner": fails, "__name__": "__main__"}
+    linecache.cache[name] = 0, None, lines, name
+    exec(compile("".join(lines), name, "exec"), names)
+    try:
+        with pytest.raises(ValueError, match="mine") as caught:
+            next(iter(DataLoader([1], num_workers=1, collate_fn=names["of_cell"], multiprocessing_context=method)))
+    finally:
+        del linecache.cache[name]
+    assert f'File "{name}", line 2, in of_cell\n    return inner(sample)  # the cell\n' in str(caught.value)
+    assert f'File "{__file__}", line' in str(caught.value) and 'ValueError("mine")  # the line\n' in str(caught.value)
 
 
 # The pickles

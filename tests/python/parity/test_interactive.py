@@ -88,8 +88,8 @@ def test_classes_and_functions_of_cells_reach_the_workers(notebook):
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_t32_classes_of_cells_reach_workers_that_are_not_forked(notebook, method):
-    """By value; the samples are instances of the classes of the cells, also of one that is defined again."""
-    pytest.importorskip("cloudpickle")
+    """By value. Samples are instances of the cells' classes, also of one that is defined again. Tracebacks of workers
+    show the cells' lines."""
     out = notebook(f"""
         with kernel() as it:
             assert it.run(DEFINE) == ("ok", "", "", [])
@@ -102,13 +102,18 @@ def test_t32_classes_of_cells_reach_workers_that_are_not_forked(notebook, method
                             self.i = i
                     class Samples(Squares):
                         def __getitem__(self, i):
-                            return Sample(-i)
-                    loader = DataLoader(Samples(), batch_size=4, num_workers=2, collate_fn=lambda samples: samples)
+                            return Sample(-i) if i < 12 else 1 / 0  # past the end
+                    given = dict(num_workers=2, collate_fn=lambda samples: samples)
+                    loader = DataLoader(Samples(), batch_size=4, **given)
                     print([sample.i for batch in loader for sample in batch if type(sample) is Sample])
+                    try:
+                        list(DataLoader(Samples(), sampler=[12], **given))
+                    except ZeroDivisionError as error:
+                        print("1 / 0  # past the end" in str(error))
                 ''')
                 print(out, err, errors, end="")
     """)
-    negatives = f"{[-i for i in range(12)]}\n  []"
+    negatives = f"{[-i for i in range(12)]}\nTrue\n  []"
     assert out == f"{SQUARES} 3\n" + negatives * 2
 
 

@@ -136,7 +136,8 @@ def test_what_a_worker_cannot_load_is_in_the_error(argument, arguments, workers,
     """
     if argument != "dataset":
         source = source.replace("class Mine(list)", "class Other(list)")
-    status, out, _ = run_script(source, 300, file=tmp_path / "script.py")
+    status, out, err = run_script(source, 300, file=tmp_path / "script.py")
+    assert err == ""  # Python prints nothing of its own
     lost = re.escape(
         f"exit code 1. It could not load its {argument}. Caught AttributeError in DataLoader worker process"
     )
