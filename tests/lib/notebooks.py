@@ -1,6 +1,7 @@
 """Drives a Jupyter kernel as a notebook does. Only for scripts, because its client has its own threads and sockets."""
 
 import contextlib
+import tempfile
 
 from jupyter_client import KernelManager
 
@@ -38,13 +39,15 @@ class Kernel:
 @contextlib.contextmanager
 def kernel():
     """Runs a kernel for the body of a `with` statement."""
-    manager = KernelManager(transport="ipc")
-    manager.start_kernel()
-    client = manager.client()
-    client.start_channels()
-    try:
-        client.wait_for_ready(LIMIT)
-        yield Kernel(manager, client)
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)
+    # The default place of the sockets is the current folder, which kernels of other tests share.
+    with tempfile.TemporaryDirectory() as folder:
+        manager = KernelManager(transport="ipc", ip=f"{folder}/kernel")
+        manager.start_kernel()
+        client = manager.client()
+        client.start_channels()
+        try:
+            client.wait_for_ready(LIMIT)
+            yield Kernel(manager, client)
+        finally:
+            client.stop_channels()
+            manager.shutdown_kernel(now=True)

@@ -62,7 +62,6 @@ def notebook(tmp_path):
 
     def run(source):
         head = f"from notebooks import kernel\nDEFINE, ITERATE = {DEFINE!r}, {ITERATE!r}\n"
-        # A short path: the kernel's sockets are in it.
         status, out, err = run_script(source, head=head, environment=home | {"JUPYTER_RUNTIME_DIR": str(tmp_path)})
         assert (status, err) == (0, ""), err
         return out
