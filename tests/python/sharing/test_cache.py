@@ -573,7 +573,7 @@ WRAPS = [torch.Tensor.detach, torch.Tensor.numpy, lambda row: [row], lambda row:
 
 @pytest.mark.warns
 @pytest.mark.parametrize("kind", [Views, ViewBatches])
-@pytest.mark.parametrize("memory", ["1MiB", 16384])
+@pytest.mark.parametrize("memory", ["1MiB", 32768])
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_then_may_change_its_argument_in_place(kind, memory, wrap):
     """Batches are the same while the cache is empty, half-filled and full, and if it does not hold all samples."""

@@ -721,7 +721,8 @@ def test_an_address_space_that_is_too_small_is_a_memory_error():
         assert kind == "MemoryError" and match, text
         wanted, written, left = (int(match[number]) for number in (1, 2, 4))
         times = 2 if match[3] else 1
-        assert times * (wanted + written) > left and left <= 64 << 20
+        # The heap may have shrunk since the limit was set.
+        assert times * (wanted + written) > left and left <= 72 << 20
         sizes.append((wanted, written, times))
     assert sizes[0][0] > 1 << 20 and 30 << 20 < sizes[0][1] < 64 << 20
     # These fail before anything is written. The last one would fit if it were mapped once.
