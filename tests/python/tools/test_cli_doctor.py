@@ -9,7 +9,7 @@ import sys
 import types
 
 import pytest
-from support import rustloader
+from support import run_script, rustloader
 
 pytestmark = pytest.mark.ours
 
@@ -73,7 +73,7 @@ def test_what_is_refused_is_named(monkeypatch, capsys):
         ("_versions", "metadata", "version", lambda name: "2.5.1+cu124", "bad", "2.6 or newer"),
         ("_versions", "metadata", "version", lambda name: "3.0.0", "note", "tested up to 2.15"),
         ("_limits", "resource", "getrlimit", lambda what: (512, -1), "note", "ulimit -n"),
-        ("_limits", "resource", "getrlimit", lambda what: (1 << 29, -1), "bad", "ulimit -v"),
+        ("_limits", "_core", "address_space_left", lambda: 1 << 29, "bad", "ulimit -v"),
         ("_shared_memory", "os", "statvfs", refused(errno.ENOENT), "note", "does not use it"),
     ],
 )
@@ -128,7 +128,7 @@ def test_variables_that_matter(monkeypatch):
 )
 def test_the_memory_that_is_left(limits, space, state, found, advice, monkeypatch):
     monkeypatch.setattr(doctor._core, "memory_limits", lambda: limits)
-    monkeypatch.setattr(doctor, "_address_space_left", lambda: space)
+    monkeypatch.setattr(doctor._core, "address_space_left", lambda: space)
     [finding] = doctor._memory()
     assert finding.state == state and finding.found.startswith(found) and advice in finding.advice
 
@@ -140,13 +140,15 @@ def test_the_limits_of_this_process():
     assert 0 < machine[2] <= machine[1] and all(0 <= left <= size for _, size, left in cgroups)
 
 
-def test_the_address_space_that_is_left(monkeypatch):
-    monkeypatch.setattr(doctor.resource, "getrlimit", lambda what: (1 << 50, 1 << 50))
-    assert 0 < doctor._address_space_left() < 1 << 50
-    monkeypatch.setattr(doctor.resource, "getrlimit", lambda what: (4096, 4096))
-    assert doctor._address_space_left() == 0
-    monkeypatch.setattr(doctor.resource, "getrlimit", lambda what: (doctor.resource.RLIM_INFINITY,) * 2)
-    assert doctor._address_space_left() is None
+def test_the_address_space_that_is_left():
+    source = """
+    import resource
+    from rustloader import _core
+    print(_core.address_space_left())
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 50, 1 << 50))
+    print(0 < _core.address_space_left() < 1 << 50)
+    """
+    assert run_script(source)[1] == "None\nTrue\n"
 
 
 @pytest.mark.parametrize(
