@@ -87,7 +87,11 @@ impl Times {
     pub(super) fn next_ends(&mut self) {
         self.tick();
         let (entered, state) = self.watch.next_ends(self.now, &self.meter);
-        self.trace.slice(Kind::Next, MAIN, entered, self.now, self.delivered);
+        if state == MainState::Between {
+            self.trace.last_next(entered, self.now);
+        } else {
+            self.trace.slice(Kind::Next, MAIN, entered, self.now, self.delivered);
+        }
         self.trace.empty_if_due(self.now);
         self.page.show_counts(state, self.now);
     }

@@ -10,7 +10,7 @@ numbered_enum! {
         /// A worker before its loop.
         Starting = 0 => "start",
         /// A worker that waits for a task.
-        Idle = 1 => "wait",
+        Idle = 1 => "idle",
         /// A worker in the dataset; in the main process, a fetch without workers.
         Fetch = 2 => "fetch",
         /// A worker in `collate_fn`.

@@ -8,7 +8,7 @@ use super::sink::Sink;
 use crate::config::TRACE_DRAIN;
 use crate::error::Result;
 use crate::shm::arena::{Arena, ArenaRing};
-use crate::shm::layout::{MainState, NOT_BEGUN, REMOTE, StatusPage, WorkerState};
+use crate::shm::layout::{MainState, NOT_BEGUN, PERSISTENT, REMOTE, StatusPage, WorkerState};
 use crate::shm::ring::Consumer;
 use crate::sync::{AtomicU32, Ordering, lock};
 use crate::sys;
@@ -36,6 +36,8 @@ struct Traced {
     emptied: Duration,
     /// Number of events that the workers had lost before this trace.
     lost: u64,
+    /// The start, in nanoseconds, of the `next` that ended the epoch and now ends the workers.
+    ending: Option<u64>,
 }
 
 impl Source {
@@ -61,7 +63,7 @@ impl Source {
         // Drop the entries that an earlier trace left behind.
         rings.iter_mut().for_each(|ring| while let Ok(Some(_)) = ring.pop() {});
         let lost = self.lost();
-        *lock(&self.traced) = Some(Traced { sink, number, rings, emptied: Duration::ZERO, lost });
+        *lock(&self.traced) = Some(Traced { sink, number, rings, emptied: Duration::ZERO, lost, ending: None });
         self.on.store(1, Ordering::Relaxed);
         self.mark(Kind::Epoch, MAIN, task, epoch);
         self.arena.header().trace.0.store(level, Ordering::Relaxed);
@@ -76,6 +78,11 @@ impl Source {
         let Some(mut traced) = lock(&self.traced).take() else { return };
         self.on.store(0, Ordering::Relaxed);
         self.arena.header().trace.0.store(0, Ordering::Relaxed);
+        if let Some(begin) = traced.ending {
+            let length = sys::clock::monotonic_ns().saturating_sub(begin);
+            let next = Event { kind: Kind::Next, who: MAIN, begin, length, number: 0, extra: 0 };
+            traced.sink.put(traced.number, next);
+        }
         traced.empty();
         traced.sink.count_lost(self.lost().wrapping_sub(traced.lost));
     }
@@ -95,6 +102,19 @@ impl Source {
         if self.is_on() {
             let (begin, length) = (begin.as_nanos() as u64, end.saturating_sub(begin).as_nanos() as u64);
             self.put(Event { kind, who, begin, length, number, extra: 0 });
+        }
+    }
+
+    /// Records the `next` that ends an epoch, if a trace is on. It lasts until `end` if the workers outlive the epoch, or
+    /// else until their end, because the iterator ends them before `next` returns.
+    pub fn last_next(&self, begin: Duration, end: Duration) {
+        if !self.is_on() {
+            return;
+        }
+        if self.arena.header().main.options.load(Ordering::Relaxed) & PERSISTENT != 0 {
+            self.slice(Kind::Next, MAIN, begin, end, 0);
+        } else if let Some(traced) = &mut *lock(&self.traced) {
+            traced.ending = Some(begin.as_nanos() as u64);
         }
     }
 
@@ -134,7 +154,7 @@ impl Source {
     pub(super) fn unfinished(&self, now: u64) -> Vec<u8> {
         // While the lock is held, the iterator keeps its arena.
         let traced = lock(&self.traced);
-        let Some(Traced { number: source, .. }) = &*traced else { return Vec::new() };
+        let Some(Traced { number: source, ending, .. }) = &*traced else { return Vec::new() };
         let main = &self.arena.header().main;
         let (since, wait) = (main.since_ns.load(Ordering::Relaxed), main.wait_since_ns.load(Ordering::Relaxed));
         let loops = match MainState::from_u32(main.state.load(Ordering::Relaxed)) {
@@ -144,7 +164,8 @@ impl Source {
             }
             MainState::First | MainState::Waiting | MainState::Next => vec![(Kind::Next, since)],
             MainState::Step => vec![(Kind::Step, since)],
-            MainState::Unused | MainState::Starting | MainState::Between => vec![],
+            MainState::Between => ending.iter().map(|begin| (Kind::Next, *begin)).collect(),
+            MainState::Unused | MainState::Starting => vec![],
         };
         let loops = loops.into_iter().map(|(kind, begin)| {
             let length = now.saturating_sub(begin);

@@ -44,10 +44,14 @@ def lines(about: dict[str, Any], records: Iterable[_Record], unfinished: Sequenc
     name = about["script"] if about["rank"] is None else f"{about['script']} rank {about['rank']}"
     yield metadata("process_name", about["pid"], {"name": name})
     sources: list[_Source] = []
+    groups = {loader["group"]: loader["name"] for loader in about["loaders"]}
     for loader in about["loaders"]:
         previous = next((source for source in reversed(sources) if source.group == loader["group"]), None)
         first = sources[-1].end if sources else _FIRST_ROW
-        sources.append(_Source(about, len(sources), loader, previous, first))
+        # Rows begin with the activity, because Perfetto cuts long names and appends the row's number.
+        is_unique = [*groups.values()].count(loader["name"]) == 1
+        label = loader["name"] if is_unique else f"{loader['name']}, {loader['group']}"
+        sources.append(_Source(about, len(sources), loader | {"label": label}, previous, first))
         yield from sources[-1].names()
     ends: dict[int, int] = {}
     for word, begin, length, number, extra in records:
@@ -88,7 +92,7 @@ class _Source:
     def __init__(
         self, about: dict[str, Any], number: int, loader: dict[str, Any], previous: _Source | None, first: int
     ) -> None:
-        self.group, self._name, self._workers = loader["group"], loader["name"], loader["workers"]
+        self.group, self._label, self._workers = loader["group"], loader["label"], loader["workers"]
         self._pid, self._number, self._previous = about["pid"], number, previous
         self._offset = about["wallNanoseconds"] - about["monotonicNanoseconds"] - about["baseTimeNanoseconds"]
         self._is_new = previous is None or previous._workers != self._workers
@@ -108,12 +112,14 @@ class _Source:
     def names(self) -> Iterator[str]:
         """Yields the events that name the rows, unless an earlier iterator has named them."""
         if self._is_new:
-            yield self._row_name(0, "main")
+            yield from self._row_name(0, "main")
             for worker in range(self._workers):
-                yield self._row_name(worker + 2, f"worker {worker}")
+                yield from self._row_name(worker + 2, f"worker {worker}")
 
-    def _row_name(self, row: int, name: str) -> str:
-        return metadata("thread_name", self._pid, {"name": f"{self.group} {self._name}: {name}"}, self._first + row)
+    def _row_name(self, row: int, name: str) -> Iterator[str]:
+        tid = self._first + row
+        yield metadata("thread_name", self._pid, {"name": f"{name} ({self._label})"}, tid)
+        yield metadata("thread_sort_index", self._pid, {"sort_index": tid}, tid)
 
     @staticmethod
     def _row(origin: int) -> int:
@@ -143,7 +149,7 @@ class _Source:
         row = self._row(origin)
         if row == 1 and row not in self._named:
             self._named.add(row)
-            yield self._row_name(row, "pin thread")
+            yield from self._row_name(row, "pin thread")
         pending = self._pending.setdefault(row, [])
         if kind in _INSTANT_KINDS:
             if kind == _EPOCH and not self._begin_epoch(number, extra):
@@ -154,7 +160,7 @@ class _Source:
         elif row == 0 and kind == _NEXT:
             yield self._slice(row, "next", begin, length, self._args(number - 1) if number else "")
             for _, since, time, *_ in pending:
-                yield self._slice(row, "wait", since, time)
+                yield self._slice(row, TRACE_KINDS[_WAITING], since, time)
             pending.clear()
             if number:
                 # The arrow must end within the slice, and after the batch was sent.

@@ -3,6 +3,7 @@
 import collections
 import errno
 import gzip
+import itertools
 import json
 import os
 import signal
@@ -147,7 +148,7 @@ def test_slices_are_counted_against_batches_and_samples(method, persistent, tmp_
             assert [batch.tolist() for batch in loader] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
     events = load(tmp_path / "run.json")
     rows = check(events)
-    assert set(rows) <= {f"0 Sleepy: {row}" for row in ("main", "worker 0", "worker 1")}
+    assert set(rows) <= {f"{row} (Sleepy)" for row in ("main", "worker 0", "worker 1")}
     expected = [(epoch, batch) for epoch in range(2) for batch in range(4)]
     for name in ("batch", "next"):
         assert batches_of([event for event in named(rows, name) if "args" in event]) == expected
@@ -183,17 +184,55 @@ def test_waits_and_work_are_those_of_a_stopwatch(tmp_path):
     rows = check(load(tmp_path / "run.json"))
     seconds = {
         name: sum(event["dur"] for event in named(rows, name, row)) / 1e6
-        for name, row in [("next", "main"), ("wait", "main"), ("step", "main"), ("fetch", "worker")]
+        for name, row in [("next", "main"), ("waiting", "main"), ("step", "main"), ("fetch", "worker")]
     }
     rounding = 30e-6  # of each of up to 20 slices, to a microsecond
     assert 0.2 <= seconds["next"] <= sum(calls) + rounding
     # A call may wake up while it waits, which leaves gaps between its waits.
-    assert 0.1 <= seconds["wait"] <= seconds["next"] + rounding
+    assert 0.1 <= seconds["waiting"] <= seconds["next"] + rounding
     # The last step is not between two calls.
     assert sum(steps[:-1]) <= seconds["step"] + rounding
     assert sum(calls[1:-1]) + sum(steps[:-1]) <= seconds["step"] + seconds["next"] + rounding
     assert seconds["step"] + seconds["next"] <= after - first + rounding
     assert seconds["fetch"] >= 0.4
+
+
+def test_the_last_next_includes_the_end_of_the_workers(tmp_path):
+    it = iter(DataLoader(Numbers(8), batch_size=2, num_workers=2))
+    with rustloader.trace(tmp_path / "run.json"):
+        assert len([next(it) for _ in range(4)]) == 4
+        before = time.perf_counter()
+        assert next(it, None) is None
+        seconds = time.perf_counter() - before
+        time.sleep(0.01)
+    rows = check_open(load(tmp_path / "run.json"))
+    (last,) = [event for event in named(rows, "next", "main") if "args" not in event]
+    assert last["dur"] <= seconds * 1e6 + 1
+    assert all(last["ts"] < event["ts"] + event["dur"] <= last["ts"] + last["dur"] for event in ends_of_workers(rows))
+
+
+def ends_of_workers(rows):
+    return [events[-1] for row, events in rows.items() if row.startswith("worker")]
+
+
+def hue_of(name):
+    """The hue, in degrees, that Perfetto gives to slices with this name. It multiplies as JavaScript does."""
+    value = 0x11C9DC5
+    for character in name:
+        mixed = int(float(signed(value ^ ord(character))) * 16777619.0)
+        value = signed(mixed)
+    return abs(value) % 360
+
+
+def signed(number):
+    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+def test_perfetto_shows_fetching_and_waiting_in_different_colors():
+    # Perfetto ignores `cname`: the color depends on the name only.
+    for idle, busy in itertools.product(("idle", "waiting"), ("fetch", "step", "next", "collate")):
+        distance = abs(hue_of(idle) - hue_of(busy)) % 360
+        assert min(distance, 360 - distance) >= 60, (idle, busy)
 
 
 def test_workers_that_run_when_it_begins_are_traced_and_no_more_after_its_end(tmp_path):
@@ -235,10 +274,10 @@ def test_loaders_without_workers(tmp_path):
             for loader in loaders:
                 list(loader)
     rows = check(load(tmp_path / "run.json"))
-    assert batches_of(named(rows, "fetch", "0 slow: main")) == [(e, b) for e in range(2) for b in range(3)]
-    assert batches_of(named(rows, "fetch", "1 fast: main")) == [(e, b) for e in range(2) for b in range(2)]
-    assert sum(event["dur"] for event in named(rows, "fetch", "0 slow")) >= 2 * 6 * 2000
-    assert len(named(rows, "step", "0 slow")) == 4
+    assert batches_of(named(rows, "fetch", "main (slow)")) == [(e, b) for e in range(2) for b in range(3)]
+    assert batches_of(named(rows, "fetch", "main (fast)")) == [(e, b) for e in range(2) for b in range(2)]
+    assert sum(event["dur"] for event in named(rows, "fetch", "slow")) >= 2 * 6 * 2000
+    assert len(named(rows, "step", "slow")) == 4
 
 
 def test_several_loaders_at_a_time(tmp_path):
@@ -247,8 +286,8 @@ def test_several_loaders_at_a_time(tmp_path):
         assert len(list(zip(one, two, strict=False))) == 4
     events = load(tmp_path / "run.json")
     rows = check_open(events)
-    assert len(named(rows, "batch", "0 test_trace.py:")) == 4 and len(named(rows, "batch", "1 test_trace.py:")) >= 4
-    assert len({row.partition(":")[0] for row in rows}) == 2
+    assert len(named(rows, "batch", ", 0)")) == 4 and len(named(rows, "batch", ", 1)")) >= 4
+    assert len({row.partition("(")[2] for row in rows}) == 2
 
 
 def test_an_iterable_dataset_ends_without_a_batch(tmp_path):
@@ -405,7 +444,7 @@ def test_a_pin_thread_has_a_row(tmp_path):
         list(loader), list(loader)
     rows = check(load(tmp_path / "run.json"))
     expected = [(epoch, batch) for epoch in range(2) for batch in range(4)]
-    assert batches_of(named(rows, "pin", "0 Numbers: pin thread")) == expected
+    assert batches_of(named(rows, "pin", "pin thread (Numbers)")) == expected
 
 
 def test_copies_to_a_device_have_a_row(tmp_path):
@@ -418,10 +457,10 @@ def test_copies_to_a_device_have_a_row(tmp_path):
             assert len([None for _ in batches]) == 4
     device.run_all()
     rows = check(load(tmp_path / "run.json"))
-    copies = named(rows, "copy", f"1 to {device.device}: main")
+    copies = named(rows, "copy", f"main (to {device.device})")
     assert len(copies) == 4
     # A batch is queued after the call that took it from the loader.
-    taken = [event["ts"] + event["dur"] for event in named(rows, "next", "0 Numbers: main") if "args" in event]
+    taken = [event["ts"] + event["dur"] for event in named(rows, "next", "main (Numbers)") if "args" in event]
     assert all(end <= copy["ts"] for end, copy in zip(taken, copies, strict=True))
 
 
@@ -437,7 +476,7 @@ def written(*records, workers=2):
 
 
 def spans(rows, row):
-    return [(event["name"], event["ts"], event["dur"]) for event in rows[f"0 Numbers: {row}"]]
+    return [(event["name"], event["ts"], event["dur"]) for event in rows[f"{row} (Numbers)"]]
 
 
 def test_records_become_slices():
@@ -445,7 +484,7 @@ def test_records_become_slices():
         written(
             (TRACE_MAIN, "epoch", 0, 0, 0, 1),
             (0, "start", 0, 10, 0, 0),
-            (0, "wait", 10, 5, 0, 0),
+            (0, "idle", 10, 5, 0, 0),
             (0, "replay", 15, 30, 0, 0),
             (0, "sample", 46, 2, 0, 7),
             (0, "fetch", 45, 5, 0, 0),
@@ -464,11 +503,11 @@ def test_records_become_slices():
         )
     )
     parts = [("batch", 45, 45), ("fetch", 45, 5), ("sample", 46, 2), ("collate", 50, 5), ("rest", 55, 30)]
-    before = [("start", 0, 10), ("wait", 10, 5), ("replay", 15, 30)]
+    before = [("start", 0, 10), ("idle", 10, 5), ("replay", 15, 30)]
     cut = [("batch", 90, 10), ("fetch", 90, 10)]
     assert spans(rows, "worker 0") == [*before, *parts, ("send", 85, 5), *cut]
     assert spans(rows, "worker 1") == [("no batch", 20, 9)]
-    assert spans(rows, "main") == [("next", 4, 90), ("wait", 5, 86), ("step", 94, 6)]
+    assert spans(rows, "main") == [("next", 4, 90), ("waiting", 5, 86), ("step", 94, 6)]
 
 
 # Merging
@@ -674,7 +713,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(
     ("place", "sent", "seconds"),
-    [("step", signal.SIGKILL, 60), ("wait", signal.SIGTERM, None), ("fetch", signal.SIGKILL, None)],
+    [("step", signal.SIGKILL, 60), ("waiting", signal.SIGTERM, None), ("fetch", signal.SIGKILL, None)],
 )
 def test_a_killed_program_leaves_its_trace_up_to_the_last_second(place, sent, seconds, tmp_path):
     process = start_script(KILLED, head=f"place, seconds = {place!r}, {seconds}", cwd=tmp_path)
@@ -692,8 +731,8 @@ def test_a_killed_program_leaves_its_trace_up_to_the_last_second(place, sent, se
     end = max(event["ts"] + event["dur"] for row in rows.values() for event in row)
     assert end in [event["ts"] + event["dur"] for event in named(rows, place, "main")]
     delivered = [event["args"]["batch"] for event in named(rows, "next", "main") if "args" in event]
-    assert delivered == list(range({"step": 7, "wait": 10, "fetch": 0}[place]))
-    if place == "wait":
+    assert delivered == list(range({"step": 7, "waiting": 10, "fetch": 0}[place]))
+    if place == "waiting":
         (stuck,) = [event for event in named(rows, "fetch", "worker") if event["ts"] + event["dur"] == end]
         assert stuck["dur"] >= 500_000 and (0, 10) in batches_of(named(rows, "batch", "worker"))
     assert about(load(tmp_path / "all.json"), "rustloader_trace_end")["complete"] is False
