@@ -216,8 +216,8 @@ def test_iter_is_called_once_for_each_worker(lib, workers):
         loader = lib.StatefulDataLoader(dataset, num_workers=workers)
         loader.load_state_dict(state)
         iter(loader)
-        # Without workers, the two loaders share a dataset. rustloader's state is the loaded one until the first batch.
-        assert calls(loader.state_dict(), key) == ([1] * workers or [1 if lib.name == "rustloader" else 2])
+        # Without workers, the two loaders share a dataset.
+        assert calls(loader.state_dict(), key) == ([1] * workers or [2])
 
 
 @pytest.mark.parametrize("workers", [0, 2])
