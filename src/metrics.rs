@@ -311,6 +311,21 @@ impl Meter {
         word.store(word.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
     }
 
+    /// Counts a fetch of an iterator without workers, for which the loop waits. `step` is the time since the epoch's
+    /// last fetch, or `None` for its first. Only the counters' writer may call this.
+    pub fn note_fetch(&self, step: Option<Duration>, fetch: Duration, has_batch: bool) {
+        if let Some(step) = step {
+            self.add_time(Count::Step, step);
+            self.add_time(Count::Waited, fetch);
+            self.note_wait(fetch);
+        } else {
+            self.add(Count::Epochs, 1);
+            self.add_time(Count::First, fetch);
+        }
+        self.add_time(Count::Next, fetch);
+        self.add(Count::Batches, u64::from(has_batch));
+    }
+
     /// Returns the value of a counter.
     #[inline]
     pub fn get(&self, count: Count) -> u64 {

@@ -560,6 +560,15 @@ class Meter:
     def ended(self) -> bool:
         """True if the iterator has ended, so that the counters are final."""
 
+    def note_fetch(self, step: int | None, fetch: int, has_batch: bool) -> None:
+        """Counts a fetch of an iterator without workers, for which the loop waits.
+
+        Args:
+            step: Nanoseconds since the epoch's last fetch; None for its first.
+            fetch: Duration in nanoseconds.
+            has_batch: Whether the fetch returned a batch.
+        """
+
     def absorb(self, meters: list[Meter]) -> None:
         """Removes the meters of ended iterators from a list, and adds their counters to this meter."""
 

@@ -2,6 +2,7 @@
 
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -213,6 +214,11 @@ impl PyMeter {
     #[getter]
     fn ended(&self) -> bool {
         self.handle.upgrade().is_none_or(|handle| handle.has_ended())
+    }
+
+    /// Counts a fetch of an iterator without workers. Threads call this one after another, because they hold the GIL.
+    fn note_fetch(&self, step: Option<u64>, fetch: u64, has_batch: bool) {
+        self.meter.note_fetch(step.map(Duration::from_nanos), Duration::from_nanos(fetch), has_batch);
     }
 
     /// Removes the meters of ended iterators from a list and adds their counters to this meter. A single call does

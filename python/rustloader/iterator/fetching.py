@@ -57,7 +57,7 @@ def scheduling(
     sampler = iterator._index_sampler
     batch_size = sampler.batch_size if type(sampler) is BatchSampler else None
     return SchedulingStats(
-        prefetch_factor=int(config.prefetch_factor),
+        prefetch_factor=int(config.prefetch_factor or 0),  # torch's is None without workers
         in_order=bool(config.in_order),
         # An iterable dataset always uses round robin and one thread.
         dispatch=config.dispatch if map_style else "round_robin",

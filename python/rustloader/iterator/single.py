@@ -14,14 +14,12 @@ from rustloader.fetch.guard import Guard
 from rustloader.fetch.inline import StepFetcher
 from rustloader.fetch.seeds import Seeding, Seeds
 from rustloader.fetch.step import Step
-from rustloader.iterator import failures, fetching, indices
+from rustloader.iterator import failures, fetches, fetching, indices
 from rustloader.metrics import ledger
-from rustloader.settings import loader_state, names
 from rustloader.settings.config import LoaderConfig, resolve
 from rustloader.system import moved_storages
 from rustloader.system.interrupts import is_interrupt
 from rustloader.system.protocols import LoaderLike, SingleIterator
-from rustloader.tracing import core as tracing
 
 
 def prepare(iterator: _BaseDataLoaderIter, loader: LoaderLike) -> None:
@@ -38,7 +36,7 @@ def prepare(iterator: _BaseDataLoaderIter, loader: LoaderLike) -> None:
         iterator._dataset_fetcher = GuardedFetcher(
             iterator._dataset_fetcher, iterator._dataset_kind, guard, iterator._sampler_iter, count
         )
-    tracing.follow_fetches(iterator, loader_state.of(loader), names.of(loader))
+    fetches.observe(iterator, loader, config)
 
 
 def prepare_fetcher(

@@ -32,9 +32,9 @@ class LoaderEntry(NamedTuple):
 
     @property
     def is_final(self) -> bool:
-        """True if the counters can no longer change: the loader is gone and all of its engines have ended.
+        """True if the counters can no longer change: the loader is gone and all of its iterators have ended.
 
-        The engines are checked, too, because an iterator may outlive its loader.
+        The iterators are checked, too, because an iterator may outlive its loader.
         """
         return self.loader() is None and self.ledger.has_ended
 

@@ -191,7 +191,8 @@ class LoaderCollector(Collector):
         yield memory
 
     def _loader_states(self, accounts: list[tuple[str, Account]]) -> Iterator[Any]:
-        """Yields, for each name, the verdict and the batch size of the latest loader on the engine."""
+        """Yields, for each name, the verdict of the latest loader on the engine and the batch size of the latest
+        loader."""
         verdicts = GaugeMetricFamily(
             _PREFIX + "verdict", "1 for the kind of the loader's bottleneck.", labels=["rank", "loader", "kind"]
         )
@@ -200,12 +201,11 @@ class LoaderCollector(Collector):
         )
         for name, account in accounts:
             served = [it for it in account.entries if it.ledger.iterators]
-            if not served:
-                continue
-            verdicts.add_metric([self._rank, name, _verdict_of(served[-1])], 1)
-            scheduling = served[-1].ledger.scheduling
-            if scheduling is not None and scheduling.batch_size is not None:
-                sizes.add_metric([self._rank, name], scheduling.batch_size)
+            if served:
+                verdicts.add_metric([self._rank, name, _verdict_of(served[-1])], 1)
+            known = [it.ledger.scheduling.batch_size for it in account.entries if it.ledger.scheduling is not None]
+            if known and known[-1] is not None:
+                sizes.add_metric([self._rank, name], known[-1])
         yield verdicts
         yield sizes
 

@@ -10,6 +10,7 @@ import dataclasses
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,7 +58,7 @@ class Ledger:
         self._parent = parent
         # Number of iterators that the engine has served.
         self.iterators = 0
-        # Settings of the latest of these iterators.
+        # Settings of the latest iterator.
         self.scheduling: SchedulingStats | None = None
         # Seconds in which epochs began and workers ended, and the time until which they are counted.
         self.turnaround_seconds = 0.0
@@ -70,6 +71,8 @@ class Ledger:
         self._allowance: Allowance = Allowance() if parent is None else parent._allowance
         self._ended = Meter()
         self._meters: list[Meter] = []
+        # Live iterators without workers, whose fetches `_ended` counts.
+        self._fetching: weakref.WeakSet[IteratorLike] = weakref.WeakSet()
         # Times of ended processes, and processes that may be running. Both are replaced together, because other threads
         # read them.
         self._processes: tuple[list[WorkTime], tuple[Workers, ...]] = [], ()
@@ -107,6 +110,12 @@ class Ledger:
         self._meters.append(meter)
         if self._parent is not None:
             self._parent.add(meter)
+
+    def count_fetches(self, iterator: IteratorLike, scheduling: SchedulingStats) -> Meter:
+        """Records the settings of an iterator without workers. Returns the meter that counts its fetches."""
+        self.scheduling = scheduling
+        self._fetching.add(iterator)
+        return self._ended
 
     def start_workers(self, pids: list[int], meter: Meter) -> None:
         """Adds the worker processes of a new engine, by worker number, and the engine's counters."""
@@ -161,8 +170,8 @@ class Ledger:
 
     @property
     def has_ended(self) -> bool:
-        """True if all engines have ended."""
-        return all(meter.ended for meter in self._meters)
+        """True if all engines, and all iterators whose fetches are counted, have ended."""
+        return not self._fetching and all(meter.ended for meter in self._meters)
 
     def absorb(self, other: Ledger) -> None:
         """Adds the counters of a loader that is gone and whose engines have ended, except CPU times."""
@@ -184,7 +193,8 @@ class Ledger:
 _ledgers: WeakTable[Ledger] = WeakTable(on_end=Ledger.end_workers)
 find = _ledgers.find
 
-# Functions to call with a loader and its ledger when the ledger is created.
+# Functions to call with a loader and its ledger when the ledger is created. There are some only while metrics are
+# served.
 new_ledger_hooks: list[Callable[[LoaderLike, Ledger], object]] = []
 
 

@@ -15,17 +15,15 @@ from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIt
 from rustloader._core import BACK_BATCHES, call_into, observed
 from rustloader.fetch.failures import EmptyBatchError
 from rustloader.fetch.inline import StepFetcher
-from rustloader.iterator import fetching
+from rustloader.iterator import fetches, fetching
 from rustloader.iterator.single import prepare_fetcher
 from rustloader.iterator.torch_messages import warn_of_length
-from rustloader.settings import loader_state, names
 from rustloader.settings.config import resolve
 from rustloader.stateful_dataloader.plan import Plan
 from rustloader.stateful_dataloader.positioned import Positioned, ordinals, own_copy, worker_after
 from rustloader.stateful_dataloader.schema import DatasetState, Draws, copied
 from rustloader.system.interrupts import is_interrupt
 from rustloader.system.protocols import StatefulLoaderLike
-from rustloader.tracing import core as tracing
 from rustloader.workers import resuming
 from rustloader.workers.snapshots import SnapshotPolicy, Snapshots, WorkerStart, read
 
@@ -63,7 +61,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
             resuming.load_counters(self._dataset_fetcher.seeds, start)
         self._sampler_iter = self._resume_sampler(self._sampler_iter, loading.before)
         self._num_yielded = plan.yielded
-        tracing.follow_fetches(self, loader_state.of(loader), names.of(loader))
+        fetches.observe(self, loader, config)
 
     def _resume_sampler(self, torch_iterator: Iterator[Any], before: bytes | None) -> Iterator[Any]:
         """Takes the first snapshot, with ``Loading.before``. Replays the batches between the saved snapshot and the

@@ -223,9 +223,9 @@ PATCHES = (
     ),
     Change(
         "a torch fetcher: fetch, dataset, dataset_iter, collate_fn, ended and its class",
-        "fetch, tracing.core, workers.main, workers.resuming, workers.snapshots",
+        "fetch, iterator.fetches, workers.main, workers.resuming, workers.snapshots",
         f"{PROGRAM}, {WORKER}",
-        "seeds, guards, threads and tables of samples; resuming; traces",
+        "seeds, guards, threads and tables of samples; resuming; traces and metrics",
         "when an iterator or a worker makes the fetcher",
         "with the fetcher",
     ),

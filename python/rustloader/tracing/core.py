@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 from rustloader._core import TRACE_KINDS, TRACE_MAIN, Engine, TraceSink
-from rustloader.system.protocols import SingleIterator
 from rustloader.tracing import files
 from rustloader.tracing.spool import SUFFIX, Spool, merge_command
 
@@ -23,7 +22,7 @@ _WHY_EMPTY = (
     "no rustloader loader of this process made a batch. Loaders on torch's own iterator are not recorded; a child "
     "process that has a loader needs a trace of its own"
 )
-_FETCH, _STEP, _COPY = map(TRACE_KINDS.index, ("fetch", "step", "copy"))
+FETCH, STEP, _COPY = map(TRACE_KINDS.index, ("fetch", "step", "copy"))
 
 
 class Traceable(Protocol):
@@ -220,48 +219,21 @@ def follow_copies(key: object, name: str) -> Callable[[int], None] | None:
         key: An object that lives as long as the object that makes the copies.
         name: The name of the copies' row.
     """
-    sink, source = _sink_and_source(key, name)
+    sink, source = sink_and_source(key, name)
     if sink is None:
         return None
     return lambda begin: sink.put(source, _COPY, TRACE_MAIN, begin, time.monotonic_ns() - begin, 0)
 
 
-def _sink_and_source(key: object, name: str) -> tuple[TraceSink, int] | tuple[None, int]:
+def sink_and_source(key: object, name: str) -> tuple[TraceSink, int] | tuple[None, int]:
     """Adds an iterator without workers to the current trace. Returns its sink, which stays usable after its end, and
-    the iterator's number. Returns None and 0 if there is no trace."""
+    the iterator's number. Returns None and 0 if there is no trace.
+
+    Args:
+        key: An object that lives as long as the loader.
+        name: The loader's name.
+    """
     active = current()
     spool = None if active is None else active._spool
     source = None if active is None else active.add_source(key, name, 0)
     return (None, 0) if spool is None or source is None else (spool.sink, source)
-
-
-def follow_fetches(iterator: SingleIterator, key: object, name: str) -> None:
-    """Adds the fetches of an iterator without workers to the current trace, if there is one.
-
-    Args:
-        iterator: The iterator.
-        key: An object that lives as long as the loader.
-        name: The loader's name.
-    """
-    sink, source = _sink_and_source(key, name)
-    if sink is None:
-        return
-    fetcher = iterator._dataset_fetcher
-    # The reference is weak because a fetcher that refers to itself would outlive its iterator.
-    fetch_of_class, weak = type(fetcher).fetch, weakref.ref(fetcher)
-    number, last_end = 0, 0
-
-    def fetch(index: Any) -> Any:
-        nonlocal number, last_end
-        begin = time.monotonic_ns()
-        if last_end:
-            sink.put(source, _STEP, TRACE_MAIN, last_end, begin - last_end, 0)
-        sink.begin(source, _FETCH, TRACE_MAIN, begin, number)
-        try:
-            return fetch_of_class(weak(), index)
-        finally:
-            last_end = time.monotonic_ns()
-            sink.put(source, _FETCH, TRACE_MAIN, begin, last_end - begin, number)
-            number += 1
-
-    fetcher.fetch = fetch

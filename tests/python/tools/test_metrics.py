@@ -4,6 +4,7 @@ import ast
 import contextlib
 import gc
 import json
+import math
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ import urllib.parse
 import urllib.request
 
 import pytest
+import torch
 from sample_data import Held, Numbers
 from support import (
     ROOT,
@@ -139,7 +141,48 @@ def test_a_cache_and_failures(server):
     assert (metrics.of("cache_hits_total", "cached"), metrics.of("cache_misses_total", "cached")) == (12, 6)
     assert metrics.of("cache_bytes", "cached") == usage.samples_bytes
     assert metrics.of("cache_limit_bytes", "cached") == usage.limit
-    assert metrics.of("skipped_samples_total", "bad") == 1 and metrics.of("batches_total", "bad") == 0
+    assert metrics.of("skipped_samples_total", "bad") == 1 and metrics.of("batches_total", "bad") == 5
+
+
+@pytest.mark.parametrize("kind", ["DataLoader", "StatefulDataLoader"])
+def test_a_loader_without_workers(server, tmp_path, kind):
+    class Slow(Numbers):
+        def __getitem__(self, i):
+            time.sleep(0.001)
+            return super().__getitem__(i)
+
+    loader = getattr(rustloader, kind)(Slow(12), batch_size=3, name="inline")
+    for way in (contextlib.nullcontext(), rustloader.trace(tmp_path / "run.json")):
+        with way:
+            for _ in loader:
+                time.sleep(0.002)
+    metrics = Metrics(server.port)
+    assert [metrics.of(f"{name}_total", "inline") for name in ("batches", "epochs", "bytes")] == [8, 2, 0]
+    assert metrics.of("batch_size", "inline") == 3 and metrics.of("wait_seconds_count", "inline") == 6
+    first, waits = metrics.of("first_wait_seconds_total", "inline"), metrics.of("wait_seconds_sum", "inline")
+    assert first >= 2 * 0.003 and waits >= 6 * 0.003
+    assert metrics.of("next_seconds_total", "inline") == pytest.approx(first + waits)
+    assert metrics.of("step_seconds_total", "inline") >= 6 * 0.002
+    names = [event["name"] for event in json.loads((tmp_path / "run.json").read_text()) if event["ph"] == "X"]
+    assert sorted(names) == ["fetch"] * 4 + ["step"] * 3
+
+
+def test_fetches_that_return_no_batch_count_as_time_only(server):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            yield 1
+            time.sleep(0.01)
+
+    list(DataLoader(Stream(), batch_size=None, name="stream"))
+    metrics = Metrics(server.port)
+    assert metrics.of("batches_total", "stream") == 1 and metrics.of("wait_seconds_sum", "stream") >= 0.01
+
+
+def test_fetches_without_a_server_or_a_trace_are_those_of_torch():
+    loader = DataLoader(Numbers(4))
+    with rustloader.serve_metrics(port=0):
+        assert "fetch" in vars(iter(loader)._dataset_fetcher)
+    assert "fetch" not in vars(iter(loader)._dataset_fetcher)
 
 
 @pytest.mark.warns
@@ -180,7 +223,8 @@ def test_counters_never_go_backwards(server):
             assert counters[key] >= value, key
         seen.append(counters)
 
-    for kw in ({}, {"persistent_workers": True}):
+    kinds = ({}, {"persistent_workers": True}, {"workers": 0})
+    for kw in kinds:
         loader = numbers("grows", **kw)
         for left in (False, True):
             for _ in loader:
@@ -193,8 +237,8 @@ def test_counters_never_go_backwards(server):
             look()
         look()
     metrics = Metrics(server.port)
-    assert metrics.of("batches_total", "grows") == 2 * (4 + 1 + 4)
-    assert metrics.of("epochs_total", "grows") == 2 * 3
+    assert metrics.of("batches_total", "grows") == len(kinds) * (4 + 1 + 4)
+    assert metrics.of("epochs_total", "grows") == len(kinds) * 3
 
 
 def test_a_loader_for_each_epoch_leaves_one_account(server):
@@ -624,6 +668,8 @@ if __name__ == "__main__":
     while True:  # a loader for each epoch
         for _ in rustloader.DataLoader(cached, batch_size=4, num_workers=2, max_restarts=1, name="train"):
             time.sleep(0.002)
+        for _ in rustloader.DataLoader(range(16), batch_size=4, name="validate"):
+            time.sleep(0.002)
 """
 
 
@@ -632,11 +678,17 @@ def queries():
     return [block.strip() for block in re.findall(r"```text\n(.*?)```", part, re.DOTALL)]
 
 
+def dashboard():
+    """The queries of the dashboard."""
+    panels = json.loads((ROOT / "examples" / "measuring" / "grafana.json").read_text())["panels"]
+    return [target["expr"] for panel in panels for target in panel["targets"]]
+
+
 def test_the_queries_name_metrics_of_the_table():
     known = {name for name, (kind, _) in documented().items() if kind != "histogram"}
     known |= {f"rustloader_wait_seconds_{part}" for part in ("bucket", "sum", "count")}
     assert len(queries()) == 5
-    for query in queries():
+    for query in [*queries(), *dashboard()]:
         assert set(re.findall(r"rustloader_\w+", query)) <= known, query
 
 
@@ -683,28 +735,33 @@ def prometheus(tmp_path):
 
 
 @pytest.mark.timeout(300)
-def test_a_prometheus_scrapes_a_training_and_answers_the_queries_of_the_page(prometheus, tmp_path):
+def test_a_prometheus_scrapes_a_training_and_answers_the_queries(prometheus, tmp_path):
+    """The queries of the page and of the dashboard. On Debian, `apt-get install prometheus` installs the program."""
     training = start_script(TRAINING, tmp_path / "train.py", head="")
     try:
         ask = prometheus(int(training.stdout.readline()))
 
         def samples():
-            with contextlib.suppress(OSError):
-                (series,) = ask("query", query="rustloader_batches_total[5m]")["result"] or [{"values": []}]
+            with contextlib.suppress(OSError, ValueError):  # it is starting, or has no sample
+                (series,) = ask("query", query='rustloader_batches_total{loader="train"}[5m]')["result"]
                 return series["values"]
             return []
+
+        def values(query):
+            """The result of a query, by loader."""
+            return {it["metric"]["loader"]: float(it["value"][1]) for it in ask("query", query=query)["result"]}
 
         assert wait_until(lambda: len(samples()) >= 5, 120), (tmp_path / "log").read_text()
         counts = [float(value) for _, value in samples()]
         assert counts == sorted(counts) and counts[-1] > counts[0]
         (target,) = ask("targets")["activeTargets"]
         assert (target["health"], target["lastError"]) == ("up", "")
-        answers = []
-        for query in queries():
-            (series,) = ask("query", query=query)["result"]
-            assert series["metric"].get("loader") == "train", query
-            answers.append(float(series["value"][1]))
-        waits, slowest, restarts, hits, longest = answers
+        for query in [*queries(), *dashboard()]:
+            # Between two loaders there is no batch size, for example.
+            assert wait_until(lambda query=query: values(query).get("train", math.nan) >= 0, 60), query
+        of_loop, _, _, _, longest = queries()
+        assert values(of_loop).keys() == values(longest).keys() == {"train", "validate"}
+        waits, slowest, restarts, hits, longest = (values(query)["train"] for query in queries())
         # A step takes at least 2 ms, and the cache soon has all samples.
         assert 0 <= waits < 1 and slowest > 0 and restarts == 0 and 0.5 < hits <= 1 and 0 <= longest < 60
         verdicts = ask("query", query="rustloader_verdict")["result"]
