@@ -136,7 +136,8 @@ def serve_metrics(port: int, address: str = "127.0.0.1") -> MetricsServer:
     """Serves the metrics of all loaders in this process over HTTP, for Prometheus and compatible systems.
 
     This needs prometheus_client: ``pip install 'rustloader[metrics]'``. One thread answers ``/metrics`` from the
-    counters that ``rustloader.stats()`` reads; there are no separate counters. At most 8 connections are open, each for
+    counters that ``rustloader.stats()`` reads. The fetches of loaders without workers are counted from their first
+    ``iter()`` after this call; those of torch's class are not. At most 8 connections are open, each for
     at most 10 seconds; others get status 503. Loaders are identified by their names (``name=``). A loader's counts are
     kept after the program drops it, so counters never decrease. The page on metrics lists all metrics.
 
