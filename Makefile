@@ -170,6 +170,7 @@ COMPARE.rows := compare # the rows of the comparison with torch, the default
 COMPARE.scheduling := scheduling # uneven batches, slow storage, large samplers, tables
 COMPARE.sharing := sharing # what rustloader.share saves and costs
 COMPARE.starts := starts # start-up times
+COMPARE.verdicts := verdicts # what the remedies of verdicts gain, and whether the verdicts of a loop agree
 COMPARE.KINDS := $(sort $(patsubst COMPARE.%,%,$(filter-out COMPARE.KINDS,$(filter COMPARE.%,$(.VARIABLES)))))
 compare: build $(if $(filter ray,$(KIND)),$(RAY)/.made-with) ## Compare with torch's DataLoader (ARGS='--quick'), or measure something else (KIND=help lists the kinds)
 ifeq ($(KIND),help)

@@ -184,15 +184,48 @@ fn merge(list: &mut Vec<SlowTask>, more: &[SlowTask], key: SortKey) {
     list.truncate(SLOWEST);
 }
 
+/// The counters and the workers' totals.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Sums {
+    /// The counters, indexed by the number of the [`Count`].
+    pub counts: [u64; Count::LEN],
+    /// The workers' totals, indexed by worker ID.
+    pub workers: Vec<WorkerTotals>,
+}
+
+impl Sums {
+    /// Adds later sums.
+    fn add(&mut self, later: &Self) {
+        for (sum, more) in self.counts.iter_mut().zip(later.counts) {
+            *sum = sum.wrapping_add(more);
+        }
+        if self.workers.len() < later.workers.len() {
+            self.workers.resize(later.workers.len(), WorkerTotals::default());
+        }
+        for (sum, more) in self.workers.iter_mut().zip(&later.workers) {
+            sum.add(more);
+        }
+    }
+
+    fn batches(&self) -> u64 {
+        self.counts[Count::Batches as usize]
+    }
+}
+
+/// Returns the number of batches after which the sums are marked again, after a mark at `batches`.
+fn next_mark(batches: u64) -> u64 {
+    batches + batches / 4 + 1
+}
+
 /// A snapshot of all counters.
 #[derive(Clone, Debug, Default)]
 pub struct Totals {
-    /// The counters, indexed by the number of the [`Count`].
-    pub counts: [u64; Count::LEN],
+    /// The counters and the workers' totals.
+    pub sums: Sums,
+    /// The sums after earlier batches, in order. One of them is near the half of all batches.
+    pub marks: Vec<Sums>,
     /// The waits of all calls of `next` except the first call of each epoch.
     pub waits: Waits,
-    /// The workers' totals, indexed by worker ID.
-    pub workers: Vec<WorkerTotals>,
     /// The slowest tasks, in descending order of their work.
     pub slowest: Vec<SlowTask>,
     /// The tasks that blocked later ones for the longest time, in descending order of that time.
@@ -212,13 +245,17 @@ pub struct Totals {
 impl Totals {
     /// Adds the totals of a later iterator.
     pub fn add(&mut self, later: &Self) {
-        for (sum, more) in self.counts.iter_mut().zip(later.counts) {
-            *sum = sum.wrapping_add(more);
+        let start = Sums::default();
+        for later in [&start].into_iter().chain(&later.marks) {
+            let mut mark = self.sums.clone();
+            mark.add(later);
+            self.marks.push(mark);
         }
+        self.thin();
+        self.sums.add(&later.sums);
         for (sum, more) in self.waits.iter_mut().zip(later.waits) {
             *sum = sum.wrapping_add(more);
         }
-        self.add_workers(&later.workers);
         merge(&mut self.slowest, &later.slowest, WORK);
         merge(&mut self.blocking, &later.blocking, BLOCKED);
         self.recent_us.extend_from_slice(&later.recent_us);
@@ -229,13 +266,17 @@ impl Totals {
         self.ready += later.ready;
     }
 
-    fn add_workers(&mut self, later: &[WorkerTotals]) {
-        if self.workers.len() < later.len() {
-            self.workers.resize(later.len(), WorkerTotals::default());
-        }
-        for (sum, more) in self.workers.iter_mut().zip(later) {
-            sum.add(more);
-        }
+    /// Removes marks that cannot be needed: far before the half of the batches, or close to another one.
+    fn thin(&mut self) {
+        let batches = self.marks.last().map_or(0, Sums::batches);
+        let past = self.marks.partition_point(|mark| mark.batches() * 2 <= batches);
+        self.marks.drain(..past.saturating_sub(1));
+        self.marks.dedup_by(|later, mark| later.batches() < next_mark(mark.batches()));
+    }
+
+    /// Returns the mark that is nearest to the half of all batches.
+    pub fn half(&self) -> Option<&Sums> {
+        self.marks.iter().min_by_key(|mark| self.sums.batches().abs_diff(2 * mark.batches()))
     }
 
     /// Adds the workers and the memory of an arena in use. `process` returns a worker's pid, and whether its process is
@@ -243,8 +284,8 @@ impl Totals {
     pub fn add_arena(&mut self, arena: &Arena, process: impl Fn(u32) -> (u32, bool)) {
         let now = sys::clock::monotonic_ns();
         let totals = |worker| WorkerTotals::of(&arena.control(worker).status, process(worker), now);
-        let workers: Vec<_> = (0..arena.geometry().workers).map(totals).collect();
-        self.add_workers(&workers);
+        let workers = (0..arena.geometry().workers).map(totals).collect();
+        self.sums.add(&Sums { workers, ..Sums::default() });
         let ready = |worker| u64::from(arena.control(worker).results.waiting());
         self.ready += (0..arena.geometry().workers).map(ready).sum::<u64>();
         let usage = arena.usage();
@@ -268,7 +309,10 @@ pub struct Meter {
     recent_us: [AtomicU32; RECENT_WORK],
     /// Number of batches recorded in `recent_us` so far.
     noted: AtomicU64,
-    /// Totals of ended workers and iterators, and the lists of tasks. Its `counts` and `waits` are not used.
+    /// Number of batches after which the sums are marked next.
+    next_mark: AtomicU64,
+    /// Totals of ended workers and iterators, the lists of tasks, and the marks. For its counters and waits, `counts` and
+    /// `waits` are used instead.
     kept: Mutex<Totals>,
 }
 
@@ -282,6 +326,7 @@ impl Default for Meter {
             blocking_from: AtomicU64::default(),
             recent_us: [const { AtomicU32::new(0) }; RECENT_WORK],
             noted: AtomicU64::default(),
+            next_mark: AtomicU64::default(),
             kept: Mutex::default(),
         }
     }
@@ -338,6 +383,30 @@ impl Meter {
         for (shown, count) in page.counts.iter().zip(&self.counts) {
             shown.store(count.load(Ordering::Relaxed), Ordering::Relaxed);
         }
+    }
+
+    /// Marks the sums, if a mark is due. Call it when no time of a delivered batch is missing.
+    #[inline]
+    pub fn mark_if_due(&self, arena: &Arena) {
+        if self.get(Count::Batches) >= self.next_mark.load(Ordering::Relaxed) {
+            let now = sys::clock::monotonic_ns();
+            let totals = |worker| WorkerTotals::of(&arena.control(worker).status, (0, true), now);
+            self.mark((0..arena.geometry().workers).map(totals).collect());
+        }
+    }
+
+    #[cold]
+    fn mark(&self, workers: Vec<WorkerTotals>) {
+        self.next_mark.store(next_mark(self.get(Count::Batches)), Ordering::Relaxed);
+        let Some(mut kept) = self.kept() else { return };
+        let mut mark = kept.sums.clone();
+        mark.add(&Sums { counts: self.counts(), workers });
+        kept.marks.push(mark);
+        kept.thin();
+    }
+
+    fn counts(&self) -> [u64; Count::LEN] {
+        std::array::from_fn(|n| self.counts[n].load(Ordering::Relaxed))
     }
 
     /// Locks the totals. Returns `None` in a child that was forked while a thread held the lock.
@@ -406,34 +475,27 @@ impl Meter {
         let Some(mut kept) = self.kept() else { return };
         let mut workers = vec![WorkerTotals::default(); worker as usize];
         workers.push(WorkerTotals::of(&arena.control(worker).status, (pid, false), 0));
-        kept.add_workers(&workers);
+        kept.sums.add(&Sums { workers, ..Sums::default() });
     }
 
     /// Adds the totals of an ended iterator. A forked child that cannot take the lock adds only the counters and waits.
     pub fn absorb(&self, ended: &Totals) {
-        let counts = self.counts.iter().zip(ended.counts);
+        let counts = self.counts.iter().zip(ended.sums.counts);
         for (word, more) in counts.chain(self.waits.iter().zip(ended.waits)) {
             word.store(word.load(Ordering::Relaxed).wrapping_add(more), Ordering::Relaxed);
         }
         let Some(mut kept) = self.kept() else { return };
-        kept.add(&Totals {
-            counts: [0; Count::LEN],
-            waits: Waits::default(),
-            usage: Usage::default(),
-            pin_threads: 0,
-            ready: 0,
-            ..ended.clone()
-        });
-        kept.workers.iter_mut().for_each(|worker| worker.alive = false);
+        kept.add(&Totals { usage: Usage::default(), pin_threads: 0, ready: 0, ..ended.clone() });
+        kept.sums.workers.iter_mut().for_each(|worker| worker.alive = false);
     }
 
     /// Returns the totals, without those of the workers and the memory of the current arena. A forked child that cannot
     /// take the lock gets only the counters, the waits and the recent work.
     pub fn totals(&self) -> Totals {
         let mut totals = self.kept().map(|kept| kept.clone()).unwrap_or_default();
-        let counts = std::array::from_fn(|n| self.counts[n].load(Ordering::Relaxed));
-        let waits = std::array::from_fn(|n| self.waits[n].load(Ordering::Relaxed));
-        totals.add(&Totals { counts, waits, recent_us: self.recent_us(), ..Totals::default() });
+        totals.sums.counts = self.counts();
+        totals.waits = std::array::from_fn(|n| self.waits[n].load(Ordering::Relaxed));
+        totals.recent_us.extend(self.recent_us());
         totals
     }
 }
@@ -526,6 +588,53 @@ mod tests {
     }
 
     #[test]
+    fn a_mark_is_near_the_half_of_the_batches() {
+        let run = |meter: &Meter, batches: u64| {
+            for _ in 0..batches {
+                meter.add(Count::Batches, 1);
+                if meter.get(Count::Batches) >= meter.next_mark.load(Ordering::Relaxed) {
+                    meter.mark(vec![WorkerTotals { tasks: meter.get(Count::Batches), ..WorkerTotals::default() }]);
+                }
+            }
+        };
+        let check = |totals: &Totals| {
+            let (batches, half) = (totals.sums.batches(), totals.half().unwrap());
+            assert!(half.batches().abs_diff(batches / 2) <= batches / 8, "{} of {batches}", half.batches());
+            assert!(totals.marks.len() <= 8, "{} marks", totals.marks.len());
+            // Each worker has finished as many tasks as there were batches.
+            assert_eq!(half.workers[0].tasks, half.batches());
+        };
+        let ended = |meter: &Meter| {
+            let mut totals = meter.totals();
+            let workers = vec![WorkerTotals { tasks: totals.sums.batches(), ..WorkerTotals::default() }];
+            totals.sums.workers = workers;
+            totals
+        };
+        let meter = Meter::default();
+        assert!(meter.totals().half().is_none());
+        run(&meter, 19);
+        for _ in 0..2000 {
+            run(&meter, 1);
+            check(&meter.totals());
+        }
+        // Epochs of any length, each with its own iterator.
+        for length in [1, 3, 10, 100] {
+            let all = Meter::default();
+            for epoch in 1..400 {
+                let meter = Meter::default();
+                run(&meter, length);
+                all.absorb(&ended(&meter));
+                if epoch * length > 20 && epoch > 7 {
+                    check(&all.totals());
+                    let mut together = all.totals();
+                    together.add(&ended(&meter));
+                    check(&together);
+                }
+            }
+        }
+    }
+
+    #[test]
     fn waits_are_counted_by_their_length() {
         let (one, all) = (Meter::default(), Meter::default());
         for us in [0, 100, 101, 250, 60_000_000, 60_000_001, u64::MAX / 2] {
@@ -561,8 +670,7 @@ mod tests {
             let now = meter.totals();
             ended.absorb(&totals);
             let free = ended.totals();
-            let right =
-                now.counts[Count::Batches as usize] == 3 && now.slowest.is_empty() && indices(&free) == ["5", "5"];
+            let right = now.sums.batches() == 3 && now.slowest.is_empty() && indices(&free) == ["5", "5"];
             // SAFETY: a plain call.
             unsafe { libc::_exit(i32::from(!right)) };
         }
@@ -596,14 +704,14 @@ mod tests {
             fetch_measured_ns: 6,
         };
         let mut ended = first.totals();
-        (ended.workers, ended.high_water, ended.ready) = (vec![worker], 9, 3);
+        (ended.sums.workers, ended.high_water, ended.ready) = (vec![worker], 9, 3);
         all.absorb(&ended);
         let mut ended = second.totals();
-        (ended.workers, ended.high_water) = (vec![WorkerTotals { pid: 8, ..worker }, worker], 5);
+        (ended.sums.workers, ended.high_water) = (vec![WorkerTotals { pid: 8, ..worker }, worker], 5);
         all.absorb(&ended);
         let totals = all.totals();
-        assert_eq!(totals.counts[Count::Batches as usize], 7);
-        assert_eq!(totals.counts[Count::Waited as usize], 30_000);
+        assert_eq!(totals.sums.batches(), 7);
+        assert_eq!(totals.sums.counts[Count::Waited as usize], 30_000);
         assert_eq!((totals.high_water, totals.ready), (9, 0), "an ended iterator has no results");
         assert_eq!(indices(&totals), ["20", "10"]);
         assert_eq!(totals.blocking, totals.slowest);
@@ -619,6 +727,6 @@ mod tests {
             fetch_cpu_ns: 10,
             fetch_measured_ns: 12,
         };
-        assert_eq!(totals.workers, [both, WorkerTotals { alive: false, ..worker }]);
+        assert_eq!(totals.sums.workers, [both, WorkerTotals { alive: false, ..worker }]);
     }
 }

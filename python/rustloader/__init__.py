@@ -127,6 +127,7 @@ if TYPE_CHECKING:
     from rustloader.metrics.fields import SchedulingStats as SchedulingStats
     from rustloader.metrics.fields import SlowBatch as SlowBatch
     from rustloader.metrics.fields import WorkerStats as WorkerStats
+    from rustloader.metrics.finding import VerdictKind as VerdictKind
     from rustloader.metrics.gathering import report_ranks as report_ranks
     from rustloader.metrics.loader_stats import stats as stats
     from rustloader.metrics.ranks import RankReport as RankReport
@@ -137,7 +138,6 @@ if TYPE_CHECKING:
     from rustloader.metrics.stats import Stats as Stats
     from rustloader.metrics.transfers import TransferStats as TransferStats
     from rustloader.metrics.verdict import Verdict as Verdict
-    from rustloader.metrics.verdict import VerdictKind as VerdictKind
     from rustloader.settings.options import Options as Options
     from rustloader.sharing.core import share as share
     from rustloader.stateful_dataloader.loader import StatefulDataLoader as StatefulDataLoader
@@ -174,7 +174,8 @@ _HOMES = {
         "WorkerStats",
     ),
     "metrics.transfers": ("TransferStats",),
-    "metrics.verdict": ("Verdict", "VerdictKind"),
+    "metrics.finding": ("VerdictKind",),
+    "metrics.verdict": ("Verdict",),
     "settings.options": ("Options",),
     "device.prefetch.loader": ("DeviceLoader", "prefetch_to_device"),
     "sharing.core": ("share",),

@@ -432,6 +432,8 @@ class Totals:
     workers: Final[list[WorkerTotals]]
     slowest: Final[list[SlowTask]]
     blocking: Final[list[SlowTask]]
+    # The counters, and those of the workers, after about half of the batches.
+    half: Final[tuple[Counts, list[WorkerTotals]] | None]
     # Seconds of work on each recent batch; the latest batch is last.
     recent: Final[list[float]]
     leased: Final[int]

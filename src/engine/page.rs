@@ -87,11 +87,12 @@ impl Page {
         }
     }
 
-    /// Shows the counters and the new state at the end of a call to `next`.
+    /// Shows the counters and the new state at the end of a call to `next`, and marks the counters if this is due.
     #[inline]
     pub(super) fn show_counts(&self, state: MainState, now: Duration) {
         if let Some(page) = self.page() {
             self.meter.show(page);
+            self.meter.mark_if_due(&self.arena);
         }
         self.show(state, now);
     }

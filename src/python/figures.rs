@@ -117,6 +117,11 @@ fn worker_totals(py: Python<'_>, totals: &metrics::WorkerTotals) -> PyResult<Py<
     Py::new(py, WorkerTotals::of(totals.pid, totals.alive, start_cpu, start_queued, &table))
 }
 
+fn sums(py: Python<'_>, sums: &metrics::Sums) -> PyResult<(Py<Counts>, Vec<Py<WorkerTotals>>)> {
+    let workers = sums.workers.iter().map(|worker| worker_totals(py, worker)).collect::<PyResult<_>>()?;
+    Ok((Py::new(py, Counts::of(&sums.counts))?, workers))
+}
+
 record! {
     SlowTask of metrics::SlowTask: |_py, task| {
         index: String = task.index.clone(),
@@ -130,14 +135,15 @@ record! {
 
 record! {
     Totals of metrics::Totals: |py, totals| {
-        counts: Py<Counts> = Py::new(py, Counts::of(&totals.counts))?,
+        counts: Py<Counts> = Py::new(py, Counts::of(&totals.sums.counts))?,
         waits: Vec<u64> = totals.waits.to_vec(),
         workers: Vec<Py<WorkerTotals>> =
-            totals.workers.iter().map(|worker| worker_totals(py, worker)).collect::<PyResult<_>>()?,
+            totals.sums.workers.iter().map(|worker| worker_totals(py, worker)).collect::<PyResult<_>>()?,
         slowest: Vec<Py<SlowTask>> =
             totals.slowest.iter().map(|task| SlowTask::of(py, task)).collect::<PyResult<_>>()?,
         blocking: Vec<Py<SlowTask>> =
             totals.blocking.iter().map(|task| SlowTask::of(py, task)).collect::<PyResult<_>>()?,
+        half: Option<(Py<Counts>, Vec<Py<WorkerTotals>>)> = totals.half().map(|half| sums(py, half)).transpose()?,
         recent: Vec<f64> = totals.recent_us.iter().map(|&us| f64::from(us) / 1e6).collect(),
         leased: u64 = totals.usage.leased,
         warm: u64 = totals.usage.warm,

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 
 from rustloader.metrics.fields import SchedulingStats, StatsFields
+from rustloader.metrics.finding import MIN_GAIN
 from rustloader.metrics.prediction import CacheGain, Prediction, Scheduler, predict, predict_cache
 from rustloader.metrics.work import Shares, dataset_shares
 from rustloader.settings.option_values import byte_size
 from rustloader.system.formatting import size
 
-# Minimum predicted gain for a recommendation.
-_MIN_GAIN = 1.05
 # Minimum predicted gain for advice on a cache, and the latest epoch from which on it may pay.
 _MIN_CACHE_GAIN, _LATEST_EPOCH = 1.5, 5
 # Maximum number of threads per worker to recommend, and the number to recommend if there is no training step.
@@ -34,7 +33,7 @@ def shared_queue(stats: StatsFields, workers: int) -> Prediction | None:
     # The work takes at least this long, even if it is spread perfectly over all cores.
     lower_bound = 0.0 if shares is None else shares.cpu * sum(stats.recent_seconds) / stats.cores
     prediction = predict(stats.recent_seconds, now, step, lower_bound)
-    return prediction if prediction is not None and prediction.gain >= _MIN_GAIN else None
+    return prediction if prediction is not None and prediction.gain >= MIN_GAIN else None
 
 
 def _window(stats: StatsFields, settings: SchedulingStats, outstanding: int) -> int:
@@ -46,11 +45,11 @@ def _window(stats: StatsFields, settings: SchedulingStats, outstanding: int) -> 
 
 
 def shared_queue_text(stats: StatsFields, prediction: Prediction) -> str:
-    """Formats a prediction as keyword arguments, with the gain."""
+    """Formats a prediction as keyword arguments."""
     assert stats.scheduling is not None
     options = [] if stats.scheduling.dispatch == "shared_queue" else ['dispatch="shared_queue"']
     options += [] if prediction.window is None else [f"reorder_window={prediction.window}"]
-    return f"{' and '.join(options)} (predicted to be {prediction.gain:.1f} times as fast)"
+    return " and ".join(options)
 
 
 def worker_threads(stats: StatsFields, workers: int, needed: int | None, shares: Shares) -> int | None:

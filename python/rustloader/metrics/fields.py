@@ -388,6 +388,7 @@ class StatsFields:
     core_users: CoreUsers | None = None
     fallbacks: tuple[Fallback, ...] = ()
     note: str = ""
+    halves: tuple["StatsFields", ...] = ()
 
     @property
     def own_seconds(self) -> float:

@@ -12,6 +12,7 @@ from rustloader._core import SlowTask, WorkerTotals
 from rustloader.metrics import caches, copied, transfers
 from rustloader.metrics.cpu_time import NO_TIME, WorkTime
 from rustloader.metrics.fields import ArenaStats, Fallback, FaultStats, PinningStats, SlowBatch, WorkerStats
+from rustloader.metrics.halves import halves_of
 from rustloader.metrics.ledger import Ledger, find
 from rustloader.metrics.stats import Stats, fields_of_counts, no_loader, worker_stats
 from rustloader.metrics.transfers import TransferStats
@@ -127,7 +128,7 @@ def stats_of_ledger(
     private = processes.private() if processes is not None and reads_memory else []
     is_remote = ledger.scheduling is not None and ledger.scheduling.remote
     has_grown = any((size or 0) >= copied.MIN_PRIVATE_BYTES for size in private)
-    return Stats(
+    stats = Stats(
         name=ledger.name,
         num_workers=num_workers,
         cores=usable_cores(),
@@ -155,6 +156,7 @@ def stats_of_ledger(
         core_users=None if processes is None or is_remote else processes.core_users(),
         fallbacks=fallbacks,
     )
+    return replace(stats, halves=halves_of(stats, totals))
 
 
 def _slow_batch(task: SlowTask) -> SlowBatch:

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rustloader.metrics.verdict import VerdictKind
+from rustloader.metrics.finding import VerdictKind
 from rustloader.system.formatting import duration
 
 # The slowest rank delays the others if its loop spends at least this share of its time in `next`, and if its time in

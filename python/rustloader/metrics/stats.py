@@ -64,6 +64,8 @@ class Stats(StatsFields):
         core_users: Use of the processor cores while the workers of the latest iterator ran; None if unknown.
         fallbacks: Iterators that ran on torch's own loop. No other field includes their work.
         note: The reason why the engine has no statistics, with the remedy; empty if it has some.
+        halves: The statistics of the first and of the second half of the batches, roughly, from which ``verdict`` sees
+            whether they agree; empty if they are unknown. ``as_dict`` omits them.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(64), batch_size=8, num_workers=2)
@@ -103,7 +105,8 @@ class Stats(StatsFields):
             >>> stats.as_dict()["batches"], stats.as_dict(flat=True)["arena_blocks"]
             (3, 0.0)
         """
-        nested = dataclasses.asdict(self, dict_factory=_with_lists)
+        nested = dataclasses.asdict(dataclasses.replace(self, halves=()), dict_factory=_with_lists)
+        del nested["halves"]
         if not flat:
             return nested
         del nested["recent_seconds"]  # one value per batch, not a metric

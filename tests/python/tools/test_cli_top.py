@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.ours, pytest.mark.timeout(400)]
 
 if rustloader is not None:
     from rustloader.caching.usage import CacheUsage
-    from rustloader.metrics import verdict
+    from rustloader.metrics.finding import is_remote
     from rustloader.system import procfs
     from rustloader.system.formatting import size
     from rustloader.tools import cli
@@ -315,11 +315,14 @@ def test_the_verdict_is_on_the_last_minute_once_there_is_enough_of_it():
     waited = {"waited_seconds": 1000.0, "next_seconds": 1000.0}
     first, early = look(900.0, 1000, **waited), look(905.0, 1010, **waited)
     now = look(910.5, 1100, step_seconds=10.0, **waited)
-    assert model.Loader(os.getpid(), None, now, first).verdict[0].kind == "step"
-    assert model.Loader(os.getpid(), None, now, first).verdict[1] == 10.5
-    for earlier in (None, early):
-        verdict, seconds = model.Loader(os.getpid(), None, now, earlier).verdict
+    assert model.Loader(os.getpid(), None, now, [first]).verdict[0].kind == "step"
+    assert model.Loader(os.getpid(), None, now, [first]).verdict[1] == 10.5
+    for period in ([], [early]):
+        verdict, seconds = model.Loader(os.getpid(), None, now, period).verdict
         assert verdict.kind != "step" and seconds is None
+    period = [first, early, look(909.0, 1040), look(910.0, 1090)]
+    assert [half.batches for half in model.Loader(os.getpid(), None, now, period)._halves()] == [40, 60]
+    assert model.Loader(os.getpid(), None, now, [first])._halves() == ()
 
 
 def test_between_two_epochs(tmp_path, capsys):
@@ -955,19 +958,19 @@ def test_help_has_examples(capsys):
 def test_an_interval_may_be_longer_than_the_time_that_looks_are_kept(monkeypatch):
     looks = iter([SimpleNamespace(key=1, figures=SimpleNamespace(now=now)) for now in (100.0, 190.0, 280.0)])
     monkeypatch.setattr(command, "observe", lambda pid: [next(looks)])
-    monkeypatch.setattr(command, "Loader", lambda pid, before, now, earliest: (before, now, earliest))
+    monkeypatch.setattr(command, "Loader", lambda pid, before, now, period: (before, now, period))
     watch = command._History(1)
     for now in (100.0, 190.0, 280.0):
         monkeypatch.setattr(command.time, "monotonic", lambda now=now: now)
         watch.observe()
-    ((before, now, earliest),) = watch.loaders()
-    assert (before.figures.now, now.figures.now, earliest.figures.now) == (190.0, 280.0, 190.0)
+    ((before, now, period),) = watch.loaders()
+    assert (before.figures.now, now.figures.now, [it.figures.now for it in period]) == (190.0, 280.0, [190.0])
 
 
 def test_workers_elsewhere_have_the_verdict_of_workers_elsewhere():
     look = model.Observation((1, 2), figures(2), (None,) * 2, (model.NO_TIME,) * 2)
     loader = model.Loader(os.getpid(), None, look)
-    assert not verdict._is_remote(model.stats_for_verdict(loader.total, look.figures))
+    assert not is_remote(model.stats_for_verdict(loader.total, look.figures))
     look.figures.remote = True
     scheduling = model.stats_for_verdict(loader.total, look.figures).scheduling
     assert scheduling.remote and scheduling.prefetch_factor == 2 and not scheduling.in_order

@@ -127,9 +127,10 @@ class BenchSide(Side):
 
         stats = rustloader.stats(self.loader)
         # Passes that are cut short start workers more often than full epochs would.
-        judged = replace(stats, epochs=1) if self._cut_short else stats
+        changes: dict[str, Any] = {"epochs": 1} if self._cut_short else {}
         if not self._has_step:  # the time between two batches is only the overhead of the measurement
-            judged = replace(judged, step_seconds=0.0)
+            changes["step_seconds"] = 0.0
+        judged = replace(stats, **changes, halves=tuple(replace(half, **changes) for half in stats.halves))
         verdict = asdict(judged.verdict())
         if verdict["kind"] in ("dataset", "workers", "cores") and self._size_recorder is not None:
             verdict["images"] = advice(self._size_recorder.sizes, self._kept_size)

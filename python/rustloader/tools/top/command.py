@@ -156,10 +156,10 @@ class _History:
         """Returns the loaders in the latest observation, oldest first."""
         before = self._observations[-2] if len(self._observations) > 1 else {}
 
-        def earliest(key: Any) -> Any:
-            return next((observation[key] for observation in self._observations[:-1] if key in observation), None)
+        def period(key: Any) -> list[Observation]:
+            return [observation[key] for observation in self._observations[:-1] if key in observation]
 
-        return [Loader(self.pid, before.get(key), now, earliest(key)) for key, now in self._observations[-1].items()]
+        return [Loader(self.pid, before.get(key), now, period(key)) for key, now in self._observations[-1].items()]
 
 
 def _age(observation: dict[Any, Observation], now: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -13,7 +14,7 @@ from rustloader.metrics.cpu_time import NO_TIME, WorkTime, time_of_process, time
 from rustloader.metrics.fields import ArenaStats, PinningStats, SchedulingStats, WorkerStats
 from rustloader.metrics.memory import private_bytes
 from rustloader.metrics.stats import Stats, fields_of_counts, worker_stats
-from rustloader.metrics.verdict import Verdict
+from rustloader.metrics.verdict import MIN_BATCHES, Verdict
 from rustloader.system.cores import usable_cores
 from rustloader.tools.top import processes
 from rustloader.tools.top.processes import LoaderArena
@@ -142,14 +143,14 @@ class Loader:
         pid: the main process.
         before: the observation at the start of the interval; None if the iterator did not exist yet.
         now: the latest observation.
-        earlier: the observation at the start of the period that the verdict covers; None if the period starts at the
-            iterator's creation.
+        period: the earlier observations of the period that the verdict covers, oldest first; empty if the period starts
+            at the iterator's creation.
     """
 
     def __init__(
-        self, pid: int, before: Observation | None, now: Observation, earlier: Observation | None = None
+        self, pid: int, before: Observation | None, now: Observation, period: Sequence[Observation] = ()
     ) -> None:
-        self.pid, self._before, self._now, self._earlier = pid, before, now, earlier
+        self.pid, self._before, self._now, self._period = pid, before, now, period
         self.figures = now.figures
 
     @cached_property
@@ -175,14 +176,26 @@ class Loader:
     @cached_property
     def verdict(self) -> tuple[Verdict, float | None]:
         """The verdict, and the seconds that it covers: None if that is the time since the iterator was created."""
-        seconds = 0.0 if self._earlier is None else self.figures.now - self._earlier.figures.now
+        seconds = self.figures.now - self._period[0].figures.now if self._period else 0.0
         if seconds >= _SETTLED_SECONDS:
-            verdict = stats_for_verdict(
-                stats_of(self.pid, self.workers, self._now, self._earlier), self.figures
-            ).verdict()
-            if verdict.kind not in ("too_few", "unknown"):
+            recent = replace(self._stats_since(self._period[0]), halves=self._halves())
+            verdict = recent.verdict()
+            if verdict.kind != "unknown" and recent.batches >= MIN_BATCHES:
                 return verdict, seconds
         return stats_for_verdict(self.total, self.figures).verdict(), None
+
+    def _stats_since(self, since: Observation, until: Observation | None = None) -> Stats:
+        """Returns the statistics between two observations, for the verdict."""
+        return stats_for_verdict(stats_of(self.pid, self.workers, until or self._now, since), self.figures)
+
+    def _halves(self) -> tuple[Stats, ...]:
+        """Returns the statistics of the halves of the period; nothing if no observation is between its ends."""
+        first, *others = self._period
+        if not others:
+            return ()
+        both = first.figures.counts.batches + self.figures.counts.batches
+        middle = min(others, key=lambda it: abs(2 * it.figures.counts.batches - both))
+        return self._stats_since(first, middle), self._stats_since(middle)
 
     @property
     def batches_per_second(self) -> float:
