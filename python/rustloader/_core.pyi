@@ -34,6 +34,7 @@ __all__ = [
     "VACANT",
     "WAIT_BOUNDS",
     "ArrayTensor",
+    "CacheBatch",
     "CacheTable",
     "Counts",
     "Death",
@@ -967,8 +968,12 @@ class CacheTable:
         missing. A sample that is due is missing, too, and not counted.
         """
 
-    def count_misses(self, number: int) -> None:
-        """Counts misses of indices that the table has no row for."""
+    def get_all(self, indices: list[Any], missing: Any) -> tuple[list[Any], list[int]] | None:
+        """Returns what ``get`` returns for each index, and the positions of the missing samples. Counts nothing.
+        Returns None if an index is not an exact int, or if the table has no row for it."""
+
+    def count(self, hits: int, misses: int) -> None:
+        """Counts hits and misses."""
 
     def is_due(self, row: int) -> bool:
         """Returns True if the sample of a row must be compared with the dataset before it is used, or if the table is
@@ -1016,6 +1021,18 @@ class CacheTable:
     def usage_of_header(header: bytes) -> dict[str, int] | None:
         """Returns the same as ``usage``, but from the first ``CACHE_HEADER`` bytes of a file. Returns None if the file
         is not a table of this version."""
+
+@final
+class CacheBatch:
+    """Small samples that are written to a table with one system call."""
+
+    def __new__(cls, table: CacheTable) -> Self: ...
+    def add(self, row: int, sample: Any) -> int:
+        """Adds a copy of a sample, if it is small, needs no pickle, and the table takes it. Returns the number of bytes
+        in the batch, or 0 if the sample was not added: ``CacheTable.put`` must then be called."""
+
+    def write(self) -> str | None:
+        """Keeps the samples. Returns and raises the same as ``CacheTable.put``."""
 
 @final
 class SharedStore:

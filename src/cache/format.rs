@@ -86,8 +86,11 @@ pub(super) mod opening {
     pub const SPENT: usize = 3;
     /// A row whose record differs from the dataset, plus 1; 0 if none is known.
     pub const DIFFERS: usize = 4;
+    /// Number of the opening's reads that found their sample, and of those that did not.
+    pub const HITS: usize = 5;
+    pub const MISSES: usize = 6;
     /// The first of the comparisons; 0 after the last.
-    pub const COMPARED: usize = 5;
+    pub const COMPARED: usize = 7;
 }
 
 /// Returns the number of bytes that precede the first record in a table of `rows` rows.

@@ -6,7 +6,7 @@
 //! header   := words: magic version rows limit end stored closed probes logged boot meta-length flags opened; meta at
 //!             byte 256
 //! counters := 64 stripes of 8 words: hits misses refused damaged, the others unused
-//! openings := 32 times 64 words: number token started spent differing-row, comparisons
+//! openings := 32 times 64 words: number token started spent differing-row hits misses, comparisons
 //! index    := a word for each row: 0 (absent), 1 (never), or the position of its record
 //! record   := length:u32 writer:u32 check:u64 bytes, padded to a multiple of 8
 //! ```
@@ -34,6 +34,6 @@ mod usage;
 
 pub use format::{HEADER, VERSION};
 pub use head::Head;
-pub use record::Record;
+pub use record::{Batch, Record};
 pub use table::{Cache, Closed, Lookup, Put};
 pub use usage::Usage;

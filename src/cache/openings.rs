@@ -1,4 +1,4 @@
-//! Openings of a file, and what their processes have compared.
+//! Openings of a file: what their processes have read and compared.
 //!
 //! A call of `rustloader.cache(path=...)` is an opening; all processes that use its dataset belong to it. Each opening
 //! has a number, and each record has the number of the opening that stored it. A dataset is known by its samples: the
@@ -91,7 +91,7 @@ impl Opening {
     }
 
     /// Returns the opening's words: among those of all openings of the file, or in this process.
-    fn words_in<'a>(&'a self, all: &'a [AtomicU64]) -> &'a [AtomicU64] {
+    pub fn words_in<'a>(&'a self, all: &'a [AtomicU64]) -> &'a [AtomicU64] {
         let shared = &all[place_of(self.number)..][..OPENING];
         // SYNC: opening-begun (pairs with the Release in `find_or_begin`).
         let is_there = self.number != 0 && shared[opening::NUMBER].load(Ordering::Acquire) == u64::from(self.number);

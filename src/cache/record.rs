@@ -1,6 +1,7 @@
 //! Records: their bytes in the mapping, and what precedes them.
 
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use xxhash_rust::xxh3::Xxh3;
 
@@ -63,6 +64,44 @@ impl Record<'_> {
         let mut sum = Xxh3::new();
         (0..self.len).step_by(JOINED).for_each(|at| sum.update(&self.copy(at, JOINED)));
         sum.digest()
+    }
+}
+
+/// Records that are written together.
+#[derive(Debug, Default)]
+pub struct Batch {
+    /// The records, each after room for its prefix, and padded to a multiple of 8.
+    pub(super) bytes: Vec<u8>,
+    /// The row of each record, and the range of its bytes.
+    pub(super) records: Vec<(u64, Range<usize>)>,
+}
+
+impl Batch {
+    /// Adds the record of a row that `write` appends to the bytes. Returns false, and adds none, if `write` does, or if
+    /// the record is too long.
+    pub fn push(&mut self, row: u64, write: impl FnOnce(&mut Vec<u8>) -> bool) -> bool {
+        let before = self.bytes.len();
+        let start = before + PREFIX as usize;
+        self.bytes.resize(start, 0);
+        let is_written = write(&mut self.bytes) && u32::try_from(self.bytes.len() - start).is_ok();
+        if is_written {
+            self.records.push((row, start..self.bytes.len()));
+            self.bytes.resize(self.bytes.len().next_multiple_of(8), 0);
+        } else {
+            self.bytes.truncate(before);
+        }
+        is_written
+    }
+
+    /// Returns the number of bytes.
+    pub fn size(&self) -> usize {
+        self.bytes.len()
+    }
+
+    /// Removes all records.
+    pub(super) fn clear(&mut self) {
+        self.bytes.clear();
+        self.records.clear();
     }
 }
 

@@ -1,14 +1,16 @@
 //! The table: a mapped file that many processes read and write.
 
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::format::{
-    COUNTERS, HEADER, INDEX, OPENING, OPENINGS, PREFIX, STRIPE, STRIPES, VERSION, counter, flag, overhead, state, word,
+    COUNTERS, HEADER, INDEX, OPENING, OPENINGS, PREFIX, STRIPE, STRIPES, VERSION, counter, flag, opening, overhead,
+    state, word,
 };
 use super::head::{Head, boot, words};
 use super::openings::{Candidate, Opening};
-use super::record::{JOINED, Prefix, Record, content_of, space_of};
+use super::record::{Batch, JOINED, Prefix, Record, content_of, space_of};
 use super::usage::Usage;
 use crate::config::{HEADROOM_CHECK, HEADROOM_MARGIN};
 use crate::error::{Error, Result};
@@ -227,11 +229,13 @@ impl Cache {
     #[inline]
     pub fn count_hits(&self, number: u64) {
         self.counter(self.stripe(), counter::HITS).fetch_add(number, Ordering::Relaxed);
+        self.opening_word(opening::HITS, |word| word.fetch_add(number, Ordering::Relaxed));
     }
 
     /// Counts `number` misses.
     pub fn count_misses(&self, number: u64) {
         self.counter(self.stripe(), counter::MISSES).fetch_add(number, Ordering::Relaxed);
+        self.opening_word(opening::MISSES, |word| word.fetch_add(number, Ordering::Relaxed));
     }
 
     /// Looks up a row in the index. Panics if the table has no such row.
@@ -316,6 +320,13 @@ impl Cache {
         Candidate { row, rows: self.rows, writer: prefix.writer, content: prefix.content(row) }
     }
 
+    /// Calls `with` with a word of this process's opening; returns `None` for a table in memory.
+    #[inline]
+    fn opening_word(&self, at: usize, with: impl FnOnce(&AtomicU64) -> u64) -> Option<u64> {
+        let opening = &self.checks.as_ref()?.opening;
+        Some(with(&opening.words_in(self.openings())[at]))
+    }
+
     /// Returns the words of all openings.
     #[inline]
     fn openings(&self) -> &[AtomicU64] {
@@ -342,23 +353,12 @@ impl Cache {
             return Ok(if maps_all { self.close(Closed::Full) } else { Put::Closed(false) });
         };
         let written = self.write(fd, row, at, len, parts);
-        let published = match written {
-            Ok(true) => self.row(row).compare_exchange(
-                state::ABSENT,
-                at,
-                // SYNC: row-published (pairs with the Acquire in `lookup`).
-                Ordering::Release,
-                Ordering::Relaxed,
-            ),
-            _ => Err(0),
-        };
-        if published.is_ok() {
+        if matches!(written, Ok(true)) && self.publish(row, at) {
             self.header(word::STORED).fetch_add(size, Ordering::Relaxed);
             return Ok(Put::Stored);
         }
-        // No row refers to the reserved space. It is given back unless another process has taken space after it.
-        let end = self.header(word::END);
-        let _ = end.compare_exchange(at + size, at, Ordering::Relaxed, Ordering::Relaxed);
+        // No row refers to the reserved space.
+        self.give_back(at, size);
         match written {
             Ok(true) => Ok(Put::Known),
             Ok(false) => Ok(self.close(Closed::NoRoom)),
@@ -367,6 +367,68 @@ impl Cache {
                 Err(error)
             }
         }
+    }
+
+    /// Writes the records of a batch with one system call if possible, publishes them, and removes them from the batch.
+    /// Returns true if this call has closed the cache.
+    ///
+    /// Errors: as for [`Self::put`].
+    pub fn put_all(&self, batch: &mut Batch) -> Result<bool> {
+        let mut written = self.write_all(batch);
+        if matches!(written, Ok(false)) {
+            let put = |(row, range): &(u64, Range<usize>)| self.put(*row, &[&batch.bytes[range.clone()]]);
+            let puts = batch.records.iter().map(put).collect::<Result<Vec<_>>>();
+            written = puts.map(|puts| !puts.contains(&Put::Closed(true)));
+        }
+        batch.clear();
+        Ok(!written?)
+    }
+
+    /// Writes and publishes the records of a batch. Returns false if nothing is written, because the cache takes no more
+    /// samples, or has no room for all of the records.
+    fn write_all(&self, batch: &mut Batch) -> Result<bool> {
+        let Batch { bytes, records } = batch;
+        let size = bytes.len() as u64;
+        if size == 0 {
+            return Ok(true);
+        }
+        let Some(fd) = self.fd().filter(|_| self.closed() == Closed::Open) else { return Ok(false) };
+        let Some(at) = self.reserve(size) else { return Ok(false) };
+        if !self.has_memory(at, at + size) {
+            self.give_back(at, size);
+            return Ok(false);
+        }
+        for (row, range) in &*records {
+            let prefix = self.prefix(*row, range.len() as u32, &[&bytes[range.clone()]]);
+            bytes[range.start - PREFIX as usize..range.start].copy_from_slice(&prefix.to_bytes());
+        }
+        if let Err(error) = sealed::write_at(fd, bytes, at) {
+            self.give_back(at, size);
+            self.close(Closed::NoRoom);
+            return Err(error);
+        }
+        // The space of a row that another process has stored in the meantime stays unused.
+        let publish = |(row, range): &(u64, Range<usize>)| {
+            let is_published = self.publish(*row, at + range.start as u64 - PREFIX);
+            if is_published { space_of(range.len() as u64) } else { 0 }
+        };
+        let stored = records.iter().map(publish).sum();
+        self.header(word::STORED).fetch_add(stored, Ordering::Relaxed);
+        if stored == 0 {
+            self.give_back(at, size);
+        }
+        Ok(true)
+    }
+
+    /// Makes the record at the position `at` that of a row. Returns false if the row has one already.
+    fn publish(&self, row: u64, at: u64) -> bool {
+        // SYNC: row-published (pairs with the Acquire in `lookup`).
+        self.row(row).compare_exchange(state::ABSENT, at, Ordering::Release, Ordering::Relaxed).is_ok()
+    }
+
+    /// Gives reserved space back, unless another process has taken space after it.
+    fn give_back(&self, at: u64, size: u64) {
+        let _ = self.header(word::END).compare_exchange(at + size, at, Ordering::Relaxed, Ordering::Relaxed);
     }
 
     /// Marks a row as one whose sample cannot be kept, or cannot be read back. Returns [`Put::Known`].
@@ -384,16 +446,21 @@ impl Cache {
         self.header(word::END).fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).ok()
     }
 
+    /// Returns the prefix of a record of `len` bytes.
+    fn prefix(&self, row: u64, len: u32, parts: &[&[u8]]) -> Prefix {
+        let mut prefix = Prefix { len, writer: self.opening(), check: 0 };
+        if self.checks.is_some() {
+            prefix.check = prefix.check_of(row, content_of(parts));
+        }
+        prefix
+    }
+
     /// Writes a record into its reserved space at `at`. Returns false if there is no memory for the record.
     fn write(&self, fd: BorrowedFd<'_>, row: u64, at: u64, len: u32, parts: &[&[u8]]) -> Result<bool> {
         if !self.has_memory(at, at + space_of(u64::from(len))) {
             return Ok(false);
         }
-        let mut prefix = Prefix { len, writer: self.opening(), check: 0 };
-        if self.checks.is_some() {
-            prefix.check = prefix.check_of(row, content_of(parts));
-        }
-        let mut bytes = prefix.to_bytes().to_vec();
+        let mut bytes = self.prefix(row, len, parts).to_bytes().to_vec();
         let (mut remaining, mut to) = (parts, at);
         while let Some((part, others)) = remaining.split_first().filter(|(part, _)| bytes.len() + part.len() <= JOINED)
         {
@@ -436,7 +503,10 @@ impl Cache {
 
     /// Returns the space that the cache uses, and the counts of reads and records.
     pub fn usage(&self) -> Usage {
-        Usage::read(|at| self.header(at).load(Ordering::Relaxed), self.limit())
+        let all = Usage::read(|at| self.header(at).load(Ordering::Relaxed), self.limit());
+        let [hits, misses] =
+            [opening::HITS, opening::MISSES].map(|at| self.opening_word(at, |word| word.load(Ordering::Relaxed)));
+        Usage { hits: hits.unwrap_or(all.hits), misses: misses.unwrap_or(all.misses), ..all }
     }
 
     #[inline]

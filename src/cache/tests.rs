@@ -102,6 +102,7 @@ fn a_file_is_used_again() {
     Cache::format(file.as_fd(), 10, LIMIT, b"a dataset").unwrap();
     let cache = Cache::open_file(copy_of(&file), LIMIT, 1).unwrap();
     cache.put(1, &[b"one"]).unwrap();
+    cache.count_misses(1);
     drop(cache);
     let head = Head::read(file.as_fd()).unwrap().unwrap();
     assert_eq!(
@@ -111,6 +112,45 @@ fn a_file_is_used_again() {
     let cache = Cache::open_file(copy_of(&file), LIMIT, 1).unwrap();
     assert_eq!(bytes(&cache, 1).as_deref(), Some(&b"one"[..]));
     assert_eq!(cache.usage().stored, 24);
+    // The processes of an opening share its counts.
+    let other = Cache::open_file(copy_of(&file), LIMIT, 2).unwrap();
+    let child = Cache::open(copy_of(&file), other.opening()).unwrap();
+    child.count_hits(3);
+    let counts = |usage: Usage| [usage.hits, usage.misses, usage.lifetime_hits, usage.lifetime_misses];
+    assert_eq!([&cache, &other, &child].map(|it| counts(it.usage())), [[0, 1, 3, 1], [3, 0, 3, 1], [3, 0, 3, 1]]);
+}
+
+#[test]
+fn a_batch_is_written_together_or_as_far_as_there_is_room() {
+    let batch_of = |rows: &[u64]| {
+        let mut batch = Batch::default();
+        for row in rows {
+            assert!(batch.push(*row, |bytes| {
+                bytes.extend_from_slice(&[*row as u8; 290]);
+                true
+            }));
+            assert!(!batch.push(*row, |bytes| {
+                bytes.push(9);
+                false
+            }));
+        }
+        batch
+    };
+    let cache = Cache::create(100, Cache::overhead(100) + 312 * 8 + 100).unwrap();
+    cache.put(2, &[b"two"]).unwrap();
+    assert!(!cache.put_all(&mut batch_of(&[])).unwrap());
+    assert!(!cache.put_all(&mut batch_of(&[1, 2, 3])).unwrap());
+    assert_eq!([1, 2, 3].map(|row| bytes(&cache, row).unwrap()), [vec![1; 290], b"two".to_vec(), vec![3; 290]]);
+    assert_eq!((cache.usage().stored, cache.usage().unused), (24 + 2 * 312, 312));
+    // Another process has stored all of them.
+    let left = cache.usage().left;
+    assert!(!cache.put_all(&mut batch_of(&[1, 3])).unwrap());
+    assert_eq!(cache.usage().left, left);
+    let mut batch = batch_of(&(4..14).collect::<Vec<_>>());
+    assert!(cache.put_all(&mut batch).unwrap());
+    assert_eq!((batch.size(), cache.closed()), (0, Closed::Full));
+    assert_eq!((4..14).filter(|row| bytes(&cache, *row) == Some(vec![*row as u8; 290])).count(), 5);
+    assert!(!cache.put_all(&mut batch_of(&[20])).unwrap());
 }
 
 #[test]

@@ -5,10 +5,14 @@ use super::format::{COUNTERS, HEADER, MAGIC, STRIPE, STRIPES, VERSION, counter, 
 /// The space that a cache uses, and counts of its reads and records.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// Number of reads that found their sample.
+    /// Number of reads that found their sample: of this opening, or of all if the opening is unknown.
     pub hits: u64,
-    /// Number of reads that did not find their sample.
+    /// Number of reads that did not find their sample, likewise.
     pub misses: u64,
+    /// Number of all reads that found their sample.
+    pub lifetime_hits: u64,
+    /// Number of all reads that did not find their sample.
+    pub lifetime_misses: u64,
     /// Number of rows that were marked because their samples cannot be kept.
     pub refused: u64,
     /// Number of records whose bytes were found to have changed since they were written.
@@ -29,9 +33,12 @@ impl Usage {
     pub(super) fn read(word: impl Fn(usize) -> u64, limit: u64) -> Self {
         let sum = |at: usize| (0..STRIPES).map(|stripe| word(COUNTERS + stripe * STRIPE + at)).sum();
         let [rows, end, stored] = [word::ROWS, word::END, word::STORED].map(&word);
+        let [hits, misses] = [counter::HITS, counter::MISSES].map(sum);
         Self {
-            hits: sum(counter::HITS),
-            misses: sum(counter::MISSES),
+            hits,
+            misses,
+            lifetime_hits: hits,
+            lifetime_misses: misses,
             refused: sum(counter::REFUSED),
             damaged: sum(counter::DAMAGED),
             stored,

@@ -7,8 +7,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use super::rows::{LEAVES, PICKLE, Scratch, loads, with_parts};
-use super::{Source, decode};
-use crate::cache::{Cache, Put, Record};
+use super::{Hold, Sink, Source, decode, encode};
+use crate::cache::{Batch, Cache, Put, Record};
 use crate::error::{Error, Result};
 use crate::interop::memory::{Heap, Memory};
 use crate::interop::tensor::Bridge;
@@ -30,6 +30,29 @@ pub fn put(
         }
         Ok(sample.py().detach(|| cache.put(row, parts))?)
     })
+}
+
+/// Adds the record of a sample that is plain and small to a batch. Returns false if the caller must call [`put`].
+pub fn add(batch: &mut Batch, row: u64, sample: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let bridge = Bridge::get(sample.py())?;
+    Ok(batch.push(row, |bytes| encode(bridge, sample, bytes, &mut NoLeaves).unwrap_or(false)))
+}
+
+/// The leaves of small samples, which have none.
+struct NoLeaves;
+
+impl Sink for NoLeaves {
+    fn reserve(&mut self, len: usize) -> Result<(u32, *mut u8)> {
+        Err(Error::usage(format!("a small sample has no leaf of {len} bytes")))
+    }
+
+    fn keeps_state(&self) -> bool {
+        true
+    }
+
+    fn adopt(&mut self, _ptr: *const u8, _len: usize, _hold: Hold) -> Option<(u32, u64)> {
+        None
+    }
 }
 
 /// Returns the sample of a record as a new object.

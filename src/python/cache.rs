@@ -6,9 +6,9 @@ use std::sync::{Mutex, PoisonError};
 
 use pyo3::exceptions::{PyException, PyIndexError, PyMemoryError, PyOSError};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict};
+use pyo3::types::{PyBytes, PyDict, PyList};
 
-use crate::cache::{Cache, Closed, Head, Lookup, Put, Record, Usage};
+use crate::cache::{Batch, Cache, Closed, Head, Lookup, Put, Record, Usage};
 use crate::codec::rows::Scratch;
 use crate::codec::samples;
 use crate::interop::collate::exact_int;
@@ -55,6 +55,9 @@ impl PyCache {
 
 /// The header of a file: version, rows, limit and meta.
 type HeadTuple<'py> = (u64, u64, u64, Bound<'py, PyBytes>);
+
+/// The samples of indices, and the positions of those that are missing.
+type FoundTuple<'py> = (Vec<Bound<'py, PyAny>>, Vec<usize>);
 
 /// Borrows a descriptor from the caller, or fails if it is negative.
 fn borrowed(fd: &i32) -> PyResult<BorrowedFd<'_>> {
@@ -167,6 +170,28 @@ impl PyCache {
         Ok(sample.unwrap_or(missing))
     }
 
+    /// Returns the samples of indices, with `missing` in place of each sample that `get` would not return, and the
+    /// positions of these. Returns None if an index is not an exact int, or has no row. Counts nothing.
+    fn get_all<'py>(
+        &self,
+        indices: &Bound<'py, PyList>,
+        missing: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<FoundTuple<'py>>> {
+        let row = |index: Bound<'py, PyAny>| u64::try_from(exact_int(&index)?).ok();
+        let rows = indices.iter().map(|index| row(index).filter(|row| *row < self.cache.rows()));
+        let Some(rows) = rows.collect::<Option<Vec<_>>>() else { return Ok(None) };
+        let (mut samples, mut absent) = (Vec::with_capacity(rows.len()), Vec::new());
+        for (position, row) in rows.into_iter().enumerate() {
+            let sample = match self.cache.lookup(row) {
+                Lookup::Whole(record) => self.sample(missing.py(), row, record)?,
+                _ => None,
+            };
+            absent.extend(sample.is_none().then_some(position));
+            samples.push(sample.unwrap_or_else(|| missing.clone()));
+        }
+        Ok(Some((samples, absent)))
+    }
+
     /// Returns true if the sample of a row must be compared with the dataset before it is used, or if the file is known
     /// to belong to another dataset.
     fn is_due(&self, row: u64) -> PyResult<bool> {
@@ -216,8 +241,9 @@ impl PyCache {
         Ok(())
     }
 
-    fn count_misses(&self, number: u64) {
-        self.cache.count_misses(number);
+    fn count(&self, hits: u64, misses: u64) {
+        self.cache.count_hits(hits);
+        self.cache.count_misses(misses);
     }
 
     fn take_probe(&self) -> bool {
@@ -244,11 +270,45 @@ impl PyCache {
     }
 }
 
+/// Small samples that are written to a table together.
+#[pyclass(frozen, name = "CacheBatch", module = "rustloader._core")]
+pub struct PyBatch {
+    table: Py<PyCache>,
+    batch: Mutex<Batch>,
+}
+
+#[pymethods]
+impl PyBatch {
+    #[new]
+    fn new(table: Py<PyCache>) -> Self {
+        Self { table, batch: Mutex::default() }
+    }
+
+    /// Adds a copy of a sample that is plain and small. Returns the number of bytes in the batch; 0 if the sample is
+    /// not added, so that `CacheTable.put` must be called.
+    fn add(&self, row: u64, sample: &Bound<'_, PyAny>) -> PyResult<usize> {
+        if !self.table.get().takes(row)? {
+            return Ok(0);
+        }
+        let mut batch = self.batch.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(if samples::add(&mut batch, row, sample)? { batch.size() } else { 0 })
+    }
+
+    /// Stores the samples. Returns the reason if this call closes the cache, and None otherwise.
+    fn write(&self) -> PyResult<Option<&'static str>> {
+        let mut batch = self.batch.lock().unwrap_or_else(PoisonError::into_inner);
+        let table = self.table.get();
+        Ok(if table.cache.put_all(&mut batch)? { table.closed() } else { None })
+    }
+}
+
 /// Returns the keyword arguments of Python's `CacheUsage`.
 fn usage_dict(py: Python<'_>, usage: Usage) -> PyResult<Bound<'_, PyDict>> {
     let numbers = [
         ("hits", usage.hits),
         ("misses", usage.misses),
+        ("lifetime_hits", usage.lifetime_hits),
+        ("lifetime_misses", usage.lifetime_misses),
         ("samples_bytes", usage.stored),
         ("bytes_left", usage.left),
         ("bytes_unused", usage.unused),

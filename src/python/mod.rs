@@ -22,7 +22,7 @@ use pyo3::prelude::*;
 mod _core {
     #[pymodule_export]
     use super::{
-        cache::{PyCache, rename_to_new},
+        cache::{PyBatch, PyCache, rename_to_new},
         engine::{PyDeath, PyEngine, PyPosition, PyProgress, PySnapshot},
         figures::{Counts, Observed, ObservedWorker, PyMeter, SlowTask, Totals, WorkerTotals, figures, inspect_arena},
         functions::{

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,28 +16,20 @@ import numpy as np
 import torch
 from torch.utils.data import Subset
 
-from rustloader._core import CacheTable, copy_of
+from rustloader._core import CacheBatch, CacheTable, copy_of
 from rustloader.caching import nodes
-from rustloader.caching.comparing import Outcome, are_equal, compare
+from rustloader.caching.keeping import EPOCH, INDEX, MISSING, Keeping, usage_of
 from rustloader.caching.nodes import Origin
 from rustloader.caching.usage import CacheUsage
-from rustloader.caching.wrapper import Wrapper
 from rustloader.sharing.pickling import descriptor_of, dumps, register
 from rustloader.system.generators import GeneratorStates
 
 logger = logging.getLogger("rustloader")
 
 _T_co = TypeVar("_T_co", covariant=True)
-_MISSING = object()
-# Bits of the events that are logged. Each is logged once, by one of the processes that use the cache.
-_FULL, RANDOM, _REFUSED, _FAILED, _EPOCH, _INDEX = 1, 2, 4, 8, 16, 32
-
-
-def usage_of(table: CacheTable) -> CacheUsage:
-    """Returns the usage of a cache."""
-    return CacheUsage(**table.usage())
-
-
+# Small samples of a batch are written to the cache together, in about this number of bytes, and after this number of
+# seconds at the latest.
+_WRITE_FROM, _WRITE_AFTER = 64 << 10, 0.01
 # Types of the indices that have a row. An instance of any other type may be more than its value, even if it is an int.
 _INDEX_TYPES = {int, *(np.dtype(letter).type for letter in np.typecodes["AllInteger"])}
 
@@ -54,7 +48,7 @@ def cached_of(dataset: Any, table: CacheTable, then: Callable[[Any], Any] | None
     return kind(dataset, table, then, origin)
 
 
-class CachedDataset(Wrapper[_T_co]):
+class CachedDataset(Keeping[_T_co]):
     """A dataset with a cache, made by ``rustloader.cache``.
 
     Attributes:
@@ -73,15 +67,47 @@ class CachedDataset(Wrapper[_T_co]):
         super().__init__(dataset=dataset, then=then, table=table, _origin=origin)
 
     def __getitem__(self, index: Any) -> _T_co:
-        sample: Any = self.table.get(index, _MISSING) if type(index) is int else _MISSING
-        if sample is _MISSING:
+        sample: Any = self.table.get(index, MISSING) if type(index) is int else MISSING
+        if sample is MISSING:
             row = self._row(index)
             # An int with a row is not looked up again, because that would count a second miss.
             if type(index) is not int or row is None:
                 sample = self._find(row, index)
-            if sample is _MISSING:
+            if sample is MISSING:
                 sample = self._make_sample(row, index)
         return sample if self.then is None else self.then(sample)
+
+    def batch(self, indices: list[Any], iterate: Callable[[list[Any]], Iterable[Any]]) -> list[Any] | None:
+        """Returns the samples at some indices. The missing samples are made one after another, before ``then``
+        is called, so that the random number generators are saved only once.
+
+        Args:
+            indices: The indices.
+            iterate: Iterates over indices. Its code runs before each sample is made, and before ``then`` is called.
+
+        Returns:
+            The samples; None if they must be requested one at a time: an index has no row, a missing sample is
+            requested twice, or a sample must first be compared.
+        """
+        table, then = self.table, self.then
+        found = table.get_all(indices, MISSING)
+        if found is None:
+            return None
+        samples, missing = found
+        rows = [indices[position] for position in missing]
+        if len(set(rows)) < len(rows) or (table.opening and any(map(table.is_due, rows))):
+            return None
+        try:
+            self._make_missing(samples, missing, rows, iterate)
+        except Exception:
+            if then is not None:
+                # An error of `then` for an earlier sample precedes this one.
+                for sample in itertools.takewhile(lambda sample: sample is not MISSING, samples):
+                    then(sample)
+            raise
+        if then is None:
+            return samples
+        return [then(sample) for _, sample in zip(iterate(indices), samples, strict=True)]
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
@@ -129,151 +155,73 @@ class CachedDataset(Wrapper[_T_co]):
     def _find(self, row: int | None, index: Any) -> Any:
         """Returns the sample in the cache, if it is there. Counts a hit, or a miss for each sample of the index."""
         if row is not None:
-            sample = self.table.get(row, _MISSING)
-            return self._due_sample(row, index) if sample is _MISSING else sample
-        self.table.count_misses(_count(index, self.dataset))
+            sample = self.table.get(row, MISSING)
+            return self._due_sample(row, index) if sample is MISSING else sample
+        self.table.count(0, _count(index, self.dataset))
         is_number = isinstance(index, int) or (isinstance(index, torch.Tensor) and index.ndim == 0)
-        if is_number and type(index) is not int and self.table.first_time(_INDEX):
+        if is_number and type(index) is not int and self.table.first_time(INDEX):
             logger.warning(
                 "cache(): samples at indices of type %s are made each time, because such an index may be more than its "
                 "value: pass int(index)",
                 type(index).__name__,
             )
-        return _MISSING
+        return MISSING
 
     def _make_sample(self, row: int | None, index: Any) -> Any:
-        """Makes a sample, and keeps it if the cache has a row for it. With ``then``, returns a copy, and making the
-        sample in the main thread leaves the random number generators unchanged."""
-        if row is not None and (sample := self._due_sample(row, index)) is not _MISSING:
+        """Makes a sample, and keeps it if the cache has a row for it. With ``then``, returns a copy."""
+        if row is not None and (sample := self._due_sample(row, index)) is not MISSING:
             return sample
-        if self.then is None:
-            return self._made(row, index)
-        if threading.current_thread() is not threading.main_thread():
-            return _copy(self._made(row, index))
-        generators = GeneratorStates()
-        try:
-            return _copy(self._made(row, index))
-        finally:
-            generators.restore()
+        with self._keeping_generators():
+            sample = self.dataset[index]
+            if row is not None:
+                self._probe(row, index, sample)
+                self._keep(row, index, sample)
+            return sample if self.then is None else _copy(sample)
 
-    def _made(self, row: int | None, index: Any) -> Any:
-        sample = self.dataset[index]
-        if row is not None:
-            self._keep(row, sample, lambda: self.dataset[index])
-        return sample
+    def _make_missing(
+        self, samples: list[Any], missing: list[int], rows: list[int], iterate: Callable[[list[int]], Iterable[int]]
+    ) -> None:
+        """Makes the samples at the positions ``missing`` of a batch, whose rows are ``rows``, and keeps them. If one
+        fails, keeps those before it."""
+        if not rows:
+            self.table.count(len(samples), 0)
+            return
+        dataset, batch = self.dataset, CacheBatch(self.table)
+        made, may_probe, write_at = 0, True, time.perf_counter() + _WRITE_AFTER
+        with self._keeping_generators():
+            try:
+                for row, position in zip(iterate(rows), missing, strict=False):
+                    sample = dataset[row]
+                    made += 1
+                    may_probe = may_probe and self._probe(row, row, sample)
+                    # The dataset may return the same object again with other values, so the sample is copied now.
+                    size = 0 if self.table.opening else batch.add(row, sample)
+                    if not size:
+                        self._keep(row, row, sample)
+                    if size > _WRITE_FROM or time.perf_counter() > write_at:
+                        self._store(batch.write)
+                        write_at = time.perf_counter() + _WRITE_AFTER
+                    samples[position] = sample if self.then is None else _copy(sample)
+            finally:
+                self._store(batch.write)
+                has_failed = made < len(missing)
+                end = missing[made] if has_failed else len(samples)
+                self.table.count(end - made, made + has_failed)
 
-    def _keep(self, row: int, sample: Any, make_again: Callable[[], Any]) -> None:
-        self._store(row, sample, make_again)
-        if self.table.is_due(row):
-            # Another program has stored this row in the meantime.
-            self._compare(row, make_again, sample)
-
-    def _store(self, row: int, sample: Any, make_again: Callable[[], Any]) -> None:
-        table = self.table
-        if not table.takes(row):
-            return
-        if table.take_probe():
-            self._probe(row, sample, make_again)
-        try:
-            full = table.put(row, sample, dumps)
-        except MemoryError:
-            # Only the cache lacks memory. The sample itself has been made.
-            return
-        except OSError as error:
-            if table.first_time(_FAILED):
-                logger.warning("cache(): samples can no longer be written; the cache accepts no more: %s", error)
-            return
-        except Exception as error:
-            table.never(row)
-            if table.first_time(_REFUSED):
-                logger.warning(
-                    "cache(): sample %d (%s) cannot be kept and is made each time: %s",
-                    row,
-                    type(sample).__name__,
-                    f"{type(error).__name__}: {error}",
-                )
-            return
-        if full is not None and table.first_time(_FULL):
-            self._log_full_cache(full)
+    def _keeping_generators(self) -> contextlib.AbstractContextManager[object]:
+        """Returns a context in which samples are made. With ``then``, it leaves the random number generators unchanged,
+        except in other threads, which share them."""
+        is_main = threading.current_thread() is threading.main_thread()
+        return GeneratorStates() if self.then is not None and is_main else contextlib.nullcontext()
 
     def _set_epoch(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.usage().samples_bytes > 0 and self.table.first_time(_EPOCH):
+        if self.usage().samples_bytes > 0 and self.table.first_time(EPOCH):
             logger.warning(
                 "cache(): set_epoch() of %s has no effect on samples that are already in the cache. Move the steps "
                 "that depend on the epoch into then=, or do not cache this dataset",
                 type(self.dataset).__name__,
             )
         return method(*args, **kwargs)
-
-    def _log_full_cache(self, why: str) -> None:
-        usage = self.usage()
-        kept = usage.samples_bytes
-        if why == "full":
-            text = (
-                "cache(): the limit of %d bytes is reached: %d bytes of samples are kept; the others are made each time"
-            )
-            logger.info(text, usage.limit, kept)
-        else:
-            text = "cache(): no room for more samples: %d bytes of samples are kept; the others are made each time"
-            logger.warning(text, kept)
-
-    def _probe(self, row: int, sample: Any, make_again: Callable[[], Any]) -> None:
-        """Makes a sample a second time, and warns that the dataset is random if the two differ."""
-        generators = GeneratorStates()
-        try:
-            again = make_again()
-        except Exception as error:
-            logger.debug("cache(): sample %d cannot be made a second time: %r", row, error)
-            return
-        finally:
-            generators.restore()
-        if not are_equal(sample, again):
-            self._warn_of_randomness(row)
-
-    def _warn_of_randomness(self, row: int) -> None:
-        if self.table.first_time(RANDOM):
-            logger.warning(
-                "cache(): sample %d of %s differs when it is made again: the cache keeps the first result, so all "
-                "epochs see the same sample. Move random steps into a function of the sample, and pass that as then=",
-                row,
-                type(self.dataset).__name__,
-            )
-
-    # Samples in a file that another program has stored
-
-    def _due_sample(self, row: int, index: Any) -> Any:
-        """Returns the sample of a row that must be compared before it is used."""
-        if not self.table.is_due(row):
-            return _MISSING
-        self._compare(row, partial(self._make_sample_again, index))
-        return self.table.get(row, _MISSING)
-
-    def _compare(self, row: int, make: Callable[[], Any], made: Any = None) -> None:
-        """Compares the sample of a row with that of the dataset, which may have ``made`` it already.
-
-        Raises:
-            ValueError: They differ, or two others did: the file belongs to another dataset.
-        """
-        table = self.table
-        if (differing := table.differing_row) is None:
-            start = time.perf_counter()
-            kept = table.peek(row, _MISSING)
-            if kept is _MISSING:
-                return
-            outcome = compare(kept, make, made)
-            table.compared(row, outcome is not Outcome.OTHER, time.perf_counter() - start)
-            if outcome is Outcome.RANDOM:
-                self._warn_of_randomness(row)
-            if outcome is not Outcome.OTHER:
-                return
-            differing = row
-        raise ValueError(
-            f"{self._origin.path} is the cache of another dataset: sample {differing} of {type(self.dataset).__name__} "
-            "differs there; give another path, or remove the file. Pass another version= whenever the samples change"
-        )
-
-    def _make_sample_again(self, index: Any) -> Any:
-        return self.dataset[index]
 
 
 class _CachedBatches(CachedDataset[_T_co]):
@@ -283,20 +231,18 @@ class _CachedBatches(CachedDataset[_T_co]):
         indices = list(indices)
         rows = [self._row(index) for index in indices]
         samples = [self._find(row, index) for row, index in zip(rows, indices, strict=True)]
-        missing = [position for position, sample in enumerate(samples) if sample is _MISSING]
+        missing = [position for position, sample in enumerate(samples) if sample is MISSING]
         if missing:
-            generators = None if self.then is None else GeneratorStates()
-            try:
+            with self._keeping_generators():
                 made = self.dataset.__getitems__([indices[position] for position in missing])
                 if not isinstance(made, list) or len(made) != len(missing):
                     return self._whole_batch(indices, made if len(missing) == len(indices) else None)
                 for position, sample in zip(missing, made, strict=True):
-                    if (row := rows[position]) is not None:
-                        self._keep(row, sample, partial(self._make_sample_again, indices[position]))
+                    row, index = rows[position], indices[position]
+                    if row is not None:
+                        self._probe(row, index, sample)
+                        self._keep(row, index, sample)
                     samples[position] = sample if self.then is None else _copy(sample)
-            finally:
-                if generators is not None:
-                    generators.restore()
         return samples if self.then is None else [self.then(sample) for sample in samples]
 
     def _whole_batch(self, indices: list[Any], batch: Any) -> Any:
@@ -309,7 +255,7 @@ class _CachedBatches(CachedDataset[_T_co]):
             )
         return self.dataset.__getitems__(indices) if batch is None else batch
 
-    def _make_sample_again(self, index: Any) -> Any:
+    def _make_again(self, index: Any) -> Any:
         return self.dataset.__getitems__([index])[0]
 
 

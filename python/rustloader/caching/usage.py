@@ -8,8 +8,9 @@ class CacheUsage:
     """Sizes and counters of a cache, over all processes that use it.
 
     Attributes:
-        hits: Number of samples that were read from the cache.
-        misses: Number of samples that the dataset had to make.
+        hits: Number of samples that were read from the cache. With ``path``, counts this opening of the file: the call
+            of ``cache``, and all processes that use its result.
+        misses: Number of samples that the dataset had to make, counted like ``hits``.
         samples_bytes: Size of the samples in the cache, in bytes.
         bytes_left: Bytes that the cache may still use.
         bytes_unused: Bytes that the cache has lost to processes that were killed while writing, and to samples that
@@ -18,6 +19,8 @@ class CacheUsage:
             for a record.
         damaged: Number of samples that were found damaged in the cache's file and had to be made again.
         limit: Maximum size of the cache in bytes, including its index.
+        lifetime_hits: Number of hits over the life of the cache: with ``path``, of all openings of the file.
+        lifetime_misses: Number of misses over the life of the cache.
 
     Examples:
         >>> cached = rustloader.cache(torch.utils.data.TensorDataset(torch.zeros(3, 5)), memory="1MiB")
@@ -35,3 +38,5 @@ class CacheUsage:
     refused: int = 0
     damaged: int = 0
     limit: int = 0
+    lifetime_hits: int = 0
+    lifetime_misses: int = 0

@@ -113,7 +113,7 @@ def _sample_of(trace: TracebackType | None, batch: Any) -> int | None:
     in_fetcher = False
     while trace is not None:
         code = trace.tb_frame.f_code
-        if code.co_filename.endswith("torch/utils/data/_utils/fetch.py"):
+        if code.co_filename.endswith(("torch/utils/data/_utils/fetch.py", "rustloader/fetch/tables.py")):
             in_fetcher = True
         elif in_fetcher and not code.co_filename.startswith(FOLDER):
             if code.co_name != "__getitem__" or code.co_argcount < 2 or _assigns(code, code.co_varnames[1]):

@@ -16,7 +16,7 @@ from rustloader._core import seed_words
 from rustloader.errors import WorkerDiedError
 from rustloader.fetch import torch_fetcher
 from rustloader.fetch.failures import BatchWithFailures, EmptyBatchError, Failure, failure_of
-from rustloader.fetch.tables import TableFetcher
+from rustloader.fetch.tables import CachedFetcher, TableFetcher
 
 # Maximum number of replacements that are tried for a sample before its error is raised.
 MAX_ATTEMPTS = 10
@@ -103,9 +103,12 @@ class Guard:
             self.consecutive_failures = 0
             fetcher.dataset_iter = GuardedIterator(fetcher.dataset_iter, self)
             return fetcher.dataset
-        if isinstance(fetcher, TableFetcher):
-            # The fetcher remains the same object: without workers, programs can access its attributes.
-            table: Any = fetcher
+        # The fetcher remains the same object: without workers, programs can access its attributes.
+        table: Any = fetcher
+        if isinstance(fetcher, CachedFetcher):
+            # The guard makes each sample separately, because it may fail or kill the worker.
+            table.__class__ = _MapDatasetFetcher
+        elif isinstance(fetcher, TableFetcher):
             table.__class__ = _GuardedTable
             table.guard = self
             return table.dataset

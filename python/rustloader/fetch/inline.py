@@ -54,9 +54,8 @@ def _keeping_generators() -> Iterator[None]:
     """Restores the generators after the body has seeded them. Also restores the sample seed of an outer loader, whose
     dataset may be iterating over this loader."""
     outer = seeds.current()
-    states = GeneratorStates()
-    try:
-        yield
-    finally:
-        seeds.set_current(outer)
-        states.restore()
+    with GeneratorStates():
+        try:
+            yield
+        finally:
+            seeds.set_current(outer)

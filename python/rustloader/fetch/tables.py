@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import BuiltinFunctionType, WrapperDescriptorType
 from typing import Any
 
@@ -44,27 +44,38 @@ _torch_is_known = all(
 standard_functions: list[Any] = [collate.collate_tensor_fn, collate.collate_float_fn, collate.collate_int_fn]
 
 
-def use(fetcher: Any, collate_fn: Any, gather: _Gather, gather_cached: _Gather | None = None) -> None:
-    """Makes a fetcher gather its batches, if possible and if ``collate_fn`` is torch's default_collate.
+def use(
+    fetcher: Any,
+    collate_fn: Any,
+    gather: _Gather,
+    gather_cached: _Gather | None = None,
+    iterate: Callable[[list[Any]], Iterable[Any]] = iter,
+) -> None:
+    """Makes a fetcher gather its batches, if possible and if ``collate_fn`` is torch's default_collate. From a cached
+    dataset, the fetcher requests all samples of a batch together.
 
     Args:
         fetcher: torch's fetcher.
         collate_fn: The program's function, which the fetcher calls, possibly through a wrapper.
         gather: Gathers the rows of a table.
         gather_cached: Gathers cached samples; None leaves them to torch.
+        iterate: See ``CachedDataset.batch``.
     """
     kind: Any = type(fetcher)
-    if kind is _MapDatasetFetcher and _torch_is_known and fetcher.auto_collation and collate_fn is _default_collate:
-        table = fetcher.dataset
-        while type(table) is Subset:
-            table = table.dataset
-        if type(table) is TensorDataset:
-            # The fetcher remains the same object: without workers, programs can access its attributes.
-            fetcher.__class__ = TableFetcher
-            fetcher._begin(gather)
-        elif gather_cached is not None and isinstance(table, CachedDataset) and table.then is None:
-            fetcher.__class__ = CachedFetcher
-            fetcher._begin(gather_cached)
+    if kind is not _MapDatasetFetcher or not _torch_is_known or not fetcher.auto_collation:
+        return
+    table = fetcher.dataset
+    while type(table) is Subset:
+        table = table.dataset
+    is_default = collate_fn is _default_collate
+    # The fetcher remains the same object: without workers, programs can access its attributes.
+    if type(table) is TensorDataset and is_default:
+        fetcher.__class__ = TableFetcher
+        fetcher._begin(gather)
+    elif isinstance(table, CachedDataset) and not hasattr(table, "__getitems__"):
+        fetcher.__class__ = CachedFetcher
+        fetcher._begin(gather_cached if is_default and table.then is None else None)
+        fetcher._iterate = iterate
 
 
 # Types of index sequences. Reading their items runs no code of the program.
@@ -80,8 +91,8 @@ class TableFetcher(_MapDatasetFetcher):
     _collated_types: tuple[type, ...] = (torch.Tensor,)
     _sample_examples: tuple[Any, ...] = ((),)
 
-    def _begin(self, gather: _Gather) -> None:
-        self._gather = gather
+    def _begin(self, gather: _Gather | None) -> None:
+        self._gather: Any = gather
         self._collate_fn = self.collate_fn
         functions = collate.default_collate_fn_map
         self._registered_types = set(functions)
@@ -136,16 +147,26 @@ class TableFetcher(_MapDatasetFetcher):
 
 
 class CachedFetcher(TableFetcher):
-    """torch's fetcher for cached samples. torch's own method makes any batch whose samples are not all in the cache."""
+    """torch's fetcher for cached samples. torch's own method requests the samples that ``CachedDataset.batch`` does not
+    return."""
 
     _collated_types: tuple[type, ...] = (torch.Tensor, float, int)
     _sample_examples: tuple[Any, ...] = ((), [], {})
+    _iterate: Callable[[list[Any]], Iterable[Any]]
 
-    def _rows(self, index: Any) -> Any:
-        cached, index = self._table(index)
-        if not isinstance(cached, CachedDataset) or index is None or cached.then is not None:
-            return None
-        return self._gather(cached.table, index)
+    def fetch(self, possibly_batched_index: Any) -> Any:
+        cached, index = self._table(possibly_batched_index)
+        samples = None
+        if isinstance(cached, CachedDataset) and index is not None:
+            if self._gather is not None and cached.then is None and self._is_untouched():
+                batch = self._gather(cached.table, index)
+                if batch is not None:
+                    return batch
+            if _MapDatasetFetcher.fetch is _fetch and Subset.__getitems__ is _getitems:
+                samples = cached.batch(index, self._iterate)
+        if samples is None:
+            return _MapDatasetFetcher.fetch(self, possibly_batched_index)
+        return self.collate_fn(samples)
 
 
 def _items_at(indices: Any, index: list[Any] | None) -> list[Any] | None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 from rustloader._core import CacheTable
-from rustloader.caching.dataset import CachedDataset, usage_of
+from rustloader.caching.dataset import CachedDataset
+from rustloader.caching.keeping import usage_of
 from rustloader.caching.usage import CacheUsage
 from rustloader.metrics import caches, ledger
 from rustloader.metrics.ledger import Ledger
@@ -59,10 +59,7 @@ class Account:
         self.entries.append(entry)
         cached = entry.cached()
         if cached is not None and not any(cache.table() is cached.table for cache in self._caches):
-            self.caches()  # adds the counts of caches that are gone by now to `_gone_caches`
-            # A reopened cache file still has its earlier counts, which `_gone_caches` already includes.
-            any_gone = self._gone_caches is not None
-            self._caches.append(_Cache(cached.table, usage_of(cached.table) if any_gone else CacheUsage()))
+            self._caches.append(_Cache(cached.table))
 
     def absorb_final(self) -> None:
         """Merges the entries whose counters are final into the totals of loaders that are gone."""
@@ -87,21 +84,18 @@ class Account:
 
 
 class _Cache:
-    """A cache and its latest usage, less the hits and misses in ``since``."""
+    """A cache and its latest usage."""
 
-    def __init__(self, table: CacheTable, since: CacheUsage) -> None:
+    def __init__(self, table: CacheTable) -> None:
         self.table = weakref.ref(table)
         self.last = CacheUsage()
-        self._since = since
 
     def read(self) -> bool:
         """Updates ``last``. Returns False if the cache is gone."""
         table = self.table()
         if table is None:
             return False
-        usage = usage_of(table)
-        hits, misses = usage.hits - self._since.hits, usage.misses - self._since.misses
-        self.last = replace(usage, hits=hits, misses=misses)
+        self.last = usage_of(table)
         return True
 
 

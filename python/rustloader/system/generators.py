@@ -7,118 +7,43 @@ import importlib
 import random
 import struct
 import sys
-import threading
 from typing import Any
 
 import torch
 
 from rustloader.system.forks import at_fork
 
-# Sizes, in bytes, of two parts of the state of NumPy's MT19937: its 624 words, and these words together with the
-# position that follows them.
-_KEY, _STATE = 624 * 4, 625 * 4
-
 
 class GeneratorStates:
     """The states of the global generators of torch, Python and NumPy when this object was created. NumPy's state is
-    omitted if the program has not imported ``numpy.random``."""
+    omitted if the program has not imported ``numpy.random``. A ``with`` statement restores the states at its end."""
 
     def __init__(self) -> None:
         self._torch_state = torch.default_generator.get_state()
         self._python_state = random.getstate()
         numpy_random = loaded_numpy_random()
-        self._numpy_state = None if numpy_random is None else _NumpyState(numpy_random)
+        self._numpy_generator: Any = None if numpy_random is None else numpy_random.mtrand._rand
+        self._numpy_state = None if numpy_random is None else numpy_random.get_state(legacy=False)
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
 
     def restore(self) -> None:
-        """Sets the generators to the saved states."""
+        """Sets the generators to the saved states. A bit generator of NumPy that is of another type than at that time
+        keeps its state."""
         torch.default_generator.set_state(self._torch_state)
         random.setstate(self._python_state)
-        if self._numpy_state is not None:
-            self._numpy_state.restore()
+        state, generator = self._numpy_state, self._numpy_generator
+        if state is not None and type(generator._bit_generator).__name__ == state["bit_generator"]:
+            generator.set_state(state)
 
 
 def loaded_numpy_random() -> Any:
     """Returns the module ``numpy.random``; None if the program has not imported it. If another thread is importing it,
     waits until that is done."""
     return importlib.import_module("numpy.random") if sys.modules.get("numpy.random") is not None else None
-
-
-class _NumpyState:
-    """The state of NumPy's global generator.
-
-    NumPy takes 30 us to return its state and another 30 us to set it. Therefore the state of the usual bit generator,
-    MT19937, is read and written directly in memory, unless there are other threads, which could draw at the same time.
-    NumPy draws normal numbers in pairs, and the leftover second number of a pair is not in that memory. The only way to
-    read it is to draw a normal number: if this does not change the state in memory, it has returned the leftover.
-    """
-
-    def __init__(self, numpy_random: Any) -> None:
-        self._generator = generator = numpy_random.mtrand._rand
-        self._bits = generator._bit_generator
-        # The complete state as NumPy's dict; None if `_memory` contains the complete state.
-        self._dict: dict[str, Any] | None = None
-        self._address = _address_of(self._bits, numpy_random.MT19937)
-        self._memory = b"" if self._address is None else ctypes.string_at(self._address, _STATE)
-        # If all words are 0, they stay 0 after any number of draws, and drawing a normal number would never return.
-        if self._address is None or threading.active_count() > 1 or not self._memory[:_KEY].strip(b"\0"):
-            self._dict = generator.get_state(legacy=False)
-            return
-        leftover = self._take_leftover()
-        if leftover is not None:
-            self._dict = self._as_dict() | {"has_gauss": 1, "gauss": leftover}
-            generator.set_state(self._dict)
-
-    def restore(self) -> None:
-        """Sets the generator to the saved state."""
-        bits = self._generator._bit_generator
-        if type(bits) is not type(self._bits):
-            # The program has replaced the bit generator with one of another type, whose state was not saved.
-            return
-        if self._dict is None and bits is self._bits and threading.active_count() == 1:
-            # This is necessary even if the memory is unchanged: the program may have restored the memory by seeding,
-            # and there may still be a leftover number.
-            self._take_leftover()
-            ctypes.memmove(self._address, self._memory, _STATE)  # type: ignore[arg-type]
-        else:
-            self._generator.set_state(self._dict or self._as_dict())
-
-    def _as_dict(self) -> dict[str, Any]:
-        """Returns the state saved in `_memory` as NumPy's dict, without a leftover number."""
-        *key, pos = struct.unpack("=624Ii", self._memory)
-        return {"bit_generator": "MT19937", "state": {"key": key, "pos": pos}, "has_gauss": 0, "gauss": 0.0}
-
-    def _take_leftover(self) -> float | None:
-        """Removes the leftover second number of a pair from the generator and returns it; returns None if there is
-        none. The state in memory is the same afterwards."""
-        address: Any = self._address
-        before = ctypes.string_at(address, _STATE)
-        drawn = float(self._generator.standard_normal())
-        if ctypes.string_at(address, _STATE) == before:
-            return drawn
-        # There was no leftover, so the draw has made a new pair. The second number of this pair must be removed.
-        self._generator.standard_normal()
-        ctypes.memmove(address, before, _STATE)
-        return None
-
-
-# The bit generator that was checked last, and the address of its state.
-_checked: tuple[Any, int | None] = None, None
-
-
-def _address_of(bits: Any, usual: Any) -> int | None:
-    """Returns the address of a bit generator's state in memory; None if the generator's type is not ``usual``, or if
-    the state does not have the expected layout."""
-    global _checked
-    checked, address = _checked
-    if bits is not checked:
-        address = None
-        if type(bits) is usual:
-            address = bits.ctypes.state_address
-            state = bits.state["state"]
-            if ctypes.string_at(address, _STATE) != state["key"].tobytes() + state["pos"].to_bytes(4, sys.byteorder):
-                address = None
-        _checked = bits, address
-    return address
 
 
 # The first words of the mutex in torch's `c10::GeneratorImpl`: their offset and size, in bytes. A pointer and the

@@ -216,7 +216,9 @@ class _Worker:
             if start is not None and loading is not None:
                 loading.load_iterator(fetcher)
                 resuming.load_counters(step.seeds, start)
-            step.use(fetcher, lambda: tables.use(fetcher, job.collate_fn, self.port.gather, self.port.gather_cached))
+            iterate = functools.partial(self.port.stoppable, traces=True)
+            gathers = self.port.gather, self.port.gather_cached
+            step.use(fetcher, lambda: tables.use(fetcher, job.collate_fn, *gathers, iterate))
             self.broken = None
         except Exception:
             self.broken = ExceptionWrapper(where=self.where)

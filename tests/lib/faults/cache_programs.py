@@ -312,15 +312,16 @@ class Model:
 
     def _counts(self, orders, run, results, before, after):
         reads = sum(delivered for _, delivered, _ in results)
-        counted = after.hits + after.misses - before.hits - before.misses
+        misses = after.lifetime_misses - before.lifetime_misses
+        counted = after.lifetime_hits - before.lifetime_hits + misses
         wrong = [] if counted == reads else [f"{reads} reads, but the cache counts {counted}"]
         certain = all(None not in self.owners[row] for order in orders for row in order)
-        if certain and after.misses != before.misses:
-            wrong.append(f"{after.misses - before.misses} samples that are in the cache were made")
+        if certain and misses:
+            wrong.append(f"{misses} samples that are in the cache were made")
         if run.epochs == 2 and self.trial.memory == LARGE and len(orders) == 1:
             most = len(orders[0])
-            if after.misses - before.misses > most:
-                wrong.append(f"{after.misses - before.misses} misses in two epochs of {most} samples")
+            if misses > most:
+                wrong.append(f"{misses} misses in two epochs of {most} samples")
         return wrong
 
 

@@ -145,7 +145,7 @@ class Trial:
             wrong.append(f"{usage.damaged} samples are damaged")
         if usage.samples_bytes + usage.bytes_unused + usage.bytes_left > usage.limit or usage.limit > self.memory:
             wrong.append(f"the cache exceeds its limit: {usage}")
-        if before.hits < reads - before.misses:
+        if before.lifetime_hits < reads - before.lifetime_misses:
             wrong.append(f"{reads} reads, but the cache counts {before}")
         kept = usage.misses - before.misses
         if self.memory == 64 << 20 and sum(cached.table.takes(row) for row in range(len(self.data))):

@@ -536,6 +536,69 @@ def test_a_failed_sample_is_not_kept():
     assert epochs[0] == [[0, 1], [3]] and epochs[-1] == [[0, 1], [2, 3]]
 
 
+class Stops(Kept):
+    """Notes each sample, and fails at index 5 for the first time."""
+
+    def __getitem__(self, index):
+        sample = super().__getitem__(index)
+        if index == 5 and self.built.count(5) == 1:
+            raise ValueError("not yet")
+        return sample
+
+
+@pytest.mark.parametrize("path", [False, True])
+def test_samples_of_a_batch_before_an_error_are_kept(path, tmp_path):
+    data, passed = Stops([torch.full((20,), n) for n in range(8)]), []
+    cached = cache(data, "1MiB", then=lambda row: passed.append(int(row[0])), path=tmp_path / "file" if path else None)
+    loader = DataLoader(cached, batch_size=8, collate_fn=len)
+    with pytest.raises(ValueError, match="not yet"):
+        next(iter(loader))
+    # The first one is built twice, to check that it is not random.
+    assert data.built == [0, 0, 1, 2, 3, 4, 5] and passed == [0, 1, 2, 3, 4]
+    assert list(loader) == [8] and data.built[7:] == [5, 6, 7] and passed[5:] == list(range(8))
+    assert (cached.usage().hits, cached.usage().misses) == (5, 9)
+
+
+def test_the_note_of_an_error_names_the_sample_of_a_cached_dataset():
+    loader = DataLoader(cache(Stops([torch.zeros(2)] * 8)), batch_size=4, num_workers=1)
+    with pytest.raises(ValueError, match="not yet") as caught:
+        list(loader)
+    assert caught.value.__notes__ == ["Worker 0 was fetching batch 1 (index [4, 5, 6, 7]), and was at sample 5."]
+
+
+def test_a_dataset_may_return_one_buffer_for_all_samples():
+    class OneBuffer(Dataset):
+        def __init__(self):
+            self.buffer = torch.zeros(20)
+
+        def __len__(self):
+            return 16
+
+        def __getitem__(self, index):
+            return self.buffer.fill_(index)
+
+    cached = cache(OneBuffer(), then=torch.clone)
+    for _ in range(2):
+        assert [batch[:, 0].tolist() for batch in DataLoader(cached, batch_size=8)] == [[*range(8)], [*range(8, 16)]]
+    cached = cache(OneBuffer())
+    list(DataLoader(cached, batch_size=8))
+    assert [int(sample[0]) for sample in cached] == list(range(16))
+
+
+@pytest.mark.warns
+@pytest.mark.parametrize("then", [None, torch.clone])
+def test_a_cached_sample_that_kills_workers_is_skipped(then):
+    class Killing(Kept):
+        def __getitem__(self, index):
+            if index == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().__getitem__(index)
+
+    cached = cache(Killing([torch.full((2,), n) for n in range(8)]), then=then)
+    loader = DataLoader(cached, batch_size=4, num_workers=1, on_error="skip", max_restarts=5)
+    assert [batch[:, 0].tolist() for batch in loader] == [[0, 1, 2, 3], [4, 6, 7]]
+
+
 class Views(Dataset):
     """Samples are views of the dataset's own memory."""
 
@@ -965,17 +1028,22 @@ def test_batches_of_mixed_samples_are_left_to_torch():
 
 
 def test_a_batch_is_gathered_and_a_changed_default_collate_is_respected(tmp_path):
-    """A gathered batch builds no samples: it does not call `__getitem__`."""
+    """A gathered batch builds no samples: it calls neither `__getitem__` nor `batch`."""
     cached = cache(Kept([(torch.full((100, 100), n), n) for n in range(40)]))
     list(DataLoader(cached, batch_size=8))
     file = tmp_path / "calls"
 
-    real = type(cached).__getitem__
+    real = rustloader.CachedDataset.__getitem__, rustloader.CachedDataset.batch
 
     def note(self, index):
         with open(file, "a") as out:
             out.write(".")
-        return real(self, index)
+        return real[0](self, index)
+
+    def note_all(self, indices, iterate):
+        with open(file, "a") as out:
+            out.write("." * len(indices))
+        return real[1](self, indices, iterate)
 
     def calls(**kw):
         file.write_text("")
@@ -989,14 +1057,14 @@ def test_a_batch_is_gathered_and_a_changed_default_collate_is_respected(tmp_path
 
         torch.utils.data._utils.collate.default_collate_fn_map[int] = doubled
 
-    type(cached).__getitem__ = note
+    rustloader.CachedDataset.__getitem__, rustloader.CachedDataset.batch = note, note_all
     try:
         assert calls() == 0
         assert calls(seed_by="sample") == calls(worker_init_fn=own_ints) == 40
         cached.then = tuple
         assert calls() == 40
     finally:
-        type(cached).__getitem__ = real
+        rustloader.CachedDataset.__getitem__, rustloader.CachedDataset.batch = real
 
 
 def test_statistics_have_hits_and_the_size_of_a_possible_cache():

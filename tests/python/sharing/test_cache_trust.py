@@ -69,7 +69,7 @@ def test_the_first_of_two_programs_that_create_a_file_wins(path, tmp_path, monke
 
     monkeypatch.setattr(files, "_give_name", beaten)
     loser = cached(path, memory="8MiB")
-    assert is_correct(loser) and loser.usage().limit == 8 << 20 and winners[0].usage().misses == 200
+    assert is_correct(loser) and loser.usage().limit == 8 << 20 and winners[0].usage().lifetime_misses == 200
     assert os.listdir(tmp_path) == ["samples.cache"]
 
 

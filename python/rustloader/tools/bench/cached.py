@@ -143,7 +143,7 @@ class CachedLoader:
 
     def fit(self, first: Any) -> Fit:
         """Describes the cache after the second epoch. ``first`` is its usage after the first epoch."""
-        from rustloader.caching.dataset import RANDOM
+        from rustloader.caching.keeping import RANDOM
 
         table, now = self._cached.table, self.usage()
         lookups = max(1, now.hits + now.misses - first.hits - first.misses)
