@@ -107,7 +107,7 @@ pub fn observe(fd: BorrowedFd<'_>) -> Result<Option<Observed>> {
     if state == MainState::Unused {
         return Ok(None);
     }
-    let (started_ns, epoch_task) = (word(&main.started_ns), word(&main.epoch_task));
+    let started_ns = word(&main.started_ns);
     let in_state_ns = now_ns.saturating_sub(word(&main.since_ns));
     let options = main.options.load(Ordering::Relaxed);
     let mut usage = Usage::default();
@@ -119,7 +119,7 @@ pub fn observe(fd: BorrowedFd<'_>) -> Result<Option<Observed>> {
         file.add_region(&geometry, worker_id, &mut usage)?;
         let warm = usage.warm.saturating_sub(before);
         let ready = file.results(&geometry, worker_id, &control.results)?;
-        let mut worker = worker_of(&control, started_ns, epoch_task, warm, ready);
+        let mut worker = worker_of(&control, main, warm, ready);
         worker.queued = shared.unwrap_or(worker.queued);
         observed.push(worker);
     }
@@ -193,14 +193,14 @@ fn counted(main: &MainPage, state: MainState, in_state_ns: u64, now_ns: u64) -> 
     counts
 }
 
-fn worker_of(control: &ControlPage, started_ns: u64, epoch_task: u64, warm: u64, ready: u32) -> ObservedWorker {
+fn worker_of(control: &ControlPage, main: &MainPage, warm: u64, ready: u32) -> ObservedWorker {
     let (page, now_ns) = (&control.status, sys::clock::monotonic_ns());
     // A worker on another machine never writes its pid.
     let pid = page.pid.load(Ordering::Relaxed);
     let state = WorkerState::from_u32(page.state.load(Ordering::Relaxed));
     // A worker writes nothing before it starts.
     let since_ns = match word(&page.since_ns) {
-        0 => started_ns,
+        0 => word(&main.started_ns),
         since_ns => since_ns,
     };
     let (task, taken_ns) = (word(&page.task), word(&page.task_since_ns));
@@ -209,12 +209,21 @@ fn worker_of(control: &ControlPage, started_ns: u64, epoch_task: u64, warm: u64,
         state,
         in_state_ns: now_ns.saturating_sub(since_ns),
         totals: WorkerTotals::of(page, (pid, state != WorkerState::Left), now_ns),
-        batch: task.checked_sub(epoch_task).filter(|_| taken_ns != 0),
+        batch: batch_of(main, task).filter(|_| taken_ns != 0),
         at_batch_ns: if taken_ns == 0 { 0 } else { now_ns.saturating_sub(taken_ns) },
         index,
         queued: control.tasks.waiting(),
         ready,
         warm,
+    }
+}
+
+/// Returns the number of a task's batch in its epoch, which is the early one for a task from its first one on. Returns
+/// None for a task of an epoch that has ended.
+fn batch_of(main: &MainPage, task: u64) -> Option<u64> {
+    match word(&main.early_task) {
+        early if early != 0 && task >= early => Some(task - early),
+        _ => task.checked_sub(word(&main.epoch_task)),
     }
 }
 

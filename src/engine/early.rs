@@ -20,6 +20,7 @@ impl<T, B: Send + 'static, E> Engine<T, B, E> {
             Err(error) => return Err(error),
         };
         self.scheduler.begin_early()?;
+        self.times.show_early(first_task);
         let pushed = self.outbox.push_early(&entries);
         self.sticky(pushed)?;
         Ok(true)

@@ -101,8 +101,16 @@ impl Page {
     pub(super) fn show_epoch(&self, first_task: u64) {
         if let Some(page) = self.page() {
             page.epoch_task.store(first_task, Ordering::Relaxed);
+            page.early_task.store(0, Ordering::Relaxed);
             page.epoch_batches.store(self.meter.get(Count::Batches), Ordering::Relaxed);
             self.meter.show(page);
+        }
+    }
+
+    /// Shows that an early epoch begins with the task `first_task`.
+    pub(super) fn show_early(&self, first_task: u64) {
+        if let Some(page) = self.page() {
+            page.early_task.store(first_task, Ordering::Relaxed);
         }
     }
 

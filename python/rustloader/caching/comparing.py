@@ -22,7 +22,10 @@ _ATTEMPTS = 8
 
 
 class _ContentPickler(pickle.Pickler):
-    """A pickler that pickles tensors by their elements, because torch's pickles of storages contain addresses."""
+    """A pickler that pickles tensors by their elements and attributes.
+
+    torch's own pickles of storages contain addresses.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):
@@ -30,11 +33,12 @@ class _ContentPickler(pickle.Pickler):
             dense = dense.to_dense() if dense.layout != torch.strided else dense
             dense = dense.int_repr() if dense.is_quantized else dense
             numbers = dense.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-            return _stand_in, (type(obj).__name__, str(obj.dtype), tuple(obj.shape), numbers.numpy().tobytes())
+            kind = (type(obj).__name__, str(obj.dtype), tuple(obj.shape))
+            return _stand_in, (*kind, numbers.numpy().tobytes(), vars(obj))
         if isinstance(obj, (torch.UntypedStorage, torch.storage.TypedStorage)):
             return _stand_in, ("storage", bytes(obj.tolist()))
-        if type(obj) is np.ndarray and obj.dtype != object:
-            return _stand_in, ("array", obj.dtype.str, obj.shape, obj.tobytes())
+        if type(obj) is np.ndarray and not obj.dtype.hasobject:
+            return _stand_in, ("array", str(obj.dtype), obj.shape, obj.flags.writeable, obj.tobytes())
         return NotImplemented
 
 

@@ -20,7 +20,7 @@ use crate::sync::{AtomicU32, AtomicU64, Ordering};
 /// The first word of an arena.
 pub const MAGIC: u64 = 0x726c_6f61_6465_7201;
 /// The version of this layout. It is stored last, so that an incomplete arena is never used.
-pub const VERSION: u32 = 7;
+pub const VERSION: u32 = 8;
 /// Bytes per page. Blocks start at page boundaries; memory is reserved and released in whole pages.
 pub const PAGE: u64 = 4096;
 /// Number of counters of the main process; see `metrics.rs`.
@@ -110,6 +110,8 @@ pub struct MainPage {
     pub(crate) options: AtomicU32,
     /// The number of the epoch's first task.
     pub(crate) epoch_task: AtomicU64,
+    /// The number of the first task of the early epoch, or 0 without one.
+    pub(crate) early_task: AtomicU64,
     /// Number of batches delivered before this epoch.
     pub(crate) epoch_batches: AtomicU64,
     /// The counters as of the end of the last `next`; those of waiting as of the end of the last wait, and that of
@@ -134,8 +136,9 @@ impl MainPage {
         for word in [&self.state, &self.pid, &self.prefetch_factor, &self.options] {
             word.store(0, Ordering::Relaxed);
         }
-        let times = [&self.since_ns, &self.wait_since_ns, &self.started_ns, &self.epoch_task, &self.epoch_batches];
-        let words = times.into_iter().chain(&self.counts).chain(&self.name);
+        let times = [&self.since_ns, &self.wait_since_ns, &self.started_ns];
+        let epochs = [&self.epoch_task, &self.early_task, &self.epoch_batches];
+        let words = times.into_iter().chain(epochs).chain(&self.counts).chain(&self.name);
         words.for_each(|word| word.store(0, Ordering::Relaxed));
     }
 

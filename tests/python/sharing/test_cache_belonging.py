@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 
+import numpy as np
 import pytest
 import torch
 from cached_rows import COMPARED, Rows, cached, is_correct
@@ -84,6 +85,36 @@ def test_equal_samples_at_the_start_do_not_count(path):
     assert all((other[n] == 0).all() for n in range(8))
     with pytest.raises(ValueError, match=REFUSED.format(8, "Scan")):
         other[8]
+
+
+class Same(Dataset):
+    """Samples that `change` changes in what equality does not see."""
+
+    def __init__(self, kind, change):
+        self.kind, self.change = kind, change
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        sample = self.kind(3)
+        if self.change is not None:
+            self.change(sample)
+        return sample
+
+
+@pytest.mark.parametrize(
+    "kind, change",
+    [
+        (torch.zeros, lambda sample: setattr(sample, "source", "a.jpg")),
+        (np.zeros, lambda sample: sample.setflags(write=False)),
+    ],
+    ids=["attributes", "read-only"],
+)
+def test_attributes_of_tensors_and_read_only_arrays_count(path, kind, change):
+    assert len([cached(path, Same(kind, None))[n] for n in range(4)]) == 4
+    with pytest.raises(ValueError, match=REFUSED.format(0, "Same")):
+        cached(path, Same(kind, change))[0]
 
 
 class Batches(Rows):

@@ -533,7 +533,7 @@ def test_another_version_of_the_layout_is_named(memfd, capsys):
     assert words.startswith(
         f"the loaders of process {os.getpid()} cannot be read: the shared memory has layout version 77"
     )
-    assert f"this rustloader ({rustloader.__version__}) reads version 7" in words
+    assert f"this rustloader ({rustloader.__version__}) reads version 8" in words
 
 
 def test_a_damaged_arena_is_an_error(memfd, capsys):
