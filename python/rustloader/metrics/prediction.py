@@ -20,7 +20,7 @@ _TOLERANCE = 1.03
 _MIN_BATCHES_PER_WORKER = 2
 # CPU seconds that a worker takes to add a sample to a cache and to read one from it: per sample, and per byte. Measured
 # with `python benches/caching.py` (rows of 80 B to 197 KB on two cores of a virtual machine, the lowest of 3 rounds).
-_FILL, _READ = (8e-6, 0.9e-9), (0.6e-6, 0.1e-9)
+_FILL, _READ = (2.2e-6, 0.9e-9), (0.6e-6, 0.1e-9)
 
 
 class Scheduler(NamedTuple):

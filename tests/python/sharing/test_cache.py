@@ -1085,11 +1085,11 @@ def test_statistics_have_hits_and_the_size_of_a_possible_cache():
 def test_the_verdict_on_a_dataset_names_the_cache():
     from rustloader.metrics.fields import CacheEstimate, WorkerStats
 
-    def sentence(estimate, fetch=10.0, batch_bytes=1 << 20):
-        worker = WorkerStats(id=0, tasks=100, fetch_seconds=fetch, collate_seconds=fetch / 1000)
+    def sentence(estimate, fetch=10.0, batch_bytes=1 << 20, batches=100):
+        worker = WorkerStats(id=0, tasks=batches, fetch_seconds=fetch, collate_seconds=fetch / 1000)
         figures = {
-            "batches": 100,
-            "bytes": 100 * batch_bytes,
+            "batches": batches,
+            "bytes": batches * batch_bytes,
             "next_seconds": fetch,
             "waited_seconds": fetch,
             "step_seconds": fetch / 10,
@@ -1108,9 +1108,9 @@ def test_the_verdict_on_a_dataset_names_the_cache():
     assert "A cache of 6.0 GB would hold 50% of the samples (6.0 GB are free): " in half_of_it
     assert "later ones are about 2.0 times as fast" in half_of_it
     assert "cache(" not in sentence(None) and "cache(" not in sentence(CacheEstimate(12 * 10**9, 10**9, 10**5))
-    # Rows of 80 bytes in batches of 64, which take 2 us each: filling the cache takes as long as six epochs save.
+    # Rows of 80 bytes in batches of 64, which take 1 us each: filling the cache takes as long as six epochs save.
     cheap = CacheEstimate(80 * 10**5, 81 * 10**9, 10**5)
-    assert "cache(" not in sentence(cheap, fetch=64 * 100 * 2e-6, batch_bytes=64 * 80)
+    assert "cache(" not in sentence(cheap, fetch=6.4, batch_bytes=64 * 80, batches=10**5)
 
 
 def test_workers_on_other_machines_have_one_cache_per_machine(tmp_path):
