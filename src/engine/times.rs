@@ -125,6 +125,11 @@ impl Times {
         self.page.show_epoch(first_task);
     }
 
+    /// Shows on the status page that an early epoch begins with the task `first_task`.
+    pub(super) fn show_early(&self, first_task: u64) {
+        self.page.show_early(first_task);
+    }
+
     /// Adds an option to those that the status page shows.
     pub(super) fn show_option(&self, option: u32) {
         self.page.show_option(option);
