@@ -31,9 +31,6 @@ STEPS = (
     # The parent restarts the thread that returns idle pages. In the parent, this is the last step that does anything,
     # so that all locks are free again when the thread starts.
     "pages",
-    # The child frees the locks of the global generators, which threads of the parent may have held. This step precedes
-    # the next one, which uses NumPy's generator.
-    "generators",
     # A child of multiprocessing's fork server reseeds NumPy's generator.
     "numpy",
 )

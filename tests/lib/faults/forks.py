@@ -68,7 +68,9 @@ class Forks:
     def loader(self, **kw):
         from support import DataLoader
 
-        return DataLoader(Items(), **({"batch_size": None, "num_workers": 2, "pin_memory": self.pinned} | kw))
+        # A child that is forked while a thread draws a loader's base seed from the default generator could not draw.
+        usual = {"batch_size": None, "num_workers": 2, "pin_memory": self.pinned, "generator": torch.Generator()}
+        return DataLoader(Items(), **(usual | kw))
 
     def run(self, count, rng):
         """Forks `count` times. Returns the problems found."""

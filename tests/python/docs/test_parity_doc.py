@@ -8,7 +8,7 @@ from support import ROOT
 
 pytestmark = pytest.mark.ours
 
-IDS = {f"{kind}{n}" for kind, count in (("P", 27), ("S", 9), ("T", 33)) for n in range(1, count + 1)}
+IDS = {f"{kind}{n}" for kind, count in (("P", 27), ("S", 9), ("T", 32)) for n in range(1, count + 1)}
 STATUS = {"same", "better", "fallback"}
 
 

@@ -46,7 +46,7 @@ def lines_of(source):
 
 def test_steps_run_in_the_order_of_the_list_and_an_error_stops_none():
     parent, child = map(ast.literal_eval, lines_of(f"{PARTS = }\n{ORDER}"))
-    steps = ("ledgers", "ranks", "reports", "metrics", "workers", "pages", "generators", "numpy")
+    steps = ("ledgers", "ranks", "reports", "metrics", "workers", "pages", "numpy")
     assert steps == forks.STEPS
     before = [("before", name) for name in reversed(steps)]
     assert parent == [*before, *(("after_in_parent", name) for name in steps)]
@@ -89,7 +89,6 @@ print({name: forks.registered(name) for name in forks.STEPS})
         "reports": ("after_in_child",),
         "metrics": ("after_in_child",),
         "workers": ("after_in_child",),
-        "generators": ("after_in_child",),
         "numpy": (),  # only in the fork server
     }
 
