@@ -77,8 +77,9 @@ class Generator:
                 p = draw(self.random, self.fixed | dict(pair), self.start_method)
                 if why_invalid(p) is None and self.is_wanted(p) and all(v in p.value_of(name) for name, v in pair):
                     return p
-            self.impossible.add(pair)
-            self.missing.pop(pair)
+            if pair:
+                self.impossible.add(pair)
+                self.missing.pop(pair)
 
     def is_wanted(self, program):
         return all(text in map(str, program.value_of(name)) for name, text in self.only.items())

@@ -321,6 +321,8 @@ def why_invalid_if_seeded(p):
         return "tensors may arrive with another layout than they were made with"
     if p.init == "changes the dataset" or p.error_in in ("init", "sampler") or p.error == "StopIteration":
         return "the program behaves differently without workers"
+    if not p.in_order and p.pattern == "subclass" and p.error != "none":
+        return "a generator ends with an error, and timing decides what came before"
     if p.pattern not in SEEDED_PATTERNS:
         return "without workers, or with fewer, the loader is at another position"
     if p.persistent and p.sampler not in FIXED_ORDER:
