@@ -1,6 +1,7 @@
 //! What a forked child can do with its parent's objects; and process limits, which only a child can set.
 
 use std::os::fd::{AsFd, AsRawFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -22,12 +23,14 @@ fn in_child(work: impl FnOnce() -> bool) {
 }
 
 fn start(work: impl FnOnce() -> bool) -> i32 {
-    // SAFETY: the child takes no lock but the allocator's, which the C library resets, and ends with _exit.
+    // SAFETY: the child takes no lock but the allocator's, which the C library resets, and ends with _exit, even if
+    // `work` panics.
     unsafe {
         let pid = libc::fork();
         assert!(pid >= 0);
         if pid == 0 {
-            libc::_exit(if work() { 0 } else { 1 });
+            let is_right = catch_unwind(AssertUnwindSafe(work)).unwrap_or(false);
+            libc::_exit(if is_right { 0 } else { 1 });
         }
         pid
     }

@@ -1,6 +1,7 @@
 //! How `PidFd` reports the life and end of processes.
 
 use std::os::fd::AsRawFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 use rustloader::sys::pidfd::{ExitStatus, PidFd, child_status, has_exited, start_time};
@@ -14,8 +15,7 @@ fn fork(work: impl FnOnce()) -> i32 {
         // If the test fails, no process is left behind.
         // SAFETY: alarm takes a plain number.
         unsafe { libc::alarm(120) };
-        work();
-        exit(0);
+        exit(if catch_unwind(AssertUnwindSafe(work)).is_ok() { 0 } else { 1 });
     }
     pid
 }
