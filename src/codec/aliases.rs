@@ -113,7 +113,7 @@ impl<T: Tensors> Aliases<'_, T> {
         let (leaves, tensors) = (self.leaves, self.tensors);
         let view = |extent: &Extent| {
             let view = tensors.view(&leaves[extent.leaf].object).ok_or(NotPlain)?;
-            if view.ptr as usize == extent.start { Ok(view) } else { Err(NotPlain) }
+            if view.ptr() as usize == extent.start { Ok(view) } else { Err(NotPlain) }
         };
         let views = component.iter().map(view).collect::<Result<Vec<_>, _>>()?;
         let lattices: Vec<_> = component.iter().zip(&views).map(|(e, view)| lattice(e, view)).collect();
@@ -136,7 +136,7 @@ impl<T: Tensors> Aliases<'_, T> {
     fn share(&mut self, extents: &[Extent], views: &[TensorView<'_>], len: usize) -> Plain {
         let (low, storage) = (extents[0].start, self.storages.len());
         for (extent, view) in extents.iter().zip(views) {
-            if !(extent.start - low).is_multiple_of(view.dtype.itemsize()) {
+            if !(extent.start - low).is_multiple_of(view.dtype().itemsize()) {
                 return Err(NotPlain);
             }
             let (at, end) = self.leaves[extent.leaf].written;
@@ -144,7 +144,7 @@ impl<T: Tensors> Aliases<'_, T> {
         }
         let objects = extents.iter().map(|extent| &self.leaves[extent.leaf].object);
         let tensors = self.tensors.keep_alive(objects.collect()).ok_or(NotPlain)?;
-        let align = views.iter().map(|view| view.dtype.align()).max().unwrap_or(1);
+        let align = views.iter().map(|view| view.dtype().align()).max().unwrap_or(1);
         self.storages.push(SharedMemory { low, len, align, tensors });
         Ok(())
     }
@@ -202,7 +202,8 @@ impl<T: Tensors> Aliases<'_, T> {
                 writer.storage(unsafe { std::slice::from_raw_parts(first, len) });
             } else {
                 let place = writer.storage_outside(len);
-                copies.push(PendingCopy::of_bytes(tensors.clone(), place, first, len, *align));
+                // SAFETY: as above; `tensors` keeps the tensors alive.
+                copies.push(unsafe { PendingCopy::of_bytes(tensors.clone(), place, first, len, *align) });
             }
         }
         copies
@@ -212,8 +213,8 @@ impl<T: Tensors> Aliases<'_, T> {
         let view = self.tensors.view(&self.leaves[leaf].object);
         // `component` has just read the view, so there is one. If there were none, nothing would be written here, and
         // the reader would refuse the payload.
-        if let Some(TensorView { dtype, shape, strides, ptr, .. }) = view {
-            writer.shared(dtype, &shape, &strides, storage, ptr as usize - low);
+        if let Some(view) = view {
+            writer.shared(view.dtype(), view.shape(), view.strides(), storage, view.ptr() as usize - low);
         }
     }
 }
@@ -222,17 +223,17 @@ fn lattice<'a>(extent: &Extent, view: &'a TensorView<'_>) -> Lattice<'a> {
     Lattice {
         start: extent.start,
         extent: extent.end - extent.start,
-        shape: &view.shape,
-        strides: &view.strides,
-        itemsize: view.dtype.itemsize(),
+        shape: view.shape(),
+        strides: view.strides(),
+        itemsize: view.dtype().itemsize(),
     }
 }
 
 /// Returns the number of bytes that a tensor takes if it is sent separately.
 fn bytes_alone(lattice: &Lattice<'_>, view: &TensorView<'_>) -> usize {
     let item = lattice.itemsize as i64;
-    let mut byte_strides = view.strides;
+    let mut byte_strides = *view.strides();
     byte_strides.as_mut_slice().iter_mut().for_each(|stride| *stride = stride.saturating_mul(item));
-    let plan = TransferPlan::new(&view.shape, &byte_strides, lattice.itemsize, Style::Tensor);
+    let plan = TransferPlan::new(view.shape(), &byte_strides, lattice.itemsize, Style::Tensor);
     plan.map_or(lattice.extent, |plan| plan.bytes)
 }

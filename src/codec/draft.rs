@@ -30,33 +30,60 @@ pub struct PendingCopy<O> {
 }
 
 impl<O> PendingCopy<O> {
-    /// Describes a copy of `len` bytes from `first` on, which `owner` keeps alive, to an address that is a multiple of
-    /// `align`.
-    pub fn of_bytes(owner: O, place: Placeholder, first: *const u8, len: usize, align: usize) -> Self {
+    /// Describes a copy of `len` bytes from `first` on to an address that is a multiple of `align`.
+    ///
+    /// # Safety
+    /// `owner` keeps the bytes alive.
+    pub unsafe fn of_bytes(owner: O, place: Placeholder, first: *const u8, len: usize, align: usize) -> Self {
         Self { _owner: owner, place, first, plan: TransferPlan::bytes(len), align, hold: Hold::Shared }
     }
 
-    /// Passes the leaf to the sink: the sink adopts the leaf's memory or, if it cannot, reserves room, which
-    /// `copy(plan, source, target)` then fills. Writes the leaf's index and offset to `place`.
+    /// Passes the leaf to the sink: the sink adopts the leaf's memory or, if it cannot, reserves room, which `copy` then
+    /// fills: it must perform the [`LeafCopy`]. Writes the leaf's index and offset to `place`.
     pub fn run<S: Sink>(
         &self,
         out: &mut Writer<'_>,
         sink: &mut S,
-        copy: impl FnOnce(&TransferPlan, *const u8, *mut u8),
+        copy: impl FnOnce(LeafCopy<'_>),
     ) -> Result<(), Error> {
         let Self { place, first, plan, align, hold, .. } = self;
         let fits = plan.gather.is_none() && (*first as usize).is_multiple_of(*align);
-        let adopt = || sink.adopt(*first, plan.bytes, *hold);
+        // SAFETY: without a gather the plan's bytes are contiguous, and the owner keeps them alive.
+        let adopt = || unsafe { sink.adopt(*first, plan.bytes, *hold) };
         let (leaf, offset) = match fits.then(adopt).flatten() {
             Some(adopted) => adopted,
             None => {
                 let (leaf, target) = sink.reserve(plan.bytes)?;
-                copy(plan, *first, target);
+                copy(LeafCopy { plan, source: *first, target });
                 (leaf, 0)
             }
         };
         out.fill(*place, leaf, offset);
         Ok(())
+    }
+}
+
+/// A copy of a leaf into memory that a sink has reserved for it.
+pub struct LeafCopy<'a> {
+    plan: &'a TransferPlan,
+    source: *const u8,
+    target: *mut u8,
+}
+
+// SAFETY: the owner of the pending copy keeps the source alive, and nothing else uses the target.
+unsafe impl Send for LeafCopy<'_> {}
+
+impl LeafCopy<'_> {
+    /// Returns the number of bytes.
+    pub fn bytes(&self) -> usize {
+        self.plan.bytes
+    }
+
+    /// Copies the leaf.
+    pub fn perform(self) {
+        // SAFETY: the plan describes memory at `source` that the copy's owner keeps alive, by the contracts of
+        // `PendingCopy::of_bytes` and `Draft::leaf`. The sink has reserved `plan.bytes` bytes at `target`.
+        unsafe { self.plan.copy(self.source, self.target) }
     }
 }
 
@@ -115,10 +142,15 @@ impl<'a, O: Object + Clone> Draft<'a, O> {
     }
 
     /// Writes a bytes object as a leaf.
-    pub fn bytes_outside(&mut self, value: &O, bytes: &[u8]) -> Plain {
+    ///
+    /// # Safety
+    /// `value` keeps `bytes` alive.
+    pub unsafe fn bytes_outside(&mut self, value: &O, bytes: &[u8]) -> Plain {
         if self.record(value)? {
             let place = self.out.bytes_outside(bytes.len());
-            self.copies.push(PendingCopy::of_bytes(value.clone(), place, bytes.as_ptr(), bytes.len(), 1));
+            // SAFETY: by the contract.
+            let copy = unsafe { PendingCopy::of_bytes(value.clone(), place, bytes.as_ptr(), bytes.len(), 1) };
+            self.copies.push(copy);
         }
         Ok(())
     }

@@ -67,12 +67,9 @@ pub fn encode<S: Sink>(bridge: &Bridge, batch: &Bound<'_, PyAny>, out: &mut Vec<
     };
     let mut out = Writer::new(out);
     for copy in copies {
-        let done = copy.run(&mut out, sink, |plan, first, target| {
-            let (from, to) = (first as usize, target as usize);
-            // SAFETY: the plan describes the view that begins at `from`, which the copy's owner keeps alive; `to`
-            // points to `plan.bytes` fresh bytes.
-            let copy = || unsafe { plan.copy(from as *const u8, to as *mut u8) };
-            if plan.bytes >= DETACH_FROM { batch.py().detach(copy) } else { copy() }
+        let done = copy.run(&mut out, sink, |copy| match copy.bytes() {
+            DETACH_FROM.. => batch.py().detach(|| copy.perform()),
+            _ => copy.perform(),
         });
         if let Err(error) = done {
             out.truncate(before);
@@ -207,7 +204,8 @@ impl<'py> Encoder<'_, 'py> {
                 self.draft.out.bytes(bytes);
             }
         } else {
-            self.draft.bytes_outside(value, bytes)?;
+            // SAFETY: `value` is the bytes object.
+            unsafe { self.draft.bytes_outside(value, bytes) }?;
         }
         Ok(())
     }
@@ -307,8 +305,8 @@ impl<'py> Encoder<'_, 'py> {
             return Err(NotPlain);
         }
         let view = self.bridge.and_then(|bridge| bridge.view(value)).ok_or(NotPlain)?;
-        let item = view.dtype.itemsize() as i64;
-        let TensorView { ptr: first, dtype, shape, strides: mut byte_strides, .. } = view;
+        let (first, dtype, shape, mut byte_strides) = (view.ptr(), view.dtype(), *view.shape(), *view.strides());
+        let item = dtype.itemsize() as i64;
         for stride in byte_strides.as_mut_slice() {
             *stride = stride.checked_mul(item).ok_or(NotPlain)?;
         }

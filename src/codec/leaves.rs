@@ -72,7 +72,8 @@ impl<'a> Outgoing<'a> {
     }
 }
 
-impl Sink for Outgoing<'_> {
+// SAFETY: the message holds the reserved blocks until it is sent.
+unsafe impl Sink for Outgoing<'_> {
     fn reserve(&mut self, len: usize) -> Result<(u32, *mut u8)> {
         // Sleep without releasing the GIL. The draft has recorded the addresses of tensors and arrays, and which of
         // them belong to the batch alone. If the GIL were released, another thread could resize a storage, which frees
@@ -88,7 +89,7 @@ impl Sink for Outgoing<'_> {
         self.takes_arrays
     }
 
-    fn adopt(&mut self, ptr: *const u8, len: usize, hold: Hold) -> Option<(u32, u64)> {
+    unsafe fn adopt(&mut self, ptr: *const u8, len: usize, hold: Hold) -> Option<(u32, u64)> {
         let (block, offset) = self.port.adoptable(ptr as usize, len as u64)?;
         if self.leaves.iter().any(|(leaf, _)| leaf.block == block) {
             return None;
@@ -147,9 +148,11 @@ mod tests {
         let array = port.allocate_array(LEN, true).unwrap().unwrap().as_ptr();
         let (tensor, memory) = port.allocate(LEN as u64).unwrap();
         let mut outgoing = Outgoing::new(&port, true);
-        assert_eq!(outgoing.adopt(memory, LEN, Hold::Shared), Some((0, 0)));
+        // SAFETY: the port holds the memory.
+        let adopt = |outgoing: &mut Outgoing<'_>, memory, hold| unsafe { outgoing.adopt(memory, LEN, hold) };
+        assert_eq!(adopt(&mut outgoing, memory, Hold::Shared), Some((0, 0)));
         assert!(!outgoing.begin_settling(), "the message has no array");
-        assert_eq!(outgoing.adopt(array, LEN, Hold::Sole), Some((1, 0)));
+        assert_eq!(adopt(&mut outgoing, array, Hold::Sole), Some((1, 0)));
         assert!(outgoing.begin_settling());
         // The batch is dropped, and the worker keeps the array.
         port.release(tensor);
@@ -163,9 +166,10 @@ mod tests {
         assert_eq!(port.allocate(LEN as u64).unwrap(), (tensor, memory));
         assert_eq!(port.array_len(array), LEN);
         let mut second = Outgoing::new(&port, true);
-        assert_eq!(second.adopt(array, LEN, Hold::Sole), Some((0, 0)));
+        assert_eq!(adopt(&mut second, array, Hold::Sole), Some((0, 0)));
         assert!(second.begin_settling());
-        port.free_array(array);
+        // SAFETY: nothing reads the array any more.
+        unsafe { port.free_array(array) };
         second.settle(|_, _, _| panic!("it was freed")).unwrap();
         drop(second);
         assert_eq!(port.allocate_array(LEN, false).unwrap().unwrap().as_ptr(), array);

@@ -73,7 +73,10 @@ pub enum Hold {
 }
 
 /// The encoder's destination for large leaves, which are indexed from 0 in the order in which the sink gets them.
-pub trait Sink {
+///
+/// # Safety
+/// The `len` bytes of memory that `reserve` returns can be written as long as the sink lives, and nothing else uses them.
+pub unsafe trait Sink {
     /// Allocates a leaf of `len` bytes, aligned for every dtype. Returns its index and its memory.
     fn reserve(&mut self, len: usize) -> Result<(u32, *mut u8)>;
 
@@ -91,7 +94,10 @@ pub trait Sink {
     /// Adopts the `len` bytes at `ptr` if they can be sent without a copy. Returns the index of the leaf that contains
     /// them, and their offset in that leaf; `None` if they must be copied. Called only for at least `INLINE_LIMIT`
     /// bytes.
-    fn adopt(&mut self, ptr: *const u8, len: usize, hold: Hold) -> Option<(u32, u64)>;
+    ///
+    /// # Safety
+    /// The batch keeps the bytes alive.
+    unsafe fn adopt(&mut self, ptr: *const u8, len: usize, hold: Hold) -> Option<(u32, u64)>;
 }
 
 /// The decoder's source of leaves.

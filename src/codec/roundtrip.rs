@@ -19,7 +19,8 @@ struct HeapLeaves {
     keeps_state: bool,
 }
 
-impl Sink for HeapLeaves {
+// SAFETY: the leaves own the reserved memory.
+unsafe impl Sink for HeapLeaves {
     fn reserve(&mut self, len: usize) -> Result<(u32, *mut u8), Error> {
         let heap = Heap::new(len)?;
         let memory = heap.ptr();
@@ -31,10 +32,10 @@ impl Sink for HeapLeaves {
         self.keeps_state
     }
 
-    fn adopt(&mut self, ptr: *const u8, len: usize, _: Hold) -> Option<(u32, u64)> {
+    unsafe fn adopt(&mut self, ptr: *const u8, len: usize, _: Hold) -> Option<(u32, u64)> {
         let offset = self.adopt?;
         let (leaf, memory) = self.reserve(offset + len).ok()?;
-        // SAFETY: the encoder passes the bytes of a live tensor; the same number of bytes was reserved after the
+        // SAFETY: the batch keeps the bytes alive; the same number of bytes was reserved after the
         // offset.
         unsafe { memory.add(offset).copy_from_nonoverlapping(ptr, len) };
         Some((leaf, offset as u64))

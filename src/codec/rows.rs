@@ -94,7 +94,8 @@ impl Leaves {
     }
 }
 
-impl Sink for Leaves {
+// SAFETY: the leaves own the reserved memory.
+unsafe impl Sink for Leaves {
     fn reserve(&mut self, len: usize) -> Result<(u32, *mut u8)> {
         let fits = self.spare.iter().position(|leaf| leaf.len() >= len);
         let heap = fits.map_or_else(|| Heap::new(len), |at| Ok(self.spare.swap_remove(at)))?;
@@ -107,7 +108,7 @@ impl Sink for Leaves {
         true
     }
 
-    fn adopt(&mut self, _ptr: *const u8, _len: usize, _hold: Hold) -> Option<(u32, u64)> {
+    unsafe fn adopt(&mut self, _ptr: *const u8, _len: usize, _hold: Hold) -> Option<(u32, u64)> {
         None
     }
 }

@@ -68,7 +68,8 @@ impl Tensors for Batch {
 
     fn view<'t>(&self, tensor: &'t Tensor) -> Option<TensorView<'t>> {
         let (shape, strides) = (Dims::new(&tensor.shape)?, Dims::new(&tensor.strides)?);
-        Some(TensorView::new(tensor.first(), tensor.dtype, shape, strides))
+        // SAFETY: the strategy creates views inside the memory.
+        Some(unsafe { TensorView::new(tensor.first(), tensor.dtype, shape, strides) })
     }
 
     fn keep_alive(&self, tensors: Vec<&Tensor>) -> Option<Tensor> {
@@ -80,14 +81,15 @@ impl Tensors for Batch {
 #[derive(Default)]
 struct HeapLeaves(Vec<Vec<u8>>);
 
-impl Sink for HeapLeaves {
+// SAFETY: the leaves own the reserved memory.
+unsafe impl Sink for HeapLeaves {
     fn reserve(&mut self, len: usize) -> Result<(u32, *mut u8)> {
         self.0.push(vec![0xee; len]);
         let leaf = self.0.len() - 1;
         Ok((leaf as u32, self.0[leaf].as_mut_ptr()))
     }
 
-    fn adopt(&mut self, _: *const u8, len: usize, _: Hold) -> Option<(u32, u64)> {
+    unsafe fn adopt(&mut self, _: *const u8, len: usize, _: Hold) -> Option<(u32, u64)> {
         assert!(len >= INLINE_LIMIT);
         None
     }
@@ -114,8 +116,7 @@ fn encode(batch: &[Tensor]) -> Plain<(Vec<u8>, HeapLeaves)> {
     }
     let (mut leaves, mut out) = (HeapLeaves::default(), Writer::new(&mut payload));
     for copy in copies {
-        // SAFETY: as above; the sink has reserved the bytes that the plan writes.
-        copy.run(&mut out, &mut leaves, |plan, from, to| unsafe { plan.copy(from, to) }).unwrap();
+        copy.run(&mut out, &mut leaves, |copy| copy.perform()).unwrap();
     }
     assert_eq!(payload[..from], [1, 2, 3]);
     payload.drain(..from);

@@ -32,7 +32,8 @@ unsafe impl Send for SharedLease {}
 // SAFETY: as above; the shared pointer never changes.
 unsafe impl Sync for SharedLease {}
 
-impl Memory for SharedLease {
+// SAFETY: the lease holds the memory.
+unsafe impl Memory for SharedLease {
     fn ptr(&self) -> *mut u8 {
         self.memory
     }

@@ -27,7 +27,7 @@ pub fn stack<M: Memory>(
     if !items.iter().all(|item| bridge.is_tensor(item)) || bridge.has_modes(py)? {
         return Ok(None);
     }
-    let Some(plan) = StackPlan::new(items.len(), &first.shape, first.dtype) else { return Ok(None) };
+    let Some(plan) = StackPlan::new(items.len(), first.shape(), first.dtype()) else { return Ok(None) };
     let StackPlan { each, total, .. } = plan;
     let _reading = reading(py);
     // For a small batch, calling torch is faster than reading every item.
@@ -77,8 +77,8 @@ pub fn tensor_for<M: Memory>(
 fn sources(bridge: &Bridge, items: &[Bound<'_, PyAny>], first: &TensorView<'_>) -> Option<Vec<usize>> {
     let source = |item| {
         let view = bridge.view(item)?;
-        let alike = view.dtype == first.dtype && *view.shape == *first.shape;
-        (alike && is_contiguous(&view.shape, &view.strides)).then_some(view.ptr as usize)
+        let alike = view.dtype() == first.dtype() && view.shape() == first.shape();
+        (alike && is_contiguous(view.shape(), view.strides())).then_some(view.ptr() as usize)
     };
     items.iter().map(source).collect()
 }

@@ -37,7 +37,7 @@ pub fn gather<'py>(
     }
     let planned = |tensor: &Bound<'py, PyAny>| {
         let view = bridge.view(tensor)?;
-        Some((plan(&view, rows.len(), end)?, view.ptr as usize, view.strides[0] as usize * view.dtype.itemsize()))
+        Some((plan(&view, rows.len(), end)?, view.ptr() as usize, view.strides()[0] as usize * view.dtype().itemsize()))
     };
     let plans = tensors.iter().map(|tensor| planned(&tensor));
     let Some(plans) = plans.collect::<Option<Vec<_>>>() else { return Ok(None) };
@@ -81,10 +81,10 @@ pub fn gather<'py>(
 /// Returns the plan for stacking `count` rows of a tensor. Returns `None` if the tensor has fewer than `end` rows, or
 /// if its rows are not contiguous.
 fn plan(view: &TensorView<'_>, count: usize, end: usize) -> Option<StackPlan> {
-    let (&length, row) = view.shape.split_first()?;
-    let (&step, strides) = view.strides.split_first()?;
+    let (&length, row) = view.shape().split_first()?;
+    let (&step, strides) = view.strides().split_first()?;
     let exists = usize::try_from(length).is_ok_and(|length| end <= length) && step >= 0;
-    (exists && is_contiguous(row, strides)).then(|| StackPlan::new(count, row, view.dtype))?
+    (exists && is_contiguous(row, strides)).then(|| StackPlan::new(count, row, view.dtype()))?
 }
 
 /// Returns the row numbers in a non-empty list of exact, non-negative ints, and the largest of them plus 1. Returns
@@ -107,9 +107,9 @@ pub fn gather_in_torch<'py>(
         let made = tensor.call_method1(intern!(tensor.py(), "new_empty"), (&plan.shape[..],))?;
         // Check the result, because a program may have replaced the method.
         let fits = |view: &TensorView<'_>| {
-            view.dtype == plan.dtype && view.shape == plan.shape && view.strides == plan.strides
+            view.dtype() == plan.dtype && *view.shape() == plan.shape && *view.strides() == plan.strides
         };
-        let ptr = bridge.view(&made).filter(fits).map(|view| view.ptr.cast_mut());
+        let ptr = bridge.view(&made).filter(fits).map(|view| view.ptr().cast_mut());
         Ok(ptr.map(|ptr| (ptr, made.unbind())))
     })
 }

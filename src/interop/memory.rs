@@ -8,8 +8,11 @@ use crate::shm::lease::Lease;
 use crate::worker::kept::WorkerLease;
 
 /// The memory of a tensor or array. Dropping the value releases the memory, on any thread and without the GIL.
-pub trait Memory: Send + 'static {
-    /// Returns the address, which does not change while the value lives. It is not null, even if the length is 0.
+///
+/// # Safety
+/// While the value lives, `ptr` returns the same address, and `len` bytes from there on can be read and written.
+pub unsafe trait Memory: Send + 'static {
+    /// Returns the address. It is not null, even if the length is 0.
     fn ptr(&self) -> *mut u8;
     /// Returns the number of bytes.
     fn len(&self) -> usize;
@@ -45,7 +48,8 @@ impl Heap {
     }
 }
 
-impl Memory for Heap {
+// SAFETY: `new` allocates `len` bytes, and `drop` frees them.
+unsafe impl Memory for Heap {
     fn ptr(&self) -> *mut u8 {
         self.memory.as_ptr()
     }
@@ -62,7 +66,8 @@ impl Drop for Heap {
     }
 }
 
-impl Memory for Lease {
+// SAFETY: a lease holds a block of `len` bytes.
+unsafe impl Memory for Lease {
     fn ptr(&self) -> *mut u8 {
         Lease::ptr(self)
     }
@@ -72,7 +77,8 @@ impl Memory for Lease {
     }
 }
 
-impl Memory for WorkerLease {
+// SAFETY: the worker holds a block of `len` bytes until the lease is dropped.
+unsafe impl Memory for WorkerLease {
     fn ptr(&self) -> *mut u8 {
         self.ptr
     }

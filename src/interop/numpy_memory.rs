@@ -214,7 +214,8 @@ unsafe extern "C" fn realloc(ctx: *mut c_void, memory: *mut c_void, len: usize) 
     }
     let Resized::Move(old) = (match len < ARRAY_MIN {
         true => Resized::Move(context.port.array_len(memory.cast())),
-        false => context.port.resize_array(memory.cast(), len),
+        // SAFETY: NumPy resizes the array, so it no longer uses the bytes from `len` on.
+        false => unsafe { context.port.resize_array(memory.cast(), len) },
     }) else {
         return memory;
     };
@@ -222,8 +223,11 @@ unsafe extern "C" fn realloc(ctx: *mut c_void, memory: *mut c_void, len: usize) 
     let moved = unsafe { malloc(ctx, len) };
     if !moved.is_null() {
         // SAFETY: the old memory has `old` bytes and the new one `len`. Both live, and they do not overlap.
-        unsafe { std::ptr::copy_nonoverlapping(memory.cast::<u8>(), moved.cast(), old.min(len)) };
-        context.port.free_array(memory.cast());
+        // Nothing uses the old memory after the copy.
+        unsafe {
+            std::ptr::copy_nonoverlapping(memory.cast::<u8>(), moved.cast(), old.min(len));
+            context.port.free_array(memory.cast());
+        }
     }
     moved
 }
@@ -232,7 +236,8 @@ unsafe extern "C" fn free(ctx: *mut c_void, memory: *mut c_void, len: usize) {
     // SAFETY: see above.
     let context = unsafe { Context::of(ctx) };
     if context.has(memory) {
-        context.port.free_array(memory.cast());
+        // SAFETY: NumPy frees the array.
+        unsafe { context.port.free_array(memory.cast()) };
     } else {
         // SAFETY: NumPy's function is called with NumPy's context and memory.
         unsafe { (context.default.free)(context.default.ctx, memory, len) }

@@ -7,22 +7,48 @@ use crate::tree::Kind;
 use crate::tree::dtype::Dtype;
 use crate::tree::layout::{Dims, extent, is_contiguous};
 
-/// The memory of a plain CPU tensor. The pointer is valid until the tensor is freed, or until its storage is resized or
-/// moved.
+/// The memory of a plain CPU tensor, which the view borrows. The pointer is valid as long as no code resizes or moves
+/// the tensor's storage.
 #[derive(Clone, Copy, Debug)]
 pub struct TensorView<'a> {
-    pub ptr: *const u8,
-    pub dtype: Dtype,
-    pub shape: Dims,
-    /// The strides, in elements.
-    pub strides: Dims,
+    ptr: *const u8,
+    dtype: Dtype,
+    shape: Dims,
+    strides: Dims,
     tensor: PhantomData<&'a ()>,
 }
 
 impl TensorView<'_> {
+    /// Creates the view of a tensor.
+    ///
+    /// # Safety
+    /// `ptr` is the address of the tensor's first element, and the tensor has this dtype, shape and strides, in
+    /// elements. The tensor lives as long as the view.
     #[inline]
-    pub fn new(ptr: *const u8, dtype: Dtype, shape: Dims, strides: Dims) -> Self {
+    pub unsafe fn new(ptr: *const u8, dtype: Dtype, shape: Dims, strides: Dims) -> Self {
         Self { ptr, dtype, shape, strides, tensor: PhantomData }
+    }
+
+    /// Returns the address of the first element.
+    #[inline]
+    pub fn ptr(&self) -> *const u8 {
+        self.ptr
+    }
+
+    #[inline]
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    #[inline]
+    pub fn shape(&self) -> &Dims {
+        &self.shape
+    }
+
+    /// Returns the strides, in elements.
+    #[inline]
+    pub fn strides(&self) -> &Dims {
+        &self.strides
     }
 }
 

@@ -44,25 +44,31 @@ const EMPTY: DLTensor = DLTensor {
 };
 
 impl<M: Memory> Block<M> {
-    /// Creates a block over leased memory. The caller must have checked that the view at byte `offset` stays inside
-    /// that memory. Returns `None` if there is no memory for the block, or if DLPack does not support the dtype.
-    pub fn leased(lease: M, offset: usize, form: Form<'_>) -> Option<Self> {
+    /// Creates a block over leased memory, with the first element at byte `offset`. Returns `None` if there is no memory
+    /// for the block, or if DLPack does not support the dtype. If the form does not fit the memory, returns the reason
+    /// in words.
+    pub fn leased(lease: M, offset: usize, form: Form<'_>) -> Result<Option<Self>, &'static str> {
+        form.check(&lease, offset)?;
         let data = lease.ptr().wrapping_add(offset);
-        let (block, _) = Self::allocate(Some(lease), form, 0)?;
+        let Some((block, _)) = Self::allocate(Some(lease), form, 0) else { return Ok(None) };
         // SAFETY: the header was just written, and only this function uses it.
         unsafe { (*block.0.as_ptr()).set_data(data) };
-        Some(block)
+        Ok(Some(block))
     }
 
-    /// Creates a block that contains a copy of `bytes`. Returns `None` as [`Self::leased`] does.
-    pub fn copied(bytes: &[u8], form: Form<'_>) -> Option<Self> {
-        let (block, data) = Self::allocate(None, form, bytes.len())?;
+    /// Creates a block that contains a copy of `bytes`, which must have the length of the form's extent. Returns what
+    /// [`Self::leased`] does.
+    pub fn copied(bytes: &[u8], form: Form<'_>) -> Result<Option<Self>, &'static str> {
+        if form.extent() != Some(bytes.len()) {
+            return Err("the bytes of a tensor do not fit its sizes and strides");
+        }
+        let Some((block, data)) = Self::allocate(None, form, bytes.len()) else { return Ok(None) };
         // SAFETY: `allocate` reserved room for these bytes at `data`; only this function uses the header.
         unsafe {
             data.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
             (*block.0.as_ptr()).set_data(data);
         }
-        Some(block)
+        Ok(Some(block))
     }
 
     fn allocate(lease: Option<M>, form: Form<'_>, data_len: usize) -> Option<(Self, *mut u8)> {
@@ -208,7 +214,8 @@ mod tests {
     /// Memory that counts its releases.
     struct Counted(Heap, Arc<AtomicU8>);
 
-    impl Memory for Counted {
+    // SAFETY: the memory is that of a `Heap`.
+    unsafe impl Memory for Counted {
         fn ptr(&self) -> *mut u8 {
             self.0.ptr()
         }
@@ -229,7 +236,7 @@ mod tests {
         let memory = Counted(Heap::new(64).unwrap(), Arc::clone(&released));
         let ptr = memory.ptr();
         let form = Form { dtype: Dtype::INT64, shape: &[2, 3], strides: &[3, 1] };
-        (Block::leased(memory, 8, form).unwrap(), ptr, released)
+        (Block::leased(memory, 8, form).unwrap().unwrap(), ptr, released)
     }
 
     fn released(count: &AtomicU8) -> u8 {
@@ -257,7 +264,7 @@ mod tests {
     fn a_copied_block_holds_an_aligned_copy() {
         for len in [0, 5, 4096] {
             let bytes: Vec<u8> = (0..len).map(|at| at as u8).collect();
-            let block = Block::<Heap>::copied(&bytes, Form::bytes(&[len as i64])).unwrap();
+            let block = Block::<Heap>::copied(&bytes, Form::bytes(&[len as i64])).unwrap().unwrap();
             // SAFETY: the block lives, and holds a copy of the bytes.
             let (data, copy) = unsafe {
                 let data = (*block.versioned()).dl_tensor.data.cast::<u8>();

@@ -57,7 +57,7 @@ impl Bridge {
         // Older versions of torch have dtypes that their DLPack does not support.
         let makes = |dtype| {
             let empty = Block::<Heap>::copied(&[], Form::empty(dtype));
-            empty.is_some_and(|block| importer.import(py, block).is_ok())
+            empty.ok().flatten().is_some_and(|block| importer.import(py, block).is_ok())
         };
         let dtypes = Dtype::all().filter_map(|dtype| {
             let torch_dtype = torch.getattr(dtype.torch_name()?).ok()?;
@@ -132,13 +132,13 @@ impl Bridge {
             None => self.read_attributes(obj)?,
         };
         // A functional or zero tensor has elements but no memory.
-        if view.ptr.is_null() && numel(&view.shape) != Some(0) {
+        if view.ptr().is_null() && numel(view.shape()) != Some(0) {
             return None;
         }
-        if view.dtype.may_be_neg() && !is_false(self.is_neg.bind(py).call1((obj,))) {
+        if view.dtype().may_be_neg() && !is_false(self.is_neg.bind(py).call1((obj,))) {
             return None;
         }
-        if view.dtype.is_complex() && !is_false(self.is_conj.bind(py).call1((obj,))) {
+        if view.dtype().is_complex() && !is_false(self.is_conj.bind(py).call1((obj,))) {
             return None;
         }
         Some(view)
@@ -165,7 +165,8 @@ impl Bridge {
             n => Dims::new(unsafe { std::slice::from_raw_parts(from, usize::try_from(n).ok()?) }),
         };
         let ptr = tensor.data.cast_const().cast::<u8>().wrapping_add(tensor.byte_offset as usize);
-        Some(TensorView::new(ptr, dtype, dims(tensor.shape)?, dims(tensor.strides)?))
+        // SAFETY: torch describes this tensor, which `obj` keeps alive.
+        Some(unsafe { TensorView::new(ptr, dtype, dims(tensor.shape)?, dims(tensor.strides)?) })
     }
 
     /// Reads a tensor without torch's C functions.
@@ -181,7 +182,8 @@ impl Bridge {
         let dims = |name| -> Option<Dims> { Dims::new(&obj.call_method0(name).ok()?.extract::<Vec<i64>>().ok()?) };
         let (shape, strides) = (dims(intern!(py, "size"))?, dims(intern!(py, "stride"))?);
         let ptr = obj.call_method0(intern!(py, "data_ptr")).ok()?.extract::<usize>().ok()? as *const u8;
-        Some(TensorView::new(ptr, dtype, shape, strides))
+        // SAFETY: torch describes this tensor, which `obj` keeps alive.
+        Some(unsafe { TensorView::new(ptr, dtype, shape, strides) })
     }
 
     fn dtype_of(&self, dtype: &Bound<'_, PyAny>) -> Option<Dtype> {
@@ -192,17 +194,13 @@ impl Bridge {
     /// storage ends with its last element, and the lease is dropped with the last tensor on that storage. Raises
     /// ValueError if the form does not fit, or if torch has no such dtype.
     pub fn tensor<M: Memory>(&self, py: Python<'_>, lease: M, offset: usize, form: Form<'_>) -> Made {
-        form.check(&lease, offset).map_err(PyValueError::new_err)?;
-        let block = Block::leased(lease, offset, form);
+        let block = Block::leased(lease, offset, form).map_err(PyValueError::new_err)?;
         self.importer.import(py, block.ok_or_else(|| creation_error(form.dtype))?)
     }
 
     /// Creates a tensor that owns a copy of `bytes`, which must have the length of the form's extent.
     pub fn tensor_copied(&self, py: Python<'_>, bytes: &[u8], form: Form<'_>) -> Made {
-        if form.extent() != Some(bytes.len()) {
-            return Err(PyValueError::new_err("the bytes of a tensor do not fit its sizes and strides"));
-        }
-        let block = Block::<Heap>::copied(bytes, form);
+        let block = Block::<Heap>::copied(bytes, form).map_err(PyValueError::new_err)?;
         self.importer.import(py, block.ok_or_else(|| creation_error(form.dtype))?)
     }
 

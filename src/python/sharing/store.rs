@@ -140,7 +140,8 @@ struct PrivateBytes {
     len: usize,
 }
 
-impl Memory for PrivateBytes {
+// SAFETY: the bytes are part of the map.
+unsafe impl Memory for PrivateBytes {
     fn ptr(&self) -> *mut u8 {
         self.map.as_ptr().wrapping_add(self.at)
     }

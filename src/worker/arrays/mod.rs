@@ -90,8 +90,12 @@ impl Port {
         (task == self.task()).then_some(error)
     }
 
-    /// Frees an array. Any thread may call it. Does nothing after the worker's end, and in a child.
-    pub fn free_array(&self, memory: *mut u8) {
+    /// Frees an array. Any thread may call it. Does nothing after the worker's end, in a child, and for memory that is no
+    /// array.
+    ///
+    /// # Safety
+    /// Nothing uses the array any more.
+    pub unsafe fn free_array(&self, memory: *mut u8) {
         let Some(mut arrays) = self.arrays().filter(|arrays| !arrays.ended) else { return };
         let mut allocator = lock(&self.allocator);
         let Some((block, 0)) = allocator.find(memory as usize) else { return };
@@ -115,7 +119,10 @@ impl Port {
 
     /// Resizes an array to `len` bytes in place, if its block has room and `len` is at least half of the array's
     /// length.
-    pub fn resize_array(&self, memory: *mut u8, len: usize) -> Resized {
+    ///
+    /// # Safety
+    /// Nothing uses the bytes of the array from `len` on any more.
+    pub unsafe fn resize_array(&self, memory: *mut u8, len: usize) -> Resized {
         let Some(mut arrays) = self.arrays() else { return Resized::Move(private_len(memory as usize)) };
         let mut allocator = lock(&self.allocator);
         let Some((block, 0)) = allocator.find(memory as usize) else { return Resized::Move(0) };

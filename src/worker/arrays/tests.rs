@@ -20,6 +20,16 @@ fn array_of(port: &Port, len: usize, zeroed: bool) -> Option<NonNull<u8>> {
     port.allocate_array(len, zeroed).unwrap()
 }
 
+fn free(port: &Port, memory: *mut u8) {
+    // SAFETY: the tests read an array's memory after its end only while they hold its block.
+    unsafe { port.free_array(memory) }
+}
+
+fn resize(port: &Port, memory: *mut u8, len: usize) -> Resized {
+    // SAFETY: the tests read nothing from `len` on.
+    unsafe { port.resize_array(memory, len) }
+}
+
 fn block_of(port: &Port, memory: NonNull<u8>) -> u32 {
     port.adoptable(memory.as_ptr() as usize, LEN as u64).unwrap().0
 }
@@ -35,14 +45,14 @@ fn a_freed_array_leaves_its_block_to_the_next_one() {
     let one = array_of(&port, LEN, false).unwrap();
     let two = array_of(&port, LEN, false).unwrap();
     assert_ne!(one, two);
-    port.free_array(one.as_ptr());
+    free(&port, one.as_ptr());
     assert_eq!(array_of(&port, LEN, false), Some(one));
     // Memory that is not an array, or is already freed, is not freed.
-    port.free_array(two.as_ptr().wrapping_add(4096));
-    port.free_array(std::ptr::null_mut());
+    free(&port, two.as_ptr().wrapping_add(4096));
+    free(&port, std::ptr::null_mut());
     assert_eq!(port.array_len(two.as_ptr()), LEN);
-    port.free_array(two.as_ptr());
-    port.free_array(two.as_ptr());
+    free(&port, two.as_ptr());
+    free(&port, two.as_ptr());
     assert_eq!(port.array_len(two.as_ptr()), 0);
     assert_eq!(array_of(&port, LEN, false), Some(two));
     assert_ne!(array_of(&port, LEN, false), Some(two));
@@ -54,7 +64,7 @@ fn a_zeroed_array_is_zero_even_in_a_reused_block() {
     let array = array_of(&port, LEN, false).unwrap();
     // SAFETY: an array of LEN bytes.
     unsafe { array.write_bytes(7, LEN) };
-    port.free_array(array.as_ptr());
+    free(&port, array.as_ptr());
     assert_eq!(array_of(&port, LEN, true), Some(array));
     assert!(bytes(array).iter().all(|byte| *byte == 0));
 }
@@ -69,7 +79,7 @@ fn a_noted_array_stays_until_it_is_taken() {
     assert!(!port.is_freed(block));
     assert!(!port.take_freed(block), "it is alive");
     assert!(port.note_array(block));
-    port.free_array(array.as_ptr());
+    free(&port, array.as_ptr());
     assert!(port.is_freed(block));
     assert_ne!(array_of(&port, LEN, false), Some(array));
     assert!(port.take_freed(block));
@@ -87,7 +97,7 @@ fn the_block_of_a_freed_array_passes_to_the_consumer() {
     let leaf = Leaf { block, len: LEN as u64 };
     let unknown = port.send(0, ResultKind::Plain, &[(leaf, Keep::Unknown { offset: 0 })], b"", Timings::default());
     assert!(matches!(unknown, Err(Error::Usage { .. })), "{unknown:?}");
-    port.free_array(array.as_ptr());
+    free(&port, array.as_ptr());
     assert!(port.take_freed(block));
     port.send(1, ResultKind::Plain, &[(leaf, Keep::Freed)], b"", Timings::default()).unwrap();
     let state = || port.arena().table(0)[block as usize].state.load(Ordering::Relaxed);
@@ -120,14 +130,14 @@ fn a_block_of_a_message_outlives_the_workers_object_and_is_taken_back_if_nothing
 fn an_array_grows_in_place_while_its_block_has_room() {
     let port = port();
     let array = array_of(&port, LEN, true).unwrap();
-    assert_eq!(port.resize_array(array.as_ptr(), LEN + 4000), Resized::InPlace);
+    assert_eq!(resize(&port, array.as_ptr(), LEN + 4000), Resized::InPlace);
     assert_eq!(port.array_len(array.as_ptr()), LEN + 4000);
-    assert_eq!(port.resize_array(array.as_ptr(), 10 * LEN), Resized::Move(LEN + 4000));
-    assert_eq!(port.resize_array(array.as_ptr(), LEN), Resized::InPlace);
-    assert_eq!(port.resize_array(array.as_ptr(), LEN / 3), Resized::Move(LEN), "most of the block would be unused");
+    assert_eq!(resize(&port, array.as_ptr(), 10 * LEN), Resized::Move(LEN + 4000));
+    assert_eq!(resize(&port, array.as_ptr(), LEN), Resized::InPlace);
+    assert_eq!(resize(&port, array.as_ptr(), LEN / 3), Resized::Move(LEN), "most of the block would be unused");
     assert!(port.note_array(block_of(&port, array)));
-    assert_eq!(port.resize_array(array.as_ptr(), LEN), Resized::Move(LEN), "a message includes it");
-    assert_eq!(port.resize_array(array.as_ptr().wrapping_add(1), LEN), Resized::Move(0));
+    assert_eq!(resize(&port, array.as_ptr(), LEN), Resized::Move(LEN), "a message includes it");
+    assert_eq!(resize(&port, array.as_ptr().wrapping_add(1), LEN), Resized::Move(0));
 }
 
 #[test]
@@ -136,16 +146,16 @@ fn arrays_get_a_share_of_the_region_and_none_after_the_end() {
     let each = ARRAYS_FROM as usize / 4;
     let arrays: Vec<_> = (0..4).map(|_| array_of(&port, each, false).unwrap()).collect();
     assert_eq!(array_of(&port, 1, false), None);
-    port.free_array(arrays[0].as_ptr());
-    assert_eq!(port.resize_array(arrays[1].as_ptr(), each - 4096), Resized::InPlace);
+    free(&port, arrays[0].as_ptr());
+    assert_eq!(resize(&port, arrays[1].as_ptr(), each - 4096), Resized::InPlace);
     assert_eq!(array_of(&port, each + 4097, false), None);
     let larger = array_of(&port, each + 4096, false).unwrap();
-    port.free_array(larger.as_ptr());
+    free(&port, larger.as_ptr());
     port.leave();
     assert_eq!(array_of(&port, LEN, false), None);
-    port.free_array(arrays[2].as_ptr());
+    free(&port, arrays[2].as_ptr());
     assert_eq!(port.array_len(arrays[2].as_ptr()), each, "the region is unchanged");
-    assert_eq!(port.resize_array(arrays[2].as_ptr(), each - 1), Resized::Move(each));
+    assert_eq!(resize(&port, arrays[2].as_ptr(), each - 1), Resized::Move(each));
 }
 
 #[test]
@@ -155,7 +165,7 @@ fn arrays_do_not_make_other_blocks_lose_their_pages() {
     port.release(block);
     for _ in 0..10_000 {
         let array = array_of(&port, LEN, false).unwrap();
-        port.free_array(array.as_ptr());
+        free(&port, array.as_ptr());
     }
     assert_eq!(port.arena().table(0)[block as usize].warm.load(Ordering::Relaxed), 10 << 20);
     assert_eq!(port.allocate(10 << 20).unwrap(), (block, memory));
@@ -175,8 +185,8 @@ fn a_child_has_private_copies_and_changes_nothing() {
         unsafe { array.write_bytes(9, LEN) };
         let mut as_expected = first() == 9 && array_of(&port, LEN, false).is_none();
         as_expected &= port.array_len(array.as_ptr()) == LEN && port.array_len(std::ptr::null_mut()) == 0;
-        as_expected &= port.resize_array(array.as_ptr(), LEN) == Resized::Move(LEN);
-        port.free_array(array.as_ptr());
+        as_expected &= resize(&port, array.as_ptr(), LEN) == Resized::Move(LEN);
+        free(&port, array.as_ptr());
         as_expected &= !port.has_array(0) && !port.note_array(0) && !port.take_freed(0);
         // SAFETY: no exit handler runs.
         unsafe { libc::_exit(i32::from(!as_expected)) };
@@ -189,6 +199,6 @@ fn a_child_has_private_copies_and_changes_nothing() {
     assert_eq!(unsafe { libc::waitpid(pid, &mut status, 0) }, pid);
     assert_eq!((status, first()), (0, 5));
     assert_eq!(port.array_len(array.as_ptr()), LEN);
-    port.free_array(array.as_ptr());
+    free(&port, array.as_ptr());
     assert_eq!(port.array_len(array.as_ptr()), 0);
 }
