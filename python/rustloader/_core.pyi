@@ -708,6 +708,9 @@ class Port:
         index is requested is recorded as the time of a sample.
         """
 
+    def check_stop(self) -> None:
+        """Raises WorkerStopped if the loader is shutting down."""
+
     def timed(self, collate_fn: Any) -> TimedCollate:
         """Wraps ``collate_fn`` so that its time is measured."""
 

@@ -62,9 +62,7 @@ impl StoppableIterator {
     }
 
     fn __next__(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
-        if self.port.stopping() {
-            return Err(WorkerStopped::new_err(()));
-        }
+        check_stop(&self.port)?;
         let item = self.items.bind(py).clone().next().transpose()?;
         if self.traces && self.port.traces_samples() {
             let number = |item: &Bound<'_, PyAny>| item.cast_exact::<PyInt>().ok()?.extract().ok();
@@ -77,6 +75,11 @@ impl StoppableIterator {
         }
         Ok(item.map(Bound::unbind))
     }
+}
+
+/// Returns `WorkerStopped` if the loader is shutting down.
+pub fn check_stop(port: &Port) -> PyResult<()> {
+    if port.stopping() { Err(WorkerStopped::new_err(())) } else { Ok(()) }
 }
 
 /// Calls `show`, which updates the worker's status page. Releases the GIL during the call if `show` sends a message to

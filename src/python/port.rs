@@ -329,6 +329,10 @@ impl PyPort {
         StoppableIndices { port: self.port.clone(), index: index.unbind(), shows_places, traces }
     }
 
+    fn check_stop(&self) -> PyResult<()> {
+        fetcher::check_stop(&self.port)
+    }
+
     fn timed(&self, collate_fn: Bound<'_, PyAny>) -> TimedCollate {
         let (port, stopwatch) = (self.port.clone(), self.stopwatch.clone());
         TimedCollate { port, stopwatch, collate_fn: collate_fn.unbind() }

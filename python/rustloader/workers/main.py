@@ -182,7 +182,7 @@ class _Worker:
             worker_id=worker_id,
             limit=job.max_errors,
             poison=job.poison,
-            check=self.check_stop,
+            check=self.port.check_stop,
             # Threads make several samples at the same time, so a death cannot be attributed to one of them.
             at_sample=None if job.poison is None or job.config.worker_threads > 1 else self.port.at_sample,
         )
@@ -225,12 +225,7 @@ class _Worker:
 
     def make_pool(self) -> Pool:
         """Creates the threads that make the samples of a batch."""
-        return Pool(self.job.config.worker_threads, self.check_stop, self.port.enter_thread)
-
-    def check_stop(self) -> None:
-        """Raises WorkerStopped if the loader is shutting down."""
-        for _ in self.port.stoppable(()):
-            pass
+        return Pool(self.job.config.worker_threads, self.port.check_stop, self.port.enter_thread)
 
     def loop(self) -> None:
         """Processes tasks until the main process ends the worker or is gone."""
@@ -345,7 +340,7 @@ class _Worker:
         each batch separately."""
 
         def fetch(batch: tuple[int, Any]) -> object:
-            self.check_stop()
+            self.port.check_stop()
             self.port.progress()
             return self.step.fetch(*batch)
 
