@@ -20,7 +20,7 @@ if sys.platform.startswith("linux"):
     from rustloader.iterator import fallback, single
     from rustloader.iterator.core import _MultiProcessingDataLoaderIter
     from rustloader.metrics import ledger
-    from rustloader.system.torch_side import TORCH_GET_ITERATOR, TorchIter, in_torch, is_defined_in
+    from rustloader.system.torch_side import TorchIter, in_torch, is_defined_in
 else:
     from rustloader.iterator import unsupported
 
@@ -191,7 +191,7 @@ class DataLoader(torch_data.DataLoader[_T_co]):
             fallback.fall_back(self, reason)
             return super()._get_iterator()
         if not loader_state.has_auto(self):  # "auto" may deliberately choose more workers than there are cores
-            in_torch(TORCH_GET_ITERATOR, "check_worker_number_rationality", self.check_worker_number_rationality)
+            in_torch(self.check_worker_number_rationality)
         return _MultiProcessingDataLoaderIter(self)
 
 

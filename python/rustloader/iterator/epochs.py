@@ -13,7 +13,7 @@ from rustloader.iterator import fallback, fetching, indices
 from rustloader.iterator.failures import FailureCount
 from rustloader.settings.config import LoaderConfig
 from rustloader.system.protocols import LoaderLike, WorkersIterator
-from rustloader.system.torch_side import TORCH_INIT, in_torch
+from rustloader.system.torch_side import in_torch
 from rustloader.workers.bootstrap import Job
 from rustloader.workers.snapshots import WorkerStart
 
@@ -54,7 +54,7 @@ class Epochs:
 
     def init_torch_iterator(self, it: WorkersIterator, init: Callable[[Any], None], loader: LoaderLike) -> None:
         """Calls torch's constructor, ``init``, which draws the base seed."""
-        in_torch(TORCH_INIT, "__init__", init, loader)
+        in_torch(init, loader)
 
     def seed(self, it: WorkersIterator, loader: LoaderLike, config: LoaderConfig) -> None:
         """Sets the seeds of the first epoch."""

@@ -8,7 +8,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from rustloader.errors import LoaderTimeoutError
 from rustloader.system.protocols import IteratorLike
-from rustloader.system.torch_side import TORCH_NEXT, frames_to_program, in_torch
+from rustloader.system.torch_side import frames_to_program, in_torch
 
 TOO_LONG = (
     "Length of IterableDataset {} was reported to be {}(when accessing len(dataloader)), but {} samples have been "
@@ -29,7 +29,7 @@ def warn_of_length(it: IteratorLike, text: str = TOO_LONG) -> None:
     if _POINTS_TO_THE_CALLER:
         warnings.warn(text, stacklevel=frames_to_program())
     else:
-        in_torch(TORCH_NEXT, "warn", warnings.warn, text, None, 1)
+        in_torch(warnings.warn, text, None, 1)
 
 
 def timed_out(it: IteratorLike) -> LoaderTimeoutError:

@@ -24,7 +24,7 @@ from rustloader.stateful_dataloader.plan import Plan
 from rustloader.stateful_dataloader.schema import Draws, SamplerState
 from rustloader.stateful_dataloader.set_epoch import EpochRecorder, recorder_of
 from rustloader.stateful_dataloader.single import _StatefulSingleProcessIter as _WithoutWorkers
-from rustloader.system.torch_side import TORCH_GET_ITERATOR, in_torch
+from rustloader.system.torch_side import in_torch
 from rustloader.workers.snapshots import is_stateful
 
 # Keys of the starts of samplers without their own generator.
@@ -271,7 +271,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
             return _WithoutWorkers(self, plan, about)
         epoch_recorder = self._recorder()
         if not loader_state.has_auto(self):
-            in_torch(TORCH_GET_ITERATOR, "check_worker_number_rationality", self.check_worker_number_rationality)
+            in_torch(self.check_worker_number_rationality)
         return _WithWorkers(self, plan, about, epoch_recorder)
 
     def _recorder(self) -> EpochRecorder | None:

@@ -18,7 +18,7 @@ from rustloader.stateful_dataloader.plan import Plan
 from rustloader.stateful_dataloader.sampling import Sampling, sampling
 from rustloader.stateful_dataloader.schema import DatasetState, State, copied
 from rustloader.system.protocols import IteratorLike, LoaderLike, StatefulLoaderLike
-from rustloader.system.torch_side import TORCH_INIT, frames_to_program, in_torch
+from rustloader.system.torch_side import frames_to_program, in_torch
 from rustloader.workers.snapshots import WorkerStart
 
 _EMPTY = (
@@ -78,11 +78,11 @@ class Positioned:
         """Calls torch's constructor, and sets the iterator's base seed to that of the plan, if the plan has one."""
         base_seed = self.origin.base_seed
         if base_seed is None or self.origin.owes_draws:
-            in_torch(TORCH_INIT, "__init__", init, loader)
+            in_torch(init, loader)
         else:
             # torch draws a base seed that is not used. The draw comes from a private generator, so that the program's
             # generators are unchanged.
-            in_torch(TORCH_INIT, "__init__", init, view(loader, generator=torch.Generator()))
+            in_torch(init, view(loader, generator=torch.Generator()))
         if base_seed is not None:
             it._base_seed = base_seed
 

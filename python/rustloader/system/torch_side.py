@@ -1,9 +1,7 @@
-"""Gives access to torch's own iterator class and functions, and makes calls that appear to come from torch's module."""
+"""Gives access to torch's own iterator class, and makes calls whose warnings come from torch's module."""
 
 from __future__ import annotations
 
-import dis
-import functools
 import os
 import sys
 import types
@@ -13,12 +11,8 @@ from typing import Any
 
 from torch.utils.data import dataloader as torch_dataloader
 
-# torch's iterator class, and the functions from which the calls of `in_torch` appear to come. They are saved before the
-# program can replace them.
+# torch's iterator class, saved before the program can replace it.
 TorchIter = torch_dataloader._MultiProcessingDataLoaderIter
-TORCH_INIT: Any = TorchIter.__init__
-TORCH_GET_ITERATOR: Any = torch_dataloader.DataLoader._get_iterator
-TORCH_NEXT: Any = torch_dataloader._BaseDataLoaderIter.__next__
 
 
 class IterType(ABCMeta):
@@ -69,32 +63,9 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-@functools.cache
-def _caller(caller: types.CodeType, name: str) -> Callable[..., Any]:
-    """Returns a copy of ``_call`` whose frame appears to be in torch's file and module, at the first line where
-    ``caller`` uses ``name``."""
-    lines = (it.positions.lineno for it in dis.get_instructions(caller) if it.argval == name and it.positions)
-    line = next(filter(None, lines), caller.co_firstlineno)
-    code = _call.__code__.replace(
-        co_filename=torch_dataloader.__file__,
-        co_firstlineno=line - 1,  # the body is one line below
-        co_name=caller.co_name,
-        co_qualname=caller.co_qualname,
-    )
-    return types.FunctionType(code, vars(torch_dataloader))
-
-
-def in_torch(caller: Callable[..., Any], name: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Calls a function as if a function of torch called it. This is for functions that warn with ``stacklevel=2``: such
-    a warning is attributed to the caller's file and line, by which programs filter warnings.
-
-    Args:
-        caller: The function in torch's ``dataloader`` module that makes this call in torch.
-        name: The name that ``caller`` calls. The call appears to come from the line where the name is first used.
-        function: The function to call.
-        args: The arguments of ``function``.
-    """
-    return _caller(getattr(caller, "__code__", _call.__code__), name)(function, *args)
+# Calls a function with arguments, as code of torch's module does. This is for functions that warn with `stacklevel=2`,
+# and for `warnings.warn`: such a warning comes from torch's module, by which programs filter warnings.
+in_torch = types.FunctionType(_call.__code__, vars(torch_dataloader))
 
 
 def frames_to_program() -> int:

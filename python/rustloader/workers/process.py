@@ -14,7 +14,7 @@ from typing import Any
 from rustloader._core import descends
 from rustloader.remote.context import is_remote
 from rustloader.settings.limits import STATUS_AFTER
-from rustloader.system.torch_side import TORCH_GET_ITERATOR, TorchIter, in_torch
+from rustloader.system.torch_side import in_torch
 from rustloader.workers import fork_server
 from rustloader.workers.definitions import CloudpickleMissing
 
@@ -72,7 +72,7 @@ def start(process: Any, worker: str) -> None:
     except CloudpickleMissing:
         raise
     except (TypeError, AttributeError, PicklingError):
-        in_torch(TORCH_GET_ITERATOR, TorchIter.__name__, warnings.warn, _PICKLE_WARNING, None, 1)
+        in_torch(warnings.warn, _PICKLE_WARNING, None, 1)
         raise
     except OSError as error:
         if error.errno in _REFUSED_STARTS:
