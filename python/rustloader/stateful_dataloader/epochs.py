@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +21,7 @@ from rustloader.stateful_dataloader.schema import DatasetState, Draws
 from rustloader.stateful_dataloader.set_epoch import EpochRecorder
 from rustloader.system.protocols import LoaderLike, StatefulLoaderLike, WorkersIterator
 from rustloader.workers.bootstrap import Job
-from rustloader.workers.snapshots import OF_STATE, SnapshotPolicy, WorkerStart, read
+from rustloader.workers.snapshots import SnapshotPolicy, WorkerStart, read, read_error
 
 
 class StatefulEpochs(Positioned, Epochs):
@@ -140,8 +139,10 @@ class StatefulEpochs(Positioned, Epochs):
         self._await_started(it, engine)
         for worker in range(it._num_workers):
             snapshot = engine.snapshot(worker, 0)
-            error = pickle.loads(snapshot.payload) if snapshot is not None and snapshot.is_error else None
-            if error is not None and not error.where.startswith(OF_STATE):
+            if snapshot is None or not snapshot.is_error:
+                continue
+            error, of_state = read_error(snapshot.payload)
+            if not of_state:
                 it._shutdown_workers()
                 error.reraise()
 
@@ -323,8 +324,8 @@ class StatefulEpochs(Positioned, Epochs):
             return 0, None
         if not snapshot.is_error:
             return snapshot.answers, read(snapshot.payload)
-        error = pickle.loads(snapshot.payload)
-        if not error.where.startswith(OF_STATE):
+        error, of_state = read_error(snapshot.payload)
+        if not of_state:
             # The worker failed to start. `next` raises this error instead of each of the worker's batches.
             return 0, None
         error.reraise()

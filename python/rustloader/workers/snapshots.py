@@ -24,10 +24,6 @@ from rustloader.settings.limits import FROZEN_AFTER, SNAPSHOT_ALLOWANCE, SNAPSHO
 from rustloader.system.protocols import HasState
 from rustloader.workers import by_value, serialize
 
-# The prefix of `where` in an error from saving the dataset's state. It distinguishes such an error from one in the
-# worker's start.
-OF_STATE = "in the state of the dataset"
-
 
 @dataclass(frozen=True)
 class SnapshotPolicy:
@@ -114,6 +110,12 @@ def read(snapshot: bytes) -> WorkerStart:
     states, fields = pickle.loads(snapshot)
     iterator_state, dataset_state = pickle.loads(states)
     return WorkerStart(dataset_state, iterator_state, **fields)
+
+
+def read_error(snapshot: bytes) -> tuple[ExceptionWrapper, bool]:
+    """Reads the error that a worker sent instead of a snapshot. Returns it, and whether the state of the dataset could
+    not be saved. Otherwise the worker failed to start."""
+    return pickle.loads(snapshot[1:]), bool(snapshot[0])
 
 
 class Snapshots:
@@ -274,7 +276,7 @@ class Publisher:
             first = functools.partial(self._snapshots.first, before=before)
             self._send(first, self._answers, fetcher, dataset, is_wanted=not self._answers)
         elif not self._answers:
-            self._fail(error, self._answers)
+            self._fail(error, self._answers, of_state=False)
 
     def after(self, task: int, fetcher: Any, dataset: Any) -> None:
         """Counts an answer, and sends the snapshot after it if one is due. This must precede the answer itself, so that
@@ -298,12 +300,13 @@ class Publisher:
         try:
             payload = make(fetcher, dataset)
         except Exception:
-            self._fail(ExceptionWrapper(where=f"{OF_STATE}, {self._where}"), answers)
+            error = ExceptionWrapper(where=f"in the state of the dataset, {self._where}")
+            self._fail(error, answers, of_state=True)
             return
         if is_wanted:
             self._port.send_snapshot(answers, payload, False)
 
-    def _fail(self, error: ExceptionWrapper, answers: int) -> None:
+    def _fail(self, error: ExceptionWrapper, answers: int, of_state: bool) -> None:
         self._failed = True
         self._snapshots.stop()
-        self._port.send_snapshot(answers, serialize.dumps_error(error), True)
+        self._port.send_snapshot(answers, bytes([of_state]) + serialize.dumps_error(error), True)

@@ -280,7 +280,8 @@ class FakePort:
         self.sent = []
 
     def send_snapshot(self, count, payload, is_error):
-        self.sent.append((count, (pickle.loads if is_error else snapshots.read)(payload), is_error))
+        content = snapshots.read_error(payload)[0] if is_error else snapshots.read(payload)
+        self.sent.append((count, content, is_error))
         return True
 
 

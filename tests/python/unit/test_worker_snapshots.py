@@ -2,7 +2,6 @@
 
 import functools
 import os
-import pickle
 import threading
 import time
 
@@ -116,7 +115,8 @@ def engine(monkeypatch):
 def snapshot(iterator, worker, answers):
     """(count, state or error, is_error)"""
     result = iterator._core.snapshot(worker, answers)
-    return result.answers, (pickle.loads if result.is_error else snapshots.read)(result.payload), result.is_error
+    content = snapshots.read_error(result.payload)[0] if result.is_error else snapshots.read(result.payload)
+    return result.answers, content, result.is_error
 
 
 def place(iterator, worker, answers):
