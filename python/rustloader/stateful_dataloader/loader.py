@@ -282,7 +282,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
         config = resolve(self)
         if not self.forward_set_epoch or not (config.persistent_workers or config.max_restarts):
             return None
-        return recorder_of(self.dataset)
+        return recorder_of(self.dataset, self)
 
     def _keeps_workers(self) -> bool:
         """Returns True if the workers of an epoch are kept for the next epoch."""

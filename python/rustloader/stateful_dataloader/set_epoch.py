@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
-# Attribute of a dataset: the number of calls of `set_epoch`, and the arguments of the last call.
-_RECORD = "_rustloader_set_epoch"
+from rustloader.system.weak_table import WeakTable
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -15,14 +15,15 @@ class EpochRecorder:
     """Finds the calls of a dataset's ``set_epoch`` that its workers have not received yet.
 
     Args:
-        dataset: A dataset whose class records the calls (see ``recorder_of``). Workers start with its current state.
+        dataset: The dataset. Workers start with its current state.
+        recording: Records the calls of the dataset's ``set_epoch``.
 
     Attributes:
         in_force: The arguments of the ``set_epoch`` call that applies to the current epoch; None without a call.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: Any, recording: _Recording) -> None:
+        self._dataset, self._recording = dataset, recording
         self.in_force: _Arguments | None = None
         self._latest = self._seen = 0
         self.since_last_epoch()
@@ -33,8 +34,7 @@ class EpochRecorder:
 
         Also updates ``in_force``.
         """
-        self._latest, args, kwargs = getattr(self._dataset, "__dict__", {}).get(_RECORD) or (0, (), {})
-        self.in_force = (args, kwargs) if self._latest else None
+        self._latest, self.in_force = self._recording.calls.find(self._dataset) or (0, None)
         return None if self._latest == self._seen else self.in_force
 
     def note_begun(self) -> None:
@@ -42,31 +42,56 @@ class EpochRecorder:
         self._seen = self._latest
 
 
-def recorder_of(dataset: Any) -> EpochRecorder | None:
-    """Replaces ``set_epoch`` of a dataset's class with a method that also records its calls. Returns a recorder.
+class _Recording:
+    """The calls of the ``set_epoch`` of a class, which is replaced as long as this object exists.
 
-    Returns None if there is no ``set_epoch``, or if it cannot be replaced. Calls are recorded on the dataset itself.
+    Attributes:
+        calls: For each dataset, the number of calls, and the arguments of the last one.
     """
-    cls = type(dataset)
-    function = getattr(cls, "set_epoch", None)
-    if not callable(function) or not hasattr(dataset, "__dict__"):
+
+    def __init__(self, cls: Any) -> None:
+        self.calls: WeakTable[tuple[int, _Arguments]] = WeakTable()
+        before = vars(cls)["set_epoch"]
+        cls.set_epoch = replacement = _recorded(cls.set_epoch, self.calls)
+        weakref.finalize(self, _restore, cls, replacement, before).atexit = False
+
+
+# For each class that defines a replaced `set_epoch`, its recording. For each loader that needs it, the same.
+_recordings: weakref.WeakValueDictionary[type, _Recording] = weakref.WeakValueDictionary()
+_needed: WeakTable[_Recording] = WeakTable()
+
+
+def recorder_of(dataset: Any, loader: Any) -> EpochRecorder | None:
+    """Returns a recorder of a dataset's ``set_epoch``. As long as ``loader`` exists, the method is replaced with one
+    that also records its calls.
+
+    Returns None if the dataset's class has no ``set_epoch``, or if it cannot be replaced.
+    """
+    cls: Any = next((cls for cls in type(dataset).__mro__ if "set_epoch" in vars(cls)), None)
+    if cls is None or not callable(cls.set_epoch) or not type(dataset).__weakrefoffset__:
         return None
-    if not hasattr(function, "_rustloader_records"):
+    recording = _recordings.get(cls)
+    if recording is None:
         try:
-            cls.set_epoch = _recording(function)
+            recording = _recordings[cls] = _Recording(cls)
         except TypeError:  # a class of an extension module
             return None
-    return EpochRecorder(dataset)
+    return EpochRecorder(dataset, _needed.keep(loader, recording))
 
 
-def _recording(function: Any) -> Any:
+def _recorded(function: Any, calls: WeakTable[tuple[int, _Arguments]]) -> Any:
+    """Returns a method that calls ``function``, and records its calls in ``calls``."""
+
     @functools.wraps(function)
     def set_epoch(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = function(self, *args, **kwargs)
-        calls = self.__dict__.get(_RECORD, (0,))[0]
-        # Works even if the class's `__setattr__` refuses attributes.
-        object.__setattr__(self, _RECORD, (calls + 1, args, kwargs))
+        count, _ = calls.find(self) or (0, None)
+        calls.keep(self, (count + 1, (args, kwargs)))
         return result
 
-    set_epoch._rustloader_records = True  # type: ignore[attr-defined]
     return set_epoch
+
+
+def _restore(cls: Any, replacement: Any, before: Any) -> None:
+    if vars(cls).get("set_epoch") is replacement:
+        cls.set_epoch = before

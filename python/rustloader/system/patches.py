@@ -235,7 +235,7 @@ PATCHES = (
         PROGRAM,
         "persistent and restarted workers get the epoch that the program sets in its dataset",
         "a StatefulDataLoader over such a dataset, with persistent_workers or max_restarts",
-        _NEVER,
+        "with the last such loader; what the program has put there since stays",
     ),
     # Pickling, and the types of shared objects
     Change(

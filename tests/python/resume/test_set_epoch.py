@@ -1,5 +1,6 @@
 """`set_epoch` of a dataset reaches the copies in persistent workers."""
 
+import gc
 import os
 import pickle
 import random
@@ -187,6 +188,32 @@ def test_the_dataset_stays_as_it_was():
     copy.set_epoch(4)
     assert (copy.epoch, dataset.epoch) == (4, 2)
     assert epochs_of(loader) == {2}
+
+
+def test_set_epoch_of_the_class_is_restored_with_the_last_loader():
+    class Base(Mapped):
+        def set_epoch(self, epoch):
+            super().set_epoch(epoch)
+
+    class Derived(Base):
+        pass
+
+    method = Base.set_epoch
+    loaders = [make(dataset) for dataset in (Base(), Derived(), Derived())]
+    assert Base.set_epoch is not method and "set_epoch" not in vars(Derived)
+    for epoch in (0, 1):
+        for loader in loaders:
+            loader.dataset.set_epoch(epoch)
+            assert epochs_of(loader) == {epoch}
+            assert set(vars(loader.dataset)) == {"epoch", "calls"}
+    while loaders:
+        assert Base.set_epoch is not method
+        loader = loaders.pop()
+        loader.dataset.set_epoch(5)
+        assert epochs_of(loader) == {5}
+        del loader
+        gc.collect()
+    assert Base.set_epoch is method
 
 
 @KINDS
