@@ -74,14 +74,14 @@ class Tuner:
             limits += _limits_of_shards(loader.dataset, watch)
         decision = decide(epoch, effective_cores() / ranks_on_cores(), limits, self._history)
         self._history = decision.history
-        if decision.held_by and loader_state.of(loader).is_new(_HELD_TEXT):
+        if decision.held_by and loader_state.of(loader).first_time(_HELD_TEXT):
             logger.info(_HELD_TEXT, config.name, count_of(decision.workers, "worker"), decision.held_by)
         if decision.workers != self.count:
             text = 'num_workers="auto" of the DataLoader %s over %s: %s instead of %s, because %s'
             dataset, workers = type(loader.dataset).__qualname__, count_of(decision.workers, "worker")
             logger.info(text, config.name, dataset, workers, self.count, decision.reason)
             self.count = decision.workers
-            if config.seed_by == "worker" and loader_state.of(loader).is_new(_SEEDS_TEXT):
+            if config.seed_by == "worker" and loader_state.of(loader).first_time(_SEEDS_TEXT):
                 logger.info(_SEEDS_TEXT)
 
     def note_memory(self, pids: Iterable[int]) -> None:

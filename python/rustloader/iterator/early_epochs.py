@@ -230,7 +230,7 @@ def predictor(
     if reason is None:
         return EpochPredictor(it._index_sampler, epochs)
     text = f"overlap_epochs has no effect: {reason}"
-    if loader_state.of(original(loader)).is_new(text):
+    if loader_state.of(original(loader)).first_time(text):
         logger.info("a DataLoader: %s", text)
     return None
 

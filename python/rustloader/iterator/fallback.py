@@ -135,7 +135,7 @@ def warn_of_lost_options(source: object, config: LoaderConfig) -> None:
     affect speed."""
     known = ((name, options.option_of(name)) for name in options.keywords())
     lost = [name for name, option in known if option.warns_if_lost and getattr(config, name) != option.default]
-    if lost and loader_state.of(source).is_new(_LOST_OPTIONS_TEXT):
+    if lost and loader_state.of(source).first_time(_LOST_OPTIONS_TEXT):
         logger.warning(_LOST_OPTIONS_TEXT, ", ".join(lost), "has" if len(lost) == 1 else "have")
 
 
@@ -144,7 +144,7 @@ def round_robin(loader: LoaderLike, config: LoaderConfig, kind: str) -> LoaderCo
     once per loader if this changes the settings. ``kind`` describes the dataset in the log message."""
     if config.dispatch == "round_robin":
         return config
-    if loader_state.of(original(loader)).is_new(_NO_QUEUE_TEXT):
+    if loader_state.of(original(loader)).first_time(_NO_QUEUE_TEXT):
         logger.info(_NO_QUEUE_TEXT.format(kind))
     return config.changed(dispatch="round_robin")
 

@@ -115,5 +115,5 @@ def _why_not_concurrent(loader: LoaderLike) -> str | None:
 
 def _log_once(loader: LoaderLike, text: str, level: int = logging.INFO) -> None:
     """Logs a message once per loader."""
-    if loader_state.of(original(loader)).is_new(text):
+    if loader_state.of(original(loader)).first_time(text):
         logger.log(level, "a DataLoader: %s", text)

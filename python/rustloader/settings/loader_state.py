@@ -44,7 +44,7 @@ class LoaderState:
 
         return WarmPages()
 
-    def is_new(self, text: str) -> bool:
+    def first_time(self, text: str) -> bool:
         """Returns True if a message has not been logged for the loader yet. Records it as logged, so that a later call
         with the same message returns False."""
         is_new = text not in self._logged

@@ -145,7 +145,7 @@ class Supervisor:
             restarts.limit,
             "" if name is None else f" of {names.title(name)}",
         )
-        if self._new_streams and self._state.is_new(_NEW_STREAMS):
+        if self._new_streams and self._state.first_time(_NEW_STREAMS):
             logger.info(_NEW_STREAMS)
 
     def _warn_of_fork(self) -> None:
@@ -154,5 +154,5 @@ class Supervisor:
         if process.start_method(self._group.context) != "fork":
             return
         hazard = hazard_of_fork()
-        if hazard is not None and self._state.is_new(FORK_WARNING):
+        if hazard is not None and self._state.first_time(FORK_WARNING):
             logger.warning(FORK_WARNING, hazard)

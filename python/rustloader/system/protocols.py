@@ -58,6 +58,14 @@ class StatefulLoaderLike(LoaderLike, Protocol):
     _epochs: int
 
 
+class Rewindable(Protocol):
+    """A loader whose states can go back: a ``StatefulDataLoader``, or a wrapper with its attributes. These states are
+    for a prefetcher, which has seen the end of an epoch, or an error, before the program."""
+
+    def _state_before_end(self) -> dict[str, Any]: ...
+    def _state_before_error(self) -> dict[str, Any]: ...
+
+
 class IteratorLike(Protocol):
     """torch's iterator over a loader, with or without workers."""
 

@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeGuard, TypeVar
 
 import torch
 
@@ -20,7 +20,7 @@ from rustloader.metrics import transfers
 from rustloader.metrics.transfers import Transfers
 from rustloader.metrics.wrappers import loader_in
 from rustloader.system.forwarding import class_with, special_methods
-from rustloader.system.protocols import LoaderLike
+from rustloader.system.protocols import LoaderLike, Rewindable
 
 logger = logging.getLogger("rustloader")
 _T = TypeVar("_T")
@@ -66,7 +66,7 @@ def prefetch_to_device(
         raise ValueError(f"depth must be a positive integer, got {depth!r}")
     if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
         raise TypeError(f"prefetch_to_device() takes an iterable of batches, not an object of type {type(loader)!r}")
-    if hasattr(loader, "_state_before_end"):
+    if _is_rewindable(loader):
         # Imported here because the core exists only on Linux, as do these loaders.
         from rustloader._core import BACK_BATCHES
 
@@ -190,11 +190,11 @@ class StatefulDeviceLoader(DeviceLoader[_T_co]):
         position = self._position
         ahead = position.ahead_count()
         if ahead + back == 0:
-            is_own = hasattr(self.loader, "_state_before_end")
-            if is_own and position.has_unseen_end():
-                return self.loader._state_before_end()  # type: ignore[attr-defined]
-            if is_own and position.has_unseen_error():
-                return self.loader._state_before_error()  # type: ignore[attr-defined]
+            if _is_rewindable(self.loader):
+                if position.has_unseen_end():
+                    return self.loader._state_before_end()
+                if position.has_unseen_error():
+                    return self.loader._state_before_error()
             return method()
         if "back" not in inspect.signature(method).parameters:
             raise TypeError(
@@ -208,6 +208,10 @@ class StatefulDeviceLoader(DeviceLoader[_T_co]):
         self.loader.load_state_dict(state_dict)  # type: ignore[attr-defined]
         # Until the next ``iter()``, the state is that of the loader itself.
         self._position = Position()
+
+
+def _is_rewindable(loader: object) -> TypeGuard[Rewindable]:
+    return hasattr(loader, "_state_before_end")
 
 
 # Pickles and messages name the module from which users import it.
