@@ -37,6 +37,8 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from rustloader.tools.top.model import observe
+
 pytestmark = [pytest.mark.ours, pytest.mark.filterwarnings("ignore:.*multi-thread:DeprecationWarning")]
 
 METHODS = ["fork", "spawn", "forkserver"]
@@ -337,6 +339,39 @@ def test_workers_begin_the_next_epoch_before_the_last_batch(tmp_path, method, in
         # With a shared queue, a worker may not even have started by then.
         assert workers_report(loader._iterator, state="idle")
     assert orders[0] != orders[1] or orders[1] != orders[2]
+
+
+class HoldsFirst(Numbers):
+    """Sample 0 begins once the file `open` exists; `held` is made while it waits."""
+
+    def __init__(self, n, folder):
+        super().__init__(n)
+        self.open, self.held = folder / "open", folder / "held"
+
+    def __getitem__(self, i):
+        if i == 0:
+            self.held.touch()
+            assert wait_until(self.open.exists, STARTED)
+        return torch.tensor(i)
+
+
+@pytest.mark.parametrize("dispatch", [None, "shared_queue"])
+def test_top_shows_early_batch_with_its_number_in_its_epoch(tmp_path, dispatch):
+    dataset = HoldsFirst(4, tmp_path)
+    dataset.open.touch()
+    loader = DataLoader(dataset, num_workers=2, persistent_workers=True, overlap_epochs=True, dispatch=dispatch)
+    it = iter(loader)
+    batches = [next(it)]
+    dataset.open.unlink()
+    dataset.held.unlink()
+    # The last `next` of this epoch has not been called: the early epoch has begun.
+    batches += [next(it) for _ in range(2)]
+    assert wait_until(dataset.held.exists, STARTED)
+    (shown,) = [seen for seen in observe(os.getpid()) if seen.figures.epoch_batches == 3]
+    assert [worker.batch for worker in shown.figures.workers if worker.index == "[0]"] == [0]
+    dataset.open.touch()
+    batches += it
+    assert [int(batch) for batch in batches] == list(range(4)) and epoch(loader) == list(range(4))
 
 
 @pytest.mark.parametrize("workers, prefetch_factor, size", [(2, 2, 8), (1, 3, 2), (3, 1, 3), (2, 2, 1)])
