@@ -314,6 +314,10 @@ fn equal_records_are_compared_once() {
     let file = filled(1000, |row| if row < 300 { vec![] } else { row.to_le_bytes().to_vec() });
     let cache = Cache::open_file(copy_of(&file), LIMIT, 2).unwrap();
     assert_eq!(compared(&cache, 0..1000, 0), [0, 300, 375, 500, 625, 750, 875]);
+    // Two threads compare such records at the same time.
+    let cache = Cache::open_file(copy_of(&file), LIMIT, 3).unwrap();
+    [0, 200].iter().for_each(|row| cache.compared(*row, true, 1 << 40));
+    assert_eq!(compared(&cache, 0..1000, 1 << 40), [300]);
 }
 
 #[test]

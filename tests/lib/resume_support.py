@@ -14,7 +14,7 @@ import rustloader
 from rustloader.iterator import session
 from rustloader.workers import main
 from rustloader.workers.bootstrap import Job
-from rustloader.workers.snapshots import Publisher, SnapshotPolicy, read
+from rustloader.workers.snapshots import Publisher, SnapshotPolicy, read, read_error
 
 BASE = 7
 
@@ -55,7 +55,7 @@ class Workers:
             with open(path, "rb") as file:
                 while file.peek(1):
                     count, payload, is_error = pickle.load(file)
-                    snapshots.append((count, (pickle.loads if is_error else read)(payload), is_error))
+                    snapshots.append((count, read_error(payload)[0] if is_error else read(payload), is_error))
         return snapshots
 
     def start(self, answers, worker, replay):
