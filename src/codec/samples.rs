@@ -41,7 +41,8 @@ pub fn add(batch: &mut Batch, row: u64, sample: &Bound<'_, PyAny>) -> PyResult<b
 /// The leaves of small samples, which have none.
 struct NoLeaves;
 
-impl Sink for NoLeaves {
+// SAFETY: no memory is returned.
+unsafe impl Sink for NoLeaves {
     fn reserve(&mut self, len: usize) -> Result<(u32, *mut u8)> {
         Err(Error::usage(format!("a small sample has no leaf of {len} bytes")))
     }
@@ -50,7 +51,7 @@ impl Sink for NoLeaves {
         true
     }
 
-    fn adopt(&mut self, _ptr: *const u8, _len: usize, _hold: Hold) -> Option<(u32, u64)> {
+    unsafe fn adopt(&mut self, _ptr: *const u8, _len: usize, _hold: Hold) -> Option<(u32, u64)> {
         None
     }
 }

@@ -9,7 +9,6 @@ import pytest
 import torch
 from support import run_script, wait_until
 
-from rustloader.system import generators
 from rustloader.system.generators import GeneratorStates
 
 DRAWS = [
