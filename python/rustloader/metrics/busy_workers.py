@@ -12,6 +12,9 @@ from rustloader.system.formatting import count_of, duration
 
 # A part of a worker's time is the main part if its share is larger than this.
 _MAIN_SHARE = 0.5
+# Workers that wait for a core for more than this share of their time lack cores. On two cores, two busy programs beside
+# two workers take half of it, and one takes a third: neither is close to the limit.
+_QUEUED_SHARE = 0.42
 # Stands for the unknown number of cores on other machines, so that it sets no limit.
 _UNKNOWN_CORES = 1 << 30
 # Limits on the recommended number of workers that wait for storage: per core, and as a multiple of the current number.
@@ -44,14 +47,15 @@ def find(stats: StatsFields, pace: Pace, more_do_not_help: bool) -> Finding:
     else:
         reason += f"in the dataset, the workers compute for {shares.cpu:.0%} of the time, wait for a core for "
         reason += f"{shares.queued:.0%} and for something else for {shares.waiting:.0%}"
-    needed = None if asks_every is None else max(math.ceil(round(pace.work / asks_every, 3)), pace.workers + 1)
+    # The work without the waits for a core, which depend on what else runs.
+    own = pace.work * (1 - min(queued or 0.0, 1.0))
+    needed = None if asks_every is None else max(math.ceil(round(own / asks_every, 3)), pace.workers + 1)
     main_work = _MAIN_SHARE * pace.work
     if pack > main_work:
         sentence = "Inter-process transport is the bottleneck: packing takes the workers most of their time. Let "
         sentence += "default_collate build the batches, or return tensors and arrays in dicts, lists or tuples."
         return Finding("transport", sentence, reason, gain=pace.gain(pace.work - pack))
-    if queued is not None and queued > _MAIN_SHARE and pace.workers <= stats.cores:
-        own = pace.work * (1 - min(queued, 1.0))
+    if queued is not None and queued > _QUEUED_SHARE and pace.workers <= stats.cores:
         limits = own > 0 and fetch > main_work and (asks_every is None or own / pace.workers > asks_every)
         return Finding("cores", _cores(stats, own if limits else None), reason, gain=pace.gain(own))
     if collate > main_work:

@@ -291,6 +291,18 @@ TABLE = {
         ],
         None,
     ),
+    "two busy programs beside two workers on two cores": (
+        lambda: given(step=9, own=1, waited=40, fetch=100, cpu=0.5, queued=0.48, cores=2),
+        "cores",
+        ["End other programs"],
+        None,
+    ),
+    "as many workers as suffice when no other program takes the cores": (
+        lambda: given(workers=1, step=8, waited=10, fetch=18, cpu=0.66, queued=0.33, cores=2),
+        "workers",
+        ["Use num_workers=2. Predicted gain: 2.0 times as fast."],
+        2,
+    ),
     "cores that other processes take, and a dataset that limits without them": (
         lambda: given(
             step=9, own=1, waited=40, fetch=100, cpu=0.3, queued=0.7, cores=2, core_users=CoreUsers(0.25, 0.15, 0.6)
