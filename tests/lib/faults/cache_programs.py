@@ -291,9 +291,10 @@ class Model:
         wrong = [problem for problems, _, _ in results for problem in problems]
         is_foreign = [row >= self.trial.empty and {1 - run.dataset} & owners for row, owners in enumerate(self.owners)]
         for order, (_, delivered, refusal) in zip(orders, results, strict=True):
-            may = any(is_foreign[row] for row in order)
+            # What one rank finds, all ranks of its opening refuse.
+            searched = orders if run.opened_early else [order]
+            may = any(is_foreign[row] for rows in searched for row in rows)
             must = any(self.owners[row] == {1 - run.dataset} and row >= self.trial.empty for row in order)
-            # Another rank of this run may refuse only what it finds.
             if refusal is not None and not may:
                 wrong.append(f"a file of this dataset is refused: {refusal}")
             if refusal is None and must and delivered is not None:
