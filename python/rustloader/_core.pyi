@@ -948,7 +948,7 @@ class CacheTable:
         """Raises the limit to ``limit``, which must be the file's length. The table must then be opened again."""
 
     def reopen(self) -> None:
-        """Makes the table accept samples again if it stopped because there was no room."""
+        """Makes the table accept samples again. If there is still no room, the next sample closes it."""
 
     @property
     def rows(self) -> int: ...

@@ -26,9 +26,15 @@ pub struct Head {
 }
 
 impl Head {
-    /// Reads the header of a file; `None` if the file is not a table or cannot be mapped.
+    /// Reads the header of a file; `None` if the file is not a table.
+    ///
+    /// Errors: [`Error::Os`] if there is too little memory or address space to map it.
     pub fn read(fd: BorrowedFd<'_>) -> Result<Option<Self>> {
-        let Ok(map) = Mapping::new(fd, HEADER as usize) else { return Ok(None) };
+        let map = match Mapping::new(fd, HEADER as usize) {
+            Ok(map) => map,
+            Err(error @ Error::Os { errno: libc::ENOMEM, .. }) => return Err(error),
+            Err(_) => return Ok(None),
+        };
         let words: &[AtomicU64] = words(&map, 0, word::COUNT);
         let read = |at: usize| words[at].load(Ordering::Acquire);
         let len = read(word::META_LEN) as usize;
@@ -68,7 +74,8 @@ impl Head {
 #[inline]
 pub(super) fn words(map: &Mapping, at: usize, count: usize) -> &[AtomicU64] {
     assert!((at + count) * 8 <= map.len(), "the mapping has no words {at}..{}", at + count);
-    // SAFETY: the words are in the mapping, which begins on a page, and all users of them use atomics.
+    // SAFETY: the words are in the mapping, which begins on a page, and all users of them use atomics,
+    // or system calls before others know the file.
     unsafe { std::slice::from_raw_parts(map.as_ptr().cast::<AtomicU64>().add(at), count) }
 }
 

@@ -6,8 +6,9 @@
 //!
 //! The comparisons of an opening are words in the file, which its processes share: a worker that starts later repeats
 //! none of them. Until two records of a writer have been found equal, each process compares every record of that writer
-//! before it uses it. Later comparisons are spread over the table, and take at most 1 % of the time.
+//! before it uses it. Later comparisons are spread over the table, and take at most 1 % of the time and half of the words.
 
+use std::ptr;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use super::format::{OPENING, OPENINGS, opening};
@@ -20,6 +21,8 @@ const MOST: u64 = 8;
 const TIME_SHARE: u64 = 100;
 /// Number of writers that a process remembers as settled.
 const REMEMBERED: usize = 64;
+/// Number of words for the comparisons of an opening.
+const ENTRIES: usize = OPENING - opening::COMPARED;
 /// Maximum number of an opening. An entry of a comparison has 29 bits for it.
 const NUMBERS: u64 = (1 << 29) - 1;
 
@@ -37,7 +40,7 @@ pub(super) struct Candidate {
 
 impl Candidate {
     /// Returns the word that records a comparison: the upper half of the content's checksum, the writer, and the eighth
-    /// of the table. Never 0 for a content whose checksum is not 0.
+    /// of the table. Never 0 for a known writer.
     fn entry(self) -> u64 {
         self.content >> 32 << 32 | (u64::from(self.writer) & NUMBERS) << 3 | self.region()
     }
@@ -129,10 +132,11 @@ impl Opening {
     fn must_compare(&self, words: &[AtomicU64], candidate: Candidate) -> bool {
         let entry = candidate.entry();
         let writer = |entry: u64| entry as u32 >> 3;
-        let (mut of_writer, mut regions) = (0, 0);
-        let mut free = OPENING - opening::COMPARED;
-        for other in entries(words) {
-            free -= 1;
+        let (mut of_writer, mut regions, mut all) = (0, 0, 0);
+        // Without words in the file, `words` are this process's own.
+        let own = entries(&self.own).take(if ptr::eq(words, self.own.as_slice()) { 0 } else { OPENING });
+        for other in entries(words).chain(own) {
+            all += 1;
             if writer(other) == writer(entry) {
                 if other >> 32 == entry >> 32 {
                     // An equal record, such as an empty one, has been compared.
@@ -142,18 +146,23 @@ impl Opening {
                 regions |= 1 << (other & 7);
             }
         }
-        if of_writer >= (candidate.rows / 100).clamp(FIRST as u64, MOST) as usize || free == 0 {
+        if of_writer < FIRST {
+            return true;
+        }
+        // Half of the words remain for the first comparisons of other writers.
+        if of_writer >= (candidate.rows / 100).clamp(FIRST as u64, MOST) as usize || all > ENTRIES / 2 {
             self.settled[candidate.writer as usize % REMEMBERED].store(candidate.writer, Ordering::Relaxed);
             return false;
         }
-        of_writer < FIRST || (regions >> candidate.region() & 1 == 0 && has_time(words))
+        regions >> candidate.region() & 1 == 0 && has_time(words)
     }
 
-    /// Records that a record was compared and found equal, which took this number of nanoseconds.
+    /// Records that a record was compared and found equal, which took this number of nanoseconds. If the opening's words
+    /// are full, only this process knows it; if its own are full, too, the record is compared each time.
     pub fn is_equal(&self, all: &[AtomicU64], candidate: Candidate, nanoseconds: u64) {
         let (words, entry) = (self.words_in(all), candidate.entry());
         words[opening::SPENT].fetch_add(nanoseconds, Ordering::Relaxed);
-        for word in &words[opening::COMPARED..] {
+        for word in words[opening::COMPARED..].iter().chain(&self.own[opening::COMPARED..]) {
             match word.compare_exchange(0, entry, Ordering::Relaxed, Ordering::Relaxed) {
                 // Threads can compare equal records of two eighths at the same time. They count once.
                 Err(other) if other >> 3 != entry >> 3 => {}

@@ -125,7 +125,7 @@ impl Cache {
     }
 
     /// Maps a table as [`Self::open`] does, for the opening with the token `token`, or for a new one. The caller must
-    /// hold the file's lock. `whole` is the length that the file had before the caller extended it to its limit; records
+    /// hold the file's lock, or be the only one that knows the file. `whole` is the length that the file had before the caller extended it to its limit; records
     /// beyond that length are lost. After a crash of the machine, the index and the end of the heap may disagree. The
     /// end is therefore computed from the index if the file was shorter than its limit, or was last used before the
     /// current boot. Rows whose samples could not be kept become absent, because the samples may now be picklable.
@@ -133,8 +133,8 @@ impl Cache {
         let mut cache = Self::open(fd, 0)?;
         let is_cut = whole < cache.limit();
         if is_cut || cache.usage().refused > 0 {
-            cache.forget(|at| at == state::NEVER || cache.bounded(at).is_none_or(|found| found.end() > whole));
             (0..STRIPES).for_each(|stripe| cache.counter(stripe, counter::REFUSED).store(0, Ordering::Relaxed));
+            cache.forget(|at| at == state::NEVER || cache.bounded(at).is_none_or(|found| found.end() > whole));
         }
         if is_cut || cache.header(word::BOOT).load(Ordering::Relaxed) != boot() {
             cache.recover();
@@ -151,7 +151,8 @@ impl Cache {
         for row in 0..self.rows {
             let at = self.row(row).load(Ordering::Relaxed);
             if at != state::ABSENT && is_gone(at) {
-                self.row(row).store(state::ABSENT, Ordering::Relaxed);
+                // Another program may have just published a record.
+                let _ = self.row(row).compare_exchange(at, state::ABSENT, Ordering::Relaxed, Ordering::Relaxed);
             }
         }
     }
@@ -173,14 +174,13 @@ impl Cache {
     /// must then open the table again, because this mapping keeps its length.
     pub fn grow(&self, limit: u64) {
         if self.header(word::LIMIT).fetch_max(limit, Ordering::Relaxed) < limit {
-            self.header(word::CLOSED).store(Closed::Open as u64, Ordering::Relaxed);
+            self.reopen();
         }
     }
 
-    /// Lets the cache take samples again if it was closed with [`Closed::NoRoom`].
+    /// Lets the cache take samples again. If there is still no room, the next sample closes it.
     pub fn reopen(&self) {
-        let (no_room, open) = (Closed::NoRoom as u64, Closed::Open as u64);
-        let _ = self.header(word::CLOSED).compare_exchange(no_room, open, Ordering::Relaxed, Ordering::Relaxed);
+        self.header(word::CLOSED).store(Closed::Open as u64, Ordering::Relaxed);
     }
 
     /// Returns the descriptor; `None` if other code has closed it.

@@ -256,11 +256,13 @@ fn truncated_records_are_absent_and_their_space_is_reused() {
     for row in 0..9 {
         cache.put(row, &[&[row as u8; 100]]).unwrap();
     }
+    assert_eq!(cache.put(9, &[&vec![0; LIMIT as usize]]).unwrap(), Put::Closed(true));
     cache.never(9);
     let whole = Cache::overhead(10) + 5 * 120 + 50;
     let cut = Cache::open_file(copy_of(&file), whole, 1).unwrap();
     assert_eq!((0..10).filter(|row| bytes(&cut, *row).is_some()).collect::<Vec<_>>(), [0, 1, 2, 3, 4]);
     assert_eq!((cut.usage().stored, cut.usage().unused, cut.usage().refused), (5 * 120, 0, 0));
+    cut.reopen();
     assert_eq!(cut.put(9, &[b"new"]).unwrap(), Put::Stored);
 }
 
@@ -318,6 +320,28 @@ fn equal_records_are_compared_once() {
     let cache = Cache::open_file(copy_of(&file), LIMIT, 3).unwrap();
     [0, 200].iter().for_each(|row| cache.compared(*row, true, 1 << 40));
     assert_eq!(compared(&cache, 0..1000, 1 << 40), [300]);
+}
+
+#[test]
+fn each_of_many_writers_is_compared() {
+    let file = file(LIMIT);
+    Cache::format(file.as_fd(), 4000, LIMIT, b"").unwrap();
+    let open = |token| Cache::open_file(copy_of(&file), LIMIT, token).unwrap();
+    let openings: Vec<_> = (1..=80).map(open).collect();
+    for row in 0..4000 {
+        openings[row as usize % 80].put(row, &[&row.to_le_bytes()]).unwrap();
+    }
+    let cache = open(100);
+    let mut of_writer = [0; 80];
+    for row in 0..4000 {
+        if let Lookup::Due(_) = cache.lookup(row) {
+            cache.compared(row, true, 0);
+            of_writer[row as usize % 80] += 1;
+        }
+    }
+    // Beyond the words of the file and of the process, every record is compared.
+    assert!(of_writer.iter().all(|&number| number >= 2), "{of_writer:?}");
+    assert!(of_writer[..30].iter().all(|&number| number <= 8), "{of_writer:?}");
 }
 
 #[test]

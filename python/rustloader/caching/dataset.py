@@ -27,8 +27,8 @@ from rustloader.system.generators import GeneratorStates
 logger = logging.getLogger("rustloader")
 
 _T_co = TypeVar("_T_co", covariant=True)
-# Small samples of a batch are written to the cache together, in about this number of bytes, and after this number of
-# seconds at the latest.
+# Small samples of a batch are written to the cache together: once they have about this number of bytes, or after the
+# first sample that ends later than this number of seconds.
 _WRITE_FROM, _WRITE_AFTER = 64 << 10, 0.01
 # Types of the indices that have a row. An instance of any other type may be more than its value, even if it is an int.
 _INDEX_TYPES = {int, *(np.dtype(letter).type for letter in np.typecodes["AllInteger"])}
@@ -195,7 +195,8 @@ class CachedDataset(Keeping[_T_co]):
                     made += 1
                     may_probe = may_probe and self._probe(row, row, sample)
                     # The dataset may return the same object again with other values, so the sample is copied now.
-                    size = 0 if self.table.opening else batch.add(row, sample)
+                    # In a file, each is kept at once, for comparison with those of other programs.
+                    size = 0 if self._origin.path else batch.add(row, sample)
                     if not size:
                         self._keep(row, row, sample)
                     if size > _WRITE_FROM or time.perf_counter() > write_at:

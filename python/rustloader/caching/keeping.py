@@ -85,7 +85,7 @@ class Keeping(Wrapper[_T_co]):
 
     def _probe(self, row: int, index: Any, sample: Any) -> bool:
         """Makes one of the first samples a second time, and warns that the dataset is random if the two differ. Returns
-        False if this sample is not one of the first."""
+        False if this sample is not one of the first, or is not kept."""
         if not (self.table.takes(row) and self.table.take_probe()):
             return False
         with GeneratorStates():
