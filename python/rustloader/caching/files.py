@@ -206,7 +206,7 @@ def _compare(wanted: _Table, layout: int, rows: int, meta: bytes) -> None:
     try:
         stored = json.loads(meta)
     except ValueError:
-        stored = {}
+        raise ValueError(f"the header of {path} is damaged: give another path, or remove the file") from None
     differences: list[tuple[str, Any, Any]] = [
         (name, stored.get(name), value) for name, value in wanted.meta.items() if stored.get(name) != value
     ]

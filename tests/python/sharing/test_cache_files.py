@@ -90,6 +90,14 @@ def test_the_file_of_another_dataset_is_refused(filled, given, text):
     assert os.stat(filled).st_mtime_ns == before.st_mtime_ns and is_correct(cached(filled))
 
 
+def test_a_damaged_header_is_named(filled):
+    with open(filled, "r+b") as file:
+        file.seek(file.read(4096).index(b"version"))
+        file.write(b'"')
+    with pytest.raises(ValueError, match="^the header of .* is damaged: give another path, or remove the file$"):
+        cached(filled)
+
+
 def test_a_version_that_is_too_long_is_refused(path):
     with pytest.raises(ValueError, match="version must have at most 400 characters, got 900"):
         cached(path, version="x" * 900)
