@@ -94,7 +94,7 @@ def test_a_damaged_header_is_named(filled):
     with open(filled, "r+b") as file:
         file.seek(file.read(4096).index(b"version"))
         file.write(b'"')
-    with pytest.raises(ValueError, match="^the header of .* is damaged: give another path, or remove the file$"):
+    with pytest.raises(ValueError, match=r"^the header of .* is damaged: give another path, or remove the file$"):
         cached(filled)
 
 
