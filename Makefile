@@ -157,7 +157,7 @@ failpoints: target/failpoints/.built ## Build the extension with failpoints, for
 # The programs of benches/. Each measures what it compares in interleaved rounds of one run.
 COMPARE.auto := auto # how soon num_workers="auto" settles
 COMPARE.breakdown := breakdown # where the time per batch goes
-COMPARE.gpu := gpu to_device registered # pinned batches, batches on a device, registered memory
+COMPARE.gpu := gpu to_device # pinned batches, batches on a device
 COMPARE.growth := growth # how times grow with workers, leaves and bytes
 COMPARE.memory := memory # peak memory
 COMPARE.observed := observed # the cost of a trace and of metrics

@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -13,7 +11,6 @@ from torch.utils.data import get_worker_info
 
 from rustloader.settings.options import option_of
 from rustloader.system import local_ranks, procfs
-from rustloader.tools.cli import crowding, doctor
 from rustloader.workers import affinity
 
 pytestmark = pytest.mark.ours
@@ -194,87 +191,3 @@ def test_texts_that_name_no_cores(text):
 @pytest.mark.parametrize(("numbers", "text"), [([], ""), ([3], "3"), ([8, 0, 1, 2, 5, 6], "0-2,5-6,8")])
 def test_cores_as_the_kernel_writes_them(numbers, text):
     assert procfs.core_ranges(numbers) == text
-
-
-# doctor
-
-
-def test_a_process_alone_has_no_ranks(monkeypatch):
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr(crowding, "ranks", lambda: [(1, {0})])
-    assert list(doctor._ranks()) == []
-
-
-@pytest.mark.parametrize(
-    ("cores", "obtainable", "found", "advice"),
-    [
-        ([{0, 1}, {0, 1}], 8, "2 of them share cores (0-1)", "they crowd onto 2 of 8 cores: bind each rank"),
-        ([{0, 1}, {0, 1}], 2, "2 of them share cores (0-1)", ""),
-        ([{0, 1}, {1, 2}], 8, "2 of them share cores (0-2)", "they crowd onto 3 of 8 cores: bind each rank"),
-        ([{0, 1}, {1, 2}, {3}], 8, "2 of them share cores (0-2)", "they crowd onto 3 of 8 cores: bind each rank"),
-        ([{0, 1}, {2, 3}], 8, "no two share a core", ""),
-        # Two ranks on each socket.
-        ([{0, 1}, {0, 1}, {2, 3}, {2, 3}], 4, "4 of them share cores (0-3)", ""),
-    ],
-)
-def test_what_doctor_says_of_ranks(cores, obtainable, found, advice, monkeypatch):
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr(crowding, "ranks", lambda: list(enumerate(cores)))
-    monkeypatch.setattr(crowding, "obtainable_cores", lambda: set(range(obtainable)))
-    (finding,) = doctor._ranks()
-    assert finding.found == f"{len(cores)} on this machine; {found}"
-    assert finding.advice.startswith(advice) and (finding.state == "note") == bool(advice)
-
-
-@needs_two
-def test_cores_that_can_be_had_are_those_of_the_cpuset():
-    """Not those of this process, nor those of the machine."""
-    before = os.sched_getaffinity(0)
-    allowed = crowding.obtainable_cores()
-    try:
-        os.sched_setaffinity(0, ALLOWED[:1])
-        assert crowding.obtainable_cores() == allowed >= before
-        assert os.sched_getaffinity(0) == {ALLOWED[0]}
-    finally:
-        os.sched_setaffinity(0, before)
-    with open("/proc/self/cgroup") as file:
-        paths = [line.rstrip().split(":", 2)[1:] for line in file]
-    for controllers, path in paths:
-        for name in ("cpuset.cpus.effective", "cpuset/cpuset.effective_cpus"):
-            if "cpuset" in controllers.split(",") or not controllers:
-                folder, _, name = name.rpartition("/")
-                text = procfs.read(f"/sys/fs/cgroup/{folder}{path}/{name}")
-                assert text is None or text.strip() == procfs.core_ranges(allowed)
-
-
-RANK = "import os; print(os.getpid(), flush=True); input()"
-
-
-@needs_two
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_ranks_are_found_from_any_shell(wrapped, monkeypatch):
-    """Each is listed once, with the cores of its program, and without its wrappers and children."""
-    monkeypatch.setattr(crowding, "obtainable_cores", lambda: set(range(64)))
-    # A program with a child; if it is wrapped, the shell stays alive as its parent.
-    child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'input()']); "
-    started = []
-    try:
-        for number in range(2):
-            command = [sys.executable, "-c", child + RANK]
-            if wrapped:
-                command = ["sh", "-c", f'taskset -c {ALLOWED[number]} "$@"; exit', "sh", *command]
-            environment = dict(os.environ, LOCAL_RANK=str(number), LOCAL_WORLD_SIZE="2")
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            started.append(subprocess.Popen(command, env=environment, **pipes))
-        pids = [int(process.stdout.readline()) for process in started]
-        listed = dict(crowding.ranks())
-        bound = [{ALLOWED[number]} if wrapped else set(ALLOWED) for number in range(2)]
-        assert [listed.get(pid) for pid in pids] == bound
-        # The children are not listed.
-        assert not [pid for pid in listed if procfs.parent(pid) in pids]
-        monkeypatch.setattr(crowding, "ranks", lambda: [(pid, listed[pid]) for pid in pids])
-        (finding,) = doctor._ranks()
-        assert ("share cores" in finding.found) == (not wrapped) and bool(finding.advice) == (not wrapped)
-    finally:
-        for process in started:
-            process.communicate()

@@ -25,7 +25,6 @@ if sys.platform.startswith("linux"):
     from rustloader._core import ARENA_MIN
     from rustloader.system.procfs import read
     from rustloader.tools.cli.cluster import cluster
-    from rustloader.tools.cli.crowding import crowding
 
 
 OK, NOTE, BAD = "ok", "note", "bad"
@@ -269,11 +268,6 @@ def _cores() -> Iterator[Finding]:
     yield _finding("cores", f'{text}; num_workers="auto" starts with {initial_workers()}', advice)
 
 
-def _ranks() -> Iterator[Finding]:
-    if (found := crowding()) is not None:
-        yield _finding("ranks", *found)
-
-
 def _ray() -> Iterator[Finding]:
     for line in cluster():
         yield _finding(*line)
@@ -308,7 +302,7 @@ def _trial() -> Iterator[Finding]:
 
 
 _CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (_system, _versions, _accelerator, _host_allocator)
-_CHECKS += (_memory_files, _pidfd, _limits, _memory, _shared_memory, _huge_pages, _start_method, _cores, _ranks)
+_CHECKS += (_memory_files, _pidfd, _limits, _memory, _shared_memory, _huge_pages, _start_method, _cores)
 _CHECKS += (_ray, _trial)
 
 
