@@ -967,8 +967,7 @@ class CacheTable:
 
     def get(self, index: Any, missing: Any) -> Any:
         """Returns a new object that is equal to the sample of an index, or ``missing`` if the table does not have the
-        sample. Counts a hit or a miss if the index is an exact int and the table has a row for it; any other index is
-        missing. A sample that is due is missing, too, and not counted.
+        sample. An index that is not an exact int is missing, and so is a sample that is due. Counts a hit, but no miss.
         """
 
     def get_all(self, indices: list[Any], missing: Any) -> tuple[list[Any], list[int]] | None:

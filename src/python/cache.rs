@@ -164,8 +164,6 @@ impl PyCache {
         };
         if sample.is_some() {
             self.cache.count_hits(1);
-        } else {
-            self.cache.count_misses(1);
         }
         Ok(sample.unwrap_or(missing))
     }

@@ -70,7 +70,7 @@ class CachedDataset(Keeping[_T_co]):
         sample: Any = self.table.get(index, MISSING) if type(index) is int else MISSING
         if sample is MISSING:
             row = self._row(index)
-            # An int with a row is not looked up again, because that would count a second miss.
+            # An int with a row has been looked up.
             if type(index) is not int or row is None:
                 sample = self._find(row, index)
             if sample is MISSING:
@@ -153,7 +153,8 @@ class CachedDataset(Keeping[_T_co]):
         return row if 0 <= row < self.table.rows else None
 
     def _find(self, row: int | None, index: Any) -> Any:
-        """Returns the sample in the cache, if it is there. Counts a hit, or a miss for each sample of the index."""
+        """Returns the sample in the cache, if it is there. Counts a hit; for an index without a row, a miss for each of
+        its samples."""
         if row is not None:
             sample = self.table.get(row, MISSING)
             return self._due_sample(row, index) if sample is MISSING else sample
@@ -171,6 +172,8 @@ class CachedDataset(Keeping[_T_co]):
         """Makes a sample, and keeps it if the cache has a row for it. With ``then``, returns a copy."""
         if row is not None and (sample := self._due_sample(row, index)) is not MISSING:
             return sample
+        if row is not None:
+            self.table.count(0, 1)
         with self._keeping_generators():
             sample = self.dataset[index]
             if row is not None:
@@ -234,6 +237,7 @@ class _CachedBatches(CachedDataset[_T_co]):
         samples = [self._find(row, index) for row, index in zip(rows, indices, strict=True)]
         missing = [position for position, sample in enumerate(samples) if sample is MISSING]
         if missing:
+            self.table.count(0, sum(rows[position] is not None for position in missing))
             with self._keeping_generators():
                 made = self.dataset.__getitems__([indices[position] for position in missing])
                 if not isinstance(made, list) or len(made) != len(missing):
