@@ -70,8 +70,10 @@ class CachedDataset(Keeping[_T_co]):
         sample: Any = self.table.get(index, MISSING) if type(index) is int else MISSING
         if sample is MISSING:
             row = self._row(index)
-            # An int with a row has been looked up.
-            if type(index) is not int or row is None:
+            if type(index) is int and row is not None:
+                # The row has just been looked up.
+                sample = self._due_sample(row, index)
+            else:
                 sample = self._find(row, index)
             if sample is MISSING:
                 sample = self._make_sample(row, index)
@@ -170,8 +172,6 @@ class CachedDataset(Keeping[_T_co]):
 
     def _make_sample(self, row: int | None, index: Any) -> Any:
         """Makes a sample, and keeps it if the cache has a row for it. With ``then``, returns a copy."""
-        if row is not None and (sample := self._due_sample(row, index)) is not MISSING:
-            return sample
         if row is not None:
             self.table.count(0, 1)
         with self._keeping_generators():
