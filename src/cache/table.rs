@@ -125,9 +125,9 @@ impl Cache {
     }
 
     /// Maps a table as [`Self::open`] does, for the opening with the token `token`, or for a new one. The caller must
-    /// hold the file's lock, or be the only one that knows the file. `whole` is the length that the file had before the caller extended it to its limit; records
-    /// beyond that length are lost. After a crash of the machine, the index and the end of the heap may disagree. The
-    /// end is therefore computed from the index if the file was shorter than its limit, or was last used before the
+    /// hold the file's lock, or be the only one that knows the file. `whole` is the length that the file had before the
+    /// caller extended it to its limit; records beyond that length are lost. After a crash of the machine, the index and
+    /// the end of the heap may disagree. The end is therefore computed from the index if the file was shorter than its limit, or was last used before the
     /// current boot. Rows whose samples could not be kept become absent, because the samples may now be picklable.
     pub fn open_file(fd: OwnedFd, whole: u64, token: u64) -> Result<Self> {
         let mut cache = Self::open(fd, 0)?;

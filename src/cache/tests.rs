@@ -155,8 +155,7 @@ fn a_batch_is_written_together_or_as_far_as_there_is_room() {
 
 #[test]
 fn damaged_records_of_a_file_are_made_again() {
-    let file = file(LIMIT);
-    Cache::format(file.as_fd(), 10, LIMIT, b"").unwrap();
+    let file = formatted(10);
     let open = || Cache::open_file(copy_of(&file), LIMIT, 1).unwrap();
     let cache = open();
     for row in 0..10 {
@@ -181,8 +180,7 @@ fn damaged_records_of_a_file_are_made_again() {
 
 #[test]
 fn after_a_crash_of_the_machine_no_record_is_overwritten() {
-    let file = file(LIMIT);
-    Cache::format(file.as_fd(), 10, LIMIT, b"").unwrap();
+    let file = formatted(10);
     let cache = Cache::open_file(copy_of(&file), LIMIT, 1).unwrap();
     cache.put(0, &[b"zero"]).unwrap();
     cache.put(1, &[b"one"]).unwrap();
@@ -250,8 +248,7 @@ fn threads_fill_one_table() {
 
 #[test]
 fn truncated_records_are_absent_and_their_space_is_reused() {
-    let file = file(LIMIT);
-    Cache::format(file.as_fd(), 10, LIMIT, b"").unwrap();
+    let file = formatted(10);
     let cache = Cache::open_file(copy_of(&file), LIMIT, 1).unwrap();
     for row in 0..9 {
         cache.put(row, &[&[row as u8; 100]]).unwrap();
@@ -266,10 +263,16 @@ fn truncated_records_are_absent_and_their_space_is_reused() {
     assert_eq!(cut.put(9, &[b"new"]).unwrap(), Put::Stored);
 }
 
-/// Returns a file with the records of one opening, in `rows` rows with these contents.
-fn filled(rows: u64, content: impl Fn(u64) -> Vec<u8>) -> File {
+/// Returns a file with an empty table of `rows` rows.
+fn formatted(rows: u64) -> File {
     let file = file(LIMIT);
     Cache::format(file.as_fd(), rows, LIMIT, b"").unwrap();
+    file
+}
+
+/// Returns a file with the records of one opening, in `rows` rows with these contents.
+fn filled(rows: u64, content: impl Fn(u64) -> Vec<u8>) -> File {
+    let file = formatted(rows);
     let writer = Cache::open_file(copy_of(&file), LIMIT, 1).unwrap();
     for row in 0..rows {
         writer.put(row, &[&content(row)]).unwrap();
@@ -324,8 +327,7 @@ fn equal_records_are_compared_once() {
 
 #[test]
 fn each_of_many_writers_is_compared() {
-    let file = file(LIMIT);
-    Cache::format(file.as_fd(), 4000, LIMIT, b"").unwrap();
+    let file = formatted(4000);
     let open = |token| Cache::open_file(copy_of(&file), LIMIT, token).unwrap();
     let openings: Vec<_> = (1..=80).map(open).collect();
     for row in 0..4000 {
@@ -361,8 +363,7 @@ fn after_a_difference_every_record_is_due() {
 
 #[test]
 fn each_writer_is_compared_and_many_openings_replace_the_oldest() {
-    let file = file(LIMIT);
-    Cache::format(file.as_fd(), 900, LIMIT, b"").unwrap();
+    let file = formatted(900);
     let open = |token| Cache::open_file(copy_of(&file), LIMIT, token).unwrap();
     let openings: Vec<_> = (1..=90).map(open).collect();
     assert_eq!(openings.iter().map(Cache::opening).collect::<Vec<_>>(), (1..=90).collect::<Vec<_>>());
