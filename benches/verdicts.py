@@ -49,8 +49,10 @@ class Work(torch.utils.data.Dataset):
         return self.length
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(self.slow.get(index, self.sleeps))
-        compute(self.computes)
+        if seconds := self.slow.get(index, self.sleeps):
+            time.sleep(seconds)
+        if self.computes:
+            compute(self.computes)
         return torch.zeros(8)
 
 
@@ -256,9 +258,9 @@ ROWS: dict[str, Row] = {
     ),
     "transport": Row(
         "transport",
-        Loop({"dataset": Work(40_000), "num_workers": 1}),
+        Loop({"dataset": Work(40_000), "num_workers": 1, "prefetch_factor": 1}),
         "batches of 64 samples",
-        same(Work(40_000), None, batch_size=64, num_workers=1),
+        same(Work(40_000), None, batch_size=64, num_workers=1, prefetch_factor=1),
         extra={"samples": 64},
     ),
     "packing": Row(

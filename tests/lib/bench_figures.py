@@ -3,7 +3,7 @@
 from support import rustloader
 
 if rustloader is not None:
-    from rustloader.tools.bench import passes, results, timeline
+    from rustloader.tools.bench import passes, results
 
 
 def a_pass(rate, **kw):
@@ -28,14 +28,3 @@ def a_point(workers, torch_rates, rustloader_rates, batches=100, **kw):
         return results.SideRates([a_pass(rate, batches=batches) for rate in rates], 1e6, 50_000_000)
 
     return results.Point(workers, side(torch_rates), side(rustloader_rates), **kw)
-
-
-def a_timeline(workers, scale):
-    """60 batches, one every ``scale`` seconds."""
-    spans = {
-        worker: [("fetch", scale * k, scale * (k + 0.8)) for k in range(60)]
-        + [("send", scale * (k + 0.8), scale * (k + 0.9)) for k in range(60)]
-        for worker in range(workers)
-    }
-    asked = [scale * k for k in range(60)]
-    return timeline.Timeline(workers, 8, asked, [t + scale / 2 for t in asked], spans)

@@ -2,7 +2,7 @@
 
 Part 1, the gain: five kinds of batches through torch's DataLoader without workers, with workers, and through
 rustloader. Part 2, the proof: a net trained on image files through both loaders; the losses must agree to the
-last bit. The demo also draws a picture of both loaders at work.
+last bit. The demo also draws a picture of the gains, and of rustloader at work.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def draw(results: list[Result], settings: Settings) -> None:
     from demo import picture
 
     picture.write(results, record(PICTURED, settings), PICTURED, settings)
-    print(f"Picture of both loaders at work: {settings.plot}")
+    print(f"Picture of the gains and of rustloader at work: {settings.plot}")
 
 
 def parse(arguments: list[str] | None) -> Settings:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,19 +20,21 @@ import torch.utils.data
 import rustloader
 from demo.settings import Settings
 from demo.workloads import Workload
-from rustloader.tools.bench.passes import Limits
-from rustloader.tools.bench.timeline import Timeline, TimelineRecorder, watch
 from rustloader.tools.harness.progress import Progress
 from rustloader.tools.harness.rounds import Failure, interleave
 from rustloader.tools.probe.leaves import summary
 
-__all__ = ["NO_WORKERS", "OURS", "STEP", "TORCH", "Failure", "Result", "measure", "record"]
+__all__ = ["NO_WORKERS", "OURS", "STEP", "TORCH", "Failure", "Result", "Timeline", "measure", "record"]
 
 NO_WORKERS, TORCH, OURS = "torch, no workers", "torch", "rustloader"
 SEED = 7
 CHECKED = 4  # batches that are compared before a workload is measured
-SHOWN = 24  # batches in the picture's timelines
-STEP = 0.005  # seconds of the training step in these timelines; it sleeps, like a process that waits for a GPU
+SHOWN = 24  # batches in the picture's timeline
+STEP = 0.005  # seconds of the training step in this timeline; it sleeps, like a process that waits for a GPU
+
+
+# The spans of each row of a trace: their names, starts and ends in milliseconds.
+Timeline = dict[str, list[tuple[str, float, float]]]
 
 
 @dataclass
@@ -116,18 +120,33 @@ def measure(workload: Workload, settings: Settings, progress: Progress) -> Resul
     return Result(workload, rates, own / busy)
 
 
-def record(workload: Workload, settings: Settings) -> dict[str, Timeline]:
-    """Records the timelines of the main process and the workers of each loader, for the picture."""
-    timelines = {}
-    for name, loader_class in ((TORCH, torch.utils.data.DataLoader), (OURS, rustloader.DataLoader)):
-        with tempfile.TemporaryDirectory(prefix="rustloader-demo-") as folder:
-            recorder = TimelineRecorder(folder, None)
-            options = _with_workers(settings) | {"persistent_workers": False, "worker_init_fn": recorder}
-            loader = loader_class(workload.dataset(settings.data), workload.batch_size, **options)
-            skipped = 2 * settings.workers * (loader.prefetch_factor or 0)
-            asked, got = watch(loader, Limits(batches=skipped + SHOWN, seconds=30.0, step=STEP))
-            timelines[name] = Timeline(settings.workers, skipped, asked, got, recorder.spans(loader))
-    return timelines
+def record(workload: Workload, settings: Settings) -> Timeline:
+    """Traces rustloader's loader, and returns the timeline of its main process and its workers, for the picture."""
+    options = _with_workers(settings) | {"persistent_workers": False}
+    loader = rustloader.DataLoader(workload.dataset(settings.data), workload.batch_size, **options)
+    with tempfile.TemporaryDirectory(prefix="rustloader-demo-") as folder:
+        path = Path(folder) / "trace.json"
+        with rustloader.trace(path):
+            for _ in itertools.islice(loader, 2 * SHOWN):
+                time.sleep(STEP)
+        return timeline_of(json.loads(path.read_text()))
+
+
+def timeline_of(events: list[dict[str, Any]]) -> Timeline:
+    """Returns the spans of the second half of a trace's batches, by the name of their row, in milliseconds.
+
+    The first half contains the start of the workers.
+    """
+    rows = {it["tid"]: it["args"]["name"].partition(" (")[0] for it in events if it["name"] == "thread_name"}
+    spans = [(rows[it["tid"]], it["name"], it["ts"] / 1e3, it["dur"] / 1e3) for it in events if it["ph"] == "X"]
+    batches = sorted(start + length for _, name, start, length in spans if name == "next")
+    first, last = batches[len(batches) // 2], batches[-1]
+    timeline: Timeline = {row: [] for row in sorted(rows.values())}
+    for row, name, start, length in spans:
+        if start < last and start + length > first:
+            end = min(start + length, last)
+            timeline[row].append((name, max(start, first) - first, end - first))
+    return timeline
 
 
 def _with_workers(settings: Settings) -> dict[str, Any]:

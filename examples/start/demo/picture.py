@@ -1,4 +1,4 @@
-"""The demo's picture: the gains as bars, next to a timeline of each loader at work. Needs matplotlib."""
+"""The demo's picture: the gains as bars, next to a timeline of rustloader at work. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -11,25 +11,31 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 
-from demo.measure import NO_WORKERS, OURS, STEP, TORCH, Result
+from demo.measure import NO_WORKERS, OURS, STEP, TORCH, Result, Timeline
 from demo.settings import Settings
 from demo.text import rate, times
 from demo.workloads import Workload
-from rustloader.tools.bench.picture import draw_timelines, timeline_legend
-from rustloader.tools.bench.timeline import Timeline
 
 __all__ = ["draw", "write"]
 
 INK = "#333333"
-# Okabe and Ito's colors, which color-blind people can distinguish. The timelines use those of TORCH and OURS.
+# Okabe and Ito's colors, which color-blind people can distinguish.
 COLORS = {NO_WORKERS: "#777777", TORCH: "#D55E00", OURS: "#0072B2"}
 GROUP = 4.4  # height of a workload's group, in bars: its title, three bars, a gap
+# The color and the words for each kind of span in the timeline.
+SPANS = {
+    "fetch": ("#56B4E9", "worker: fetch"),
+    "collate": ("#0072B2", "worker: collate"),
+    "send": ("#009E73", "worker: send"),
+    "next": ("#E69F00", "main: in next()"),
+    "step": ("#BBBBBB", "main: training step"),
+}
 WIDTH = 1.17  # width of the part with the bars; the longest bar is 1, and its rate is next to it
 
 
-def write(results: list[Result], timelines: dict[str, Timeline], pictured: Workload, settings: Settings) -> None:
+def write(results: list[Result], timeline: Timeline, pictured: Workload, settings: Settings) -> None:
     """Draws the picture, and writes it to the file that the settings name."""
-    figure = draw(results, timelines, pictured, settings.workers)
+    figure = draw(results, timeline, pictured)
     # Text is written as outlines, because a reader's machine may lack the font. IDs are fixed and the date is left out,
     # so that equal pictures give equal files.
     with matplotlib.rc_context({"svg.hashsalt": "rustloader", "svg.fonttype": "path"}):
@@ -39,14 +45,13 @@ def write(results: list[Result], timelines: dict[str, Timeline], pictured: Workl
             new.replace(settings.plot)
 
 
-def draw(results: list[Result], timelines: dict[str, Timeline], pictured: Workload, workers: int) -> Figure:
+def draw(results: list[Result], timeline: Timeline, pictured: Workload) -> Figure:
     """Draws and returns the figure.
 
     Args:
         results: the results; each gets a group of bars.
-        timelines: the timelines of TORCH and OURS, by name.
-        pictured: the workload of the timelines.
-        workers: number of worker processes per loader.
+        timeline: the timeline of rustloader.
+        pictured: the workload of the timeline.
     """
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08)  # inches
     figure = Figure(figsize=(11, max(5.6, 1.3 * len(results))), dpi=160, layout=layout, facecolor="white")
@@ -58,10 +63,10 @@ def draw(results: list[Result], timelines: dict[str, Timeline], pictured: Worklo
     labels = {NO_WORKERS: "torch, no workers", TORCH: "torch", OURS: "rustloader"}
     _draw_legend(left, [Patch(color=COLORS[name], label=label) for name, label in labels.items()])
 
-    right.suptitle(f"{pictured.name}, with a training step of {STEP * 1e3:.0f} ms", fontsize=12, color=INK)
-    panels = list(right.subplots(2, sharex=True))
-    draw_timelines(panels, timelines, STEP)
-    _draw_legend(right, timeline_legend(timelines, STEP))
+    title = f"rustloader at work: {pictured.name.lower()}, a training step of {STEP * 1e3:.0f} ms"
+    right.suptitle(title, fontsize=12, color=INK)
+    _draw_timeline(right.subplots(), timeline)
+    _draw_legend(right, [Patch(color=color, label=label) for color, label in SPANS.values()])
     return figure
 
 
@@ -95,3 +100,15 @@ def _draw_gains(panel: Axes, results: list[Result]) -> None:
     panel.set_xlim(0, WIDTH)
     panel.set_ylim(GROUP * len(results) - 0.6, -0.7)
     panel.set_axis_off()
+
+
+def _draw_timeline(panel: Axes, timeline: Timeline) -> None:
+    for lane, spans in enumerate(timeline.values()):
+        for kind, (color, _) in SPANS.items():
+            bars = [(start, end - start) for name, start, end in spans if name == kind]
+            panel.broken_barh(bars, (lane - 0.4, 0.8), facecolors=color)
+    panel.set_yticks(range(len(timeline)), list(timeline))
+    panel.set_ylim(len(timeline) - 0.4, -0.6)
+    panel.set_xlabel("ms", color=INK)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.tick_params(colors=INK, labelsize=9)

@@ -12,10 +12,12 @@ import sys
 import termios
 import textwrap
 import time
+import types
 import typing
 
 import pytest
 import torch
+from remote_support import LoopbackContext
 from support import SOON, in_session, rustloader
 
 pytestmark = pytest.mark.ours
@@ -24,7 +26,7 @@ if rustloader is not None:
     from rustloader.system.procfs import members
     from rustloader.tools import cli
     from rustloader.tools.bench import command, passes
-    from rustloader.tools.bench.side import BenchSide
+    from rustloader.tools.bench.side import BenchSide, _prepare_remote
     from rustloader.tools.harness import progress
     from rustloader.tools.probe import deaths
     from rustloader.tools.probe import process as probes
@@ -56,6 +58,8 @@ LOADERS = """
     def torchs():
         print("the user's own words")
         return DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=2)
+    def cached():
+        return DataLoader(rustloader.cache(Numbers()), batch_size=4, num_workers=2)
     def ours():
         return rustloader.DataLoader(Numbers(), batch_size=4, num_workers=2, persistent_workers=True)
     def stateful():
@@ -144,13 +148,13 @@ def test_a_loader_is_measured_on_both_engines(folder, capsys):
     status, out, err = run("loaders.py:torchs", "--epochs", "2", "--step", "0.002", capsys=capsys)
     assert status == 0, err
     lines = out.splitlines()
-    assert lines[0].startswith("loaders.py:torchs: 2 epochs of torch and of rustloader in turn")
+    assert lines[0].startswith("loaders.py:torchs: 2 epochs of torch and rustloader in turn")
     assert lines[1] == "2 workers (fork, started for each epoch), prefetch_factor=2"
     rows = {line[:19].strip(): line[19:].split() for line in lines if line}
     assert rows[""] == ["torch", "rustloader", "ratio"]
     for name in ("batches/s", "MB/s", "CPU per batch", "first batch", "memory"):
         assert name in rows, out
-    assert "Too few to tell: 2 epochs of each engine, but at least 3 are needed.\n" in out
+    assert "Too few to tell: 2 epochs of each loader, but at least 3 are needed.\n" in out
     assert "Verdict on rustloader's iterator: " in out and "--step" not in out
     assert max(map(len, lines[1:])) <= 100
     assert "the user's own words" not in out
@@ -220,8 +224,8 @@ def test_a_sweep_as_json(folder, capsys):
     status, out, err = run("loaders.py:ours", *arguments, capsys=capsys)
     assert status == 0, err
     parsed = json.loads(out)
-    assert set(parsed) == {"factory", "machine", "settings", "results", "recommendation"}
-    assert parsed["factory"] == "loaders.py:ours"
+    assert set(parsed) == {"factories", "machine", "settings", "results", "recommendation"}
+    assert parsed["factories"] == ["loaders.py:ours"]
     assert parsed["machine"]["rustloader"] == rustloader.__version__ and parsed["machine"]["torch"] == torch.__version__
     loader = {
         "prefetch_factor": 2,
@@ -276,18 +280,6 @@ def test_a_sweep_of_options(factory, folder, capsys):
 
 
 @pytest.mark.timeout(LONG)
-def test_a_cache_is_measured(folder, capsys):
-    arguments = ("--epochs", "3", "--cache", "16MiB", "--json")
-    status, out, err = run("loaders.py:torchs", *arguments, capsys=capsys)
-    assert status == 0, err
-    cache = json.loads(out)["results"][1]["cache"]
-    assert [len(cache[name]["epochs"]) for name in ("first_epoch", "second_epoch")] == [3, 3]
-    assert {epoch["batches"] for epoch in cache["second_epoch"]["epochs"]} == {24}
-    assert (cache["fit"]["samples"], cache["fit"]["hits"], cache["fit"]["held"]) == (96, 1.0, 1.0)
-    assert not cache["fit"]["is_random"] and 64 < cache["fit"]["sample_bytes"] < 200
-
-
-@pytest.mark.timeout(LONG)
 def test_a_dataset_that_needs_a_worker_is_measured_all_the_same(folder, capsys):
     status, out, err = run("loaders.py:sharded", "--epochs", "1", capsys=capsys)
     assert status == 0, err
@@ -295,16 +287,33 @@ def test_a_dataset_that_needs_a_worker_is_measured_all_the_same(folder, capsys):
 
 
 @pytest.mark.timeout(LONG)
-def test_a_plot(folder):
-    pytest.importorskip("matplotlib", reason="--plot is optional, and matplotlib is not installed")
-    # In a process of its own, because matplotlib keeps files open.
-    arguments = ("loaders.py:torchs", "--epochs", "1", "--plot", "bench.svg", "--timeout", PATIENT)
-    process = subprocess.run([sys.executable, "-m", "rustloader", "bench", *arguments], capture_output=True, text=True)
-    out = process.stdout
-    assert process.returncode == 0, process.stderr
-    assert "the user's own words" in process.stderr and "the user's own words" not in out
-    assert out.endswith("The plot is in bench.svg.\n") and "Recommended" not in out
-    assert "<svg" in (folder / "bench.svg").read_text()
+def test_a_cache_is_another_factory(folder, capfd):
+    status, out, err = run("loaders.py:torchs", "loaders.py:cached", "--epochs", "3", "--json", capsys=capfd)
+    assert status == 0, err
+    assert "the user's own words" in err and "the user's own words" not in out
+    alone, point = json.loads(out)["results"]
+    assert alone["others"] == {} and set(point["others"]) == {"loaders.py:cached"}
+    cached = point["others"]["loaders.py:cached"]
+    assert [epoch["batches"] for epoch in cached["epochs"]] == [24] * 3
+    # The warm-up has filled the cache.
+    usage = cached["verdict"]["stats"]["cache"]
+    assert usage["misses"] == 96 and usage["hits"] >= 3 * 96
+
+
+@pytest.mark.parametrize("engine, is_kept", [("torch", False), ("rustloader", True)])
+def test_a_loader_with_remote_workers_is_prepared(engine, is_kept, tmp_path, monkeypatch):
+    """torch gets local workers; cloudpickle gets the definitions of a factory's file by value."""
+    by_value = []
+    cloudpickle = types.SimpleNamespace(register_pickle_by_value=by_value.append)
+    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(cloudpickle=cloudpickle))
+    module = types.ModuleType("loaders_of_a_file")
+    monkeypatch.setitem(sys.modules, "loaders_of_a_file", module)
+    (tmp_path / "loaders_of_a_file.py").touch()
+    context = LoopbackContext(tmp_path)
+    for target, sent in (("a.package:make", []), (f"{tmp_path}/loaders_of_a_file.py:make", [module] * is_kept)):
+        loader = torch.utils.data.DataLoader([1], num_workers=1, multiprocessing_context=context)
+        _prepare_remote(loader, engine, target)
+        assert loader.multiprocessing_context is (context if is_kept else None) and by_value == sent
 
 
 @pytest.mark.timeout(LONG)

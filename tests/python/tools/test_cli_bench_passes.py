@@ -1,4 +1,4 @@
-"""`python -m rustloader bench`: passes over a loader, memory, timelines and the plot."""
+"""`python -m rustloader bench`: passes over a loader, and memory."""
 
 import os
 import signal
@@ -6,18 +6,16 @@ import subprocess
 import sys
 import textwrap
 import time
-from itertools import pairwise
 
 import pytest
 import torch
-from bench_figures import a_point, a_timeline
 from support import STARTED, rustloader, wait_until
 
 pytestmark = pytest.mark.ours
 
 if rustloader is not None:
     from rustloader.system.procfs import members
-    from rustloader.tools.bench import passes, timeline
+    from rustloader.tools.bench import passes
     from rustloader.tools.harness import memory
     from rustloader.tools.harness.machine import cpu_seconds
     from rustloader.tools.probe.deaths import describe_death
@@ -128,12 +126,11 @@ class Watcher:
 
 
 @pytest.mark.parametrize("engine", ["torch", "rustloader"])
-@pytest.mark.parametrize("run", [passes.run_pass, timeline.watch] if rustloader is not None else [])
-def test_a_pass_is_watched(engine, run):
+def test_a_pass_is_watched(engine):
     watcher = Watcher()
     loader = torch.utils.data.DataLoader(Numbers(12), batch_size=2, num_workers=2)
     with ENGINES[engine]():
-        run(loader, passes.Limits(None, 60.0), watcher=watcher)
+        passes.run_pass(loader, passes.Limits(None, 60.0), watcher=watcher)
     assert watcher.heard[:2] == [("began", 2), ("beat", None)]
     assert {what for what, _ in watcher.heard} == {"began", "beat"}
 
@@ -230,130 +227,3 @@ def test_memory_counts_each_page_once(monkeypatch):
             process.stdout.close()
     # The child may take a moment to end.
     assert wait_until(lambda: memory.used(holder.pid) is None)
-
-
-# Timelines
-
-
-@pytest.mark.parametrize("engine", ["torch", "rustloader"])
-def test_what_workers_do_when(engine, tmp_path):
-    begun = []
-    loader = torch.utils.data.DataLoader(Numbers(24, 0.001), batch_size=2, num_workers=2)
-    recorder = timeline.TimelineRecorder(str(tmp_path), begun.append)
-    loader.worker_init_fn = recorder
-    before = time.monotonic()
-    with ENGINES[engine]():
-        asked, got = timeline.watch(loader, passes.Limits(None, 60.0))
-    after = time.monotonic()
-    assert len(asked) == len(got) == 12
-    times = [moment for pair in zip(asked, got, strict=True) for moment in pair]
-    assert all(a <= b for a, b in pairwise([before, *times, after]))
-    spans = recorder.spans(loader)
-    assert set(spans) == {0, 1}
-    for worker in spans.values():
-        by_kind = {kind: [(a, b) for what, a, b in worker if what == kind] for kind in ("fetch", "collate", "send")}
-        assert [len(by_kind[kind]) for kind in by_kind] == [6, 6, 6 if engine == "rustloader" else 0]
-        for (begin, end), (inner, inner_end) in zip(by_kind["fetch"], by_kind["collate"], strict=True):
-            assert before <= begin <= inner <= inner_end <= end <= after
-            assert inner - begin >= 0.002  # the samples take that long
-
-
-def test_a_timeline_has_its_limits(tmp_path):
-    loader = rustloader.DataLoader(Numbers(24), batch_size=2, num_workers=1)
-    asked, got = timeline.watch(loader, passes.Limits(5, 60.0, step=0.001))
-    assert len(asked) == len(got) == 5
-    assert len(timeline.watch(loader, passes.Limits(None, 1e-9))[1]) == 1
-
-
-@pytest.mark.parametrize("step", [0.0, 0.01])
-def test_the_picture(step):
-    pytest.importorskip("matplotlib", reason="--plot is optional, and matplotlib is not installed")
-    from rustloader.tools.bench.picture import draw
-    from rustloader.tools.bench.recommendation import Choice
-
-    timelines = {"torch": a_timeline(20, 0.02), "rustloader": a_timeline(20, 0.01)}
-    points = [a_point(1, (10, 11), (20, 21)), a_point(20, (30, 31), (60, 61))]
-    choices = {"torch": Choice(1), "rustloader": Choice(20)}
-    figure = draw("train.py:make_loader", points, choices, timelines, step)
-    torch_axes, rustloader_axes, rates = figure.axes
-    assert torch_axes.get_title("left") == "torch, 20 workers: 52 batches in 1,040 ms"
-    assert rustloader_axes.get_title("left") == "rustloader, 20 workers: 52 batches in 520 ms"
-    assert torch_axes.get_xlim() == rustloader_axes.get_xlim() == (0, pytest.approx(1040))
-    lanes = [label.get_text() for label in rustloader_axes.get_yticklabels()]
-    assert lanes == ["main", *(f"worker {k} of 20" for k in range(16))]
-    words = {text.get_text() for text in torch_axes.get_legend().get_texts()}
-    assert {"worker: fetch", "worker: send", "main: in next()"} <= words
-    assert ("main: training step" in words) == bool(step) and "worker: collate" not in words
-    assert {line.get_label() for line in rates.get_lines()} >= {"torch", "rustloader"}
-    assert "Recommended num_workers: 1 with torch and 20 with rustloader" in rates.get_title("left")
-    assert "Sending by torch's workers is not shown" in figure.get_supxlabel()
-    assert [tick for tick in rates.get_xticks()] == [1, 20]
-    assert len(draw("x", points[1:], {}, timelines, step).axes) == 2
-    (rates,) = draw("x", points, {"torch": Choice(None), "rustloader": Choice(None)}, {}, step).axes
-    assert rates.get_title("left").startswith("No recommendation (small dots: epochs; hollow: too few to tell)")
-
-
-def test_a_curve_for_each_combination_of_options():
-    pytest.importorskip("matplotlib", reason="--plot is optional, and matplotlib is not installed")
-    from rustloader.tools.bench.picture import draw
-    from rustloader.tools.bench.recommendation import Choice
-
-    queue, robin = ((("dispatch", name),) for name in ("shared_queue", "round_robin"))
-    alone = a_point(0, (5, 6), ())
-    alone.rustloader = alone.torch
-    points = [alone, *(a_point(n, (10, 10), (20 * n, 20 * n), options=of) for n in (1, 2) for of in (queue, robin))]
-    (rates,) = draw("x", points, {"rustloader": Choice(2, "", queue)}, {}, 0.0).axes
-    lines = {line.get_label(): list(line.get_xdata()) for line in rates.get_lines() if line.get_label()[0] != "_"}
-    rustloader_curves = {f"rustloader, dispatch={name}": [0, 1, 2] for name in ("shared_queue", "round_robin")}
-    assert lines == {"torch": [0, 1, 2]} | rustloader_curves
-    assert rates.get_title("left").startswith("Recommended with rustloader: 2 workers, dispatch=shared_queue (")
-    assert list(rates.get_xticks()) == [0, 1, 2]
-
-
-def test_points_with_too_few_epochs_are_hollow():
-    pytest.importorskip("matplotlib", reason="--plot is optional, and matplotlib is not installed")
-    from rustloader.tools.bench.picture import draw
-    from rustloader.tools.bench.recommendation import Choice
-
-    points = [a_point(1, (10,) * 3, (20,) * 3), a_point(2, (30, 31), (60,) * 3)]
-    reason = "other processes used 60% of the cores during the run: end them, and measure again"
-    (rates,) = draw("x", points, {"rustloader": Choice(None, reason)}, {}, 0.0).axes
-    large = [line for line in rates.get_lines() if line.get_marker() == "o" and line.get_alpha() is None]
-    hollow = {(line.get_xdata()[0], line.get_ydata()[0]) for line in large if line.get_markerfacecolor() == "white"}
-    # Rates without the start of the workers are twice as large. These figures include it.
-    assert len(large) == 4 and hollow == {(2, 30.5)}
-    assert rates.get_title("left").startswith(
-        "No recommendation: other processes used 60% of the cores during the run ("
-    )
-
-
-def test_one_timeline_can_be_drawn_alone():
-    pytest.importorskip("matplotlib", reason="--plot is optional, and matplotlib is not installed")
-    from matplotlib.figure import Figure
-
-    from rustloader.tools.bench.picture import draw_timeline, timeline_legend
-
-    one = a_timeline(1, 0.1)
-    panel = Figure().subplots()
-    draw_timeline(panel, one, 1.0, 2.0, 0.05)
-    assert [label.get_text() for label in panel.get_yticklabels()] == ["main", "worker 0"]
-    bars = [path.get_extents() for collection in panel.collections for path in collection.get_paths()]
-    assert min(bar.x0 for bar in bars) >= 0 and max(bar.x1 for bar in bars) <= 1000.001
-    assert [patch.get_label() for patch in timeline_legend({"torch": one}, 0.0)] == [
-        "worker: fetch",
-        "worker: send",
-        "main: in next()",
-    ]
-
-
-def test_short_bars_have_no_edge_that_would_hide_them():
-    pytest.importorskip("matplotlib", reason="--plot is optional, and matplotlib is not installed")
-    from matplotlib.figure import Figure
-
-    from rustloader.tools.bench.picture import draw_timeline
-
-    one = timeline.Timeline(1, 0, [0.0], [0.001], {0: [("fetch", 0.0, 0.5), ("fetch", 0.6, 0.601)]})
-    panel = Figure().subplots()
-    draw_timeline(panel, one, 0.0, 1.0, 0.0)
-    fetches = next(collection for collection in panel.collections if len(collection.get_paths()) == 2)
-    assert list(fetches.get_linewidths()) == [0.3, 0.0]

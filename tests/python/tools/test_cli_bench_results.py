@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import random
-import types
 
 import pytest
 from bench_figures import a_pass, a_point
@@ -79,7 +78,7 @@ def test_few_batches_have_no_winner():
     assert compared((10, 11, 12), (30, 33, 36), 50).verdict == "faster"
     few = compared((10, 11, 12), (30, 33, 36), 49)
     assert few.verdict == "too few to tell" and not few.is_decided
-    assert str(few) == "Too few to tell: 49 batches of each engine, but at least 50 are needed."
+    assert str(few) == "Too few to tell: 49 batches of each loader, but at least 50 are needed."
 
 
 @pytest.mark.parametrize(
@@ -88,7 +87,7 @@ def test_few_batches_have_no_winner():
         ((10, 11, 12), (30, 33, 36), "3.00x as fast as torch (between 3.00x and 3.00x; 3 pairs of epochs, 75% confid"),
         ((10, 11, 12), (5, 5.5, 6), "rustloader is slower: 0.50x as fast as torch (between 0.50x and 0.50x; 3 pairs"),
         ((10, 11, 12), (10, 11, 12), "No measurable difference: rustloader is 1.00x as fast as torch (between 1.00x"),
-        ((10,), (30,), "Too few to tell: 1 epoch of each engine, but at least 3 are needed."),
+        ((10,), (30,), "Too few to tell: 1 epoch of each loader, but at least 3 are needed."),
         ((10, 11, 14), (12, 13, 15), "Too few to tell: rustloader was faster in most pairs of epochs, but the rates"),
         (
             (10, 20, 30),
@@ -353,8 +352,11 @@ def test_lines_fit_and_an_option_keeps_its_value():
     assert len(lines) == 2 and lines[1] == "  --step SECONDS and so on" and max(map(len, lines)) <= 100
 
 
+FACTORY = "train.py:make_loader"
+
+
 def options(*arguments):
-    return parser.make_parser().parse_args(["bench", "train.py:make_loader", *arguments])
+    return parser.make_parser().parse_args(["bench", FACTORY, *arguments])
 
 
 ABOUT = {
@@ -422,6 +424,7 @@ def test_the_summary_of_a_sweep():
         "faster",
     ]
     interval = {"low": 3.0, "high": 3.0, "confidence": 0.75, "pairs": 3, "batches": 300, "reason": ""}
+    interval |= {"name": "rustloader", "baseline": "torch"}
     assert parsed["results"][1]["comparison"] == {"verdict": "faster", "ratio": 3.0} | interval
     assert parsed["settings"]["budget"] == 180.0 and parsed["settings"]["epochs"] is None
 
@@ -536,7 +539,7 @@ def test_a_busy_machine_is_named_and_gets_no_recommendation():
         "other processes used 60% of the cores during the run: end"
     )
     assert recommended([calm, busy(a_point(1, *rates), 0.2)]).workers == 1
-    assert json.loads(json.dumps(much.as_dict()))["others_share"] == 0.6
+    assert json.loads(json.dumps(much.as_dict("a:b")))["others_share"] == 0.6
     # Unknown is not busy.
     assert a_point(1, *rates).others_share == 0.0
 
@@ -578,6 +581,51 @@ def test_a_verdict_advises_no_workers_that_were_measured_and_are_slower():
         assert ("num_workers=2" in one.verdict["sentence"]) == (needed is not None)
 
 
+def others(point, **rates):
+    """Adds the loaders of other factories to a point."""
+    for name, measured in rates.items():
+        point.others[f"train.py:{name}"] = results.SideRates([a_pass(rate) for rate in measured], 1e6, 50_000_000)
+        point.verdicts[f"train.py:{name}"] = VERDICT | {
+            "sentence": f"The {name} loader is the bottleneck.",
+            "stats": {"cache": {"hits": 90, "misses": 10}} if name == "cached" else {},
+        }
+    return point
+
+
+def test_loaders_of_other_factories_are_compared_with_the_first_one():
+    rates = [[speed * (10.0 + k) for k in range(6)] for speed in (1, 3, 6)]
+    point = others(a_point(2, *rates[:2], verdict=VERDICT), cached=rates[2], same=rates[1])
+    report = summary([point], "train.py:cached", "train.py:same")
+    lines = report.text().splitlines()
+    first = next(
+        k for k, line in enumerate(lines) if line.startswith("The loaders on the engine; the ratio is that to")
+    )
+    assert FACTORY in lines[first] and max(map(len, lines)) <= 100
+    head, plain, cached, *_ = lines[first + 2 :]
+    assert head.split()[:5] == ["batches/s", "lowest", "to", "highest", "ratio"]
+    assert plain.split()[:6] == [FACTORY, "37.5", "30.0", "to", "45.0", "-"]
+    assert cached.split()[:6] == ["train.py:cached", "75.0", "60.0", "to", "90.0", "2.00x"]
+    text = words_of(report)
+    assert f"train.py:cached is 2.00x as fast as {FACTORY} (between 2.00x and 2.00x; 6 pairs" in text
+    assert text.count("90% of its samples came from the cache") == text.count("came from the cache") == 1
+    assert "Verdict on train.py:cached: The cached loader is the bottleneck." in text
+    parsed = json.loads(json.dumps(report.as_dict()))
+    assert parsed["factories"] == [FACTORY, "train.py:cached", "train.py:same"]
+    other = parsed["results"][0]["others"]["train.py:cached"]
+    assert (other["comparison"]["ratio"], other["comparison"]["baseline"], other["batch_bytes"]) == (2.0, FACTORY, 1e6)
+    assert other["verdict"]["kind"] == "transport" and len(other["epochs"]) == 6
+    busy_text = words_of(summary([busy(point, 0.6)], "train.py:cached", "train.py:same"))
+    assert "as fast" not in busy_text and "Verdict on train.py:cached" in busy_text
+
+
+def test_a_sweep_names_the_setting_of_each_factory():
+    points = [others(a_point(n, (10.0, 11, 12), (30.0, 33, 36)), cached=(60.0, 66, 72)) for n in (1, 2)]
+    lines = results.factories_table([alone(6.0, 6.5, 7), *points], FACTORY).splitlines()
+    names = [f"{n}: {name}" for n in ("1 worker", "2 workers") for name in (FACTORY, "train.py:cached")]
+    assert [line.split("  ")[0] for line in lines[1:]] == names
+    assert results.factories_table([a_point(2, (10.0,), (30.0,))], FACTORY) == ""
+
+
 # The plan, and what is checked before anything runs
 
 
@@ -589,7 +637,7 @@ def test_a_verdict_advises_no_workers_that_were_measured_and_are_slower():
         (("--workers", "1,2"), "with 1 and 2 workers: epochs of torch and rustloader in turn", 180, 3),
         (("--workers", "1,2", "--budget", "24"), "each at most 500 ms; up to 24 s", 24, 0.5),
         (("--seconds", "10"), "each at most 10 s; up to 5 min", 320, 10),
-        (("--epochs", "1", "--batches", "1"), "1 epoch of torch and of rustloader in turn", None, 3),
+        (("--epochs", "1", "--batches", "1"), "1 epoch of torch and rustloader in turn", None, 3),
         (
             ("--dispatch", "round_robin,shared_queue", "--worker-threads", "1,8"),
             "with dispatch=round_robin and shared_queue, worker_threads=1 and 8: epochs of",
@@ -652,8 +700,15 @@ def test_every_combination_is_a_setting():
 
 def test_steps_of_a_fixed_number_of_epochs():
     assert plan.BenchPlan(options("--workers", "0,1", "--epochs", "3")).steps == 3 * 4
-    assert plan.BenchPlan(options("--epochs", "3", "--cache", "1MiB")).steps == 4 * 4
+    assert plan.BenchPlan(options("train.py:cached", "--epochs", "3")).steps == 4 * 4
     assert plan.BenchPlan(options()).steps == 0
+
+
+def test_measuring_ends_when_all_factories_are_compared():
+    run = command._Bench(options("train.py:cached"))
+    clear = a_point(2, [10.0] * 6, [30.0] * 6)
+    assert not run._needs_more(others(clear, cached=[90.0] * 6), 6, 50.0, 5.0)
+    assert run._needs_more(others(clear, cached=[30.0, 40.0] * 3), 6, 50.0, 5.0)
 
 
 def test_measuring_ends_when_the_result_is_clear_or_the_budget_spent(monkeypatch):
@@ -673,6 +728,12 @@ def test_measuring_ends_when_the_result_is_clear_or_the_budget_spent(monkeypatch
     assert fixed._needs_more(unclear, 1, 0.0, 5.0) and not fixed._needs_more(unclear, 2, 50.0, 5.0)
 
 
+def test_a_factory_that_is_named_twice_is_refused(capsys):
+    assert cli.main(["bench", "x:y", "x:z", "x:y"]) == 2
+    error = "rustloader bench: x:y is named twice; write a second function that returns the other loader\n"
+    assert capsys.readouterr() == ("", error)
+
+
 def test_torchs_own_loop_alone_is_answered_with_what_to_do():
     with pytest.raises(Unusable) as raised:
         plan.BenchPlan(options("--workers", "0"))
@@ -685,40 +746,6 @@ def test_torchs_own_loop_alone_is_answered_with_what_to_do():
 @pytest.fixture
 def nothing_runs(monkeypatch):
     monkeypatch.setattr(command, "_Bench", None)
-
-
-def refused(path, capsys):
-    status = cli.main(["bench", "x:y", "--plot", str(path)])
-    captured = capsys.readouterr()
-    assert (status, captured.out) == (2, "")
-    return captured.err
-
-
-def test_a_plot_needs_matplotlib(nothing_runs, capsys, monkeypatch):
-    for name in ("matplotlib", "matplotlib.backend_bases"):
-        monkeypatch.setitem(__import__("sys").modules, name, None)
-    assert refused("a.png", capsys) == "rustloader bench: --plot needs matplotlib: pip install 'rustloader[plot]'\n"
-
-
-def test_a_plot_that_cannot_be_written_is_an_error_at_once(nothing_runs, capsys, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib", reason="--plot is optional, and matplotlib is not installed")
-    for name in ("a", "a.xyz", "a.png.txt"):
-        error = refused(name, capsys)
-        assert f"--plot {name}: the file name must end in " in error
-        assert all(suffix in error for suffix in (".pdf", ".png", ".svg"))
-    missing = tmp_path / "no" / "such"
-    assert f"there is no folder {missing}" in refused(missing / "a.png", capsys)
-    (tmp_path / "folder.png").mkdir()
-    assert "this is a folder; pass the name of a file" in refused(tmp_path / "folder.png", capsys)
-    monkeypatch.setattr(plan.os, "access", lambda path, mode: False)
-    assert "no permission to write there" in refused(tmp_path / "a.svg", capsys)
-
-
-def test_a_plot_that_can_be_written_is_not_refused(tmp_path):
-    pytest.importorskip("matplotlib", reason="--plot is optional, and matplotlib is not installed")
-    for name in ("a.png", "a.SVG", "a.b.pdf"):
-        plan.check_plot(str(tmp_path / name))
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -738,10 +765,6 @@ def test_a_plot_that_can_be_written_is_not_refused(tmp_path):
         (["x:y", "--reorder-window", "8,,16"], "argument --reorder-window: must be a positive integer (batches), or a"),
         (["x:y", "--worker-threads", "0"], "argument --worker-threads: must be a positive integer, got 0"),
         (["x:y", "--epochs", "0"], "argument --epochs: must be a positive integer, got 0"),
-        (
-            ["x:y", "--cache", "0"],
-            "argument --cache: must be a positive number of bytes, or a size such as 8GiB, got 0",
-        ),
         (["x:y", "--batches", "0"], "argument --batches: must be a positive integer, got 0"),
         (["x:y", "--epochs", "3", "--budget", "9"], "argument --budget: not allowed with argument --epochs"),
     ],
@@ -757,16 +780,3 @@ def test_help_says_what_and_how(capsys):
         cli.main(["bench", "--help"])
     out = capsys.readouterr().out
     assert ended.value.code == 0 and "examples:\n  python -m rustloader bench train.py:make_loader" in out
-
-
-def test_a_plot_that_fails_after_all_does_not_take_the_result(monkeypatch, capsys):
-    """The disk may be full by then."""
-    picture = types.ModuleType("rustloader.tools.bench.picture")
-
-    def savefig(path):
-        raise OSError(28, "No space left on device")
-
-    picture.draw = lambda *arguments: types.SimpleNamespace(savefig=savefig)
-    monkeypatch.setitem(__import__("sys").modules, "rustloader.tools.bench.picture", picture)
-    with pytest.raises(Unusable, match=r"the plot cannot be written to a.png: No space left on device"):
-        command._Bench(options("--plot", "a.png"))._draw([], {}, {})

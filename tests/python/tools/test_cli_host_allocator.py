@@ -1,8 +1,7 @@
-"""`doctor` on pinned memory: the settings of torch's host allocator, and how much memory batches take."""
+"""`doctor` on pinned memory: the settings of torch's host allocator."""
 
 import importlib.metadata
 import json
-import os
 
 import pytest
 from support import rustloader
@@ -13,18 +12,9 @@ if rustloader is not None:
     from rustloader.tools import cli
     from rustloader.tools.cli import host_allocator
 
-MIB = 1 << 20
 
-
-def report(tmp_path, *sizes):
-    path = tmp_path / "bench.json"
-    results = [{"torch": {"batch_bytes": float(size)}, "rustloader": {"batch_bytes": float(size)}} for size in sizes]
-    path.write_text(json.dumps({"results": results}))
-    return str(path)
-
-
-def findings(capsys, *arguments):
-    assert cli.main(["doctor", "--json", *arguments]) == 0
+def findings(capsys):
+    assert cli.main(["doctor", "--json"]) == 0
     parsed = json.loads(capsys.readouterr().out)["findings"]
     return [finding for finding in parsed if finding["subject"].startswith("pinned")]
 
@@ -91,56 +81,3 @@ def test_an_unsafe_pair_of_settings_is_told(monkeypatch, version, unsafe):
     assert ("set pinned_max_cached_size_mb:8 too" in advice) == unsafe
     settings = "pinned_max_round_threshold_mb:8,pinned_max_cached_size_mb:8"
     assert host_allocator.allocator({"PYTORCH_CUDA_ALLOC_CONF": settings})[1] == ""
-
-
-@pytest.mark.parametrize(
-    "nbytes, settings, expected",
-    [
-        (33 * MIB, "", 64 * MIB),
-        (64 * MIB, "", 64 * MIB),
-        (1, "", 1),
-        (33 * MIB, "pinned_max_round_threshold_mb:32", 33 * MIB),
-        (32 * MIB, "pinned_max_round_threshold_mb:32", 32 * MIB),
-        (20 * MIB, "pinned_max_round_threshold_mb:32", 32 * MIB),
-        (33 * MIB, "pinned_max_cached_size_mb:32", 33 * MIB),
-    ],
-)
-def test_sizes_are_rounded_as_torch_rounds_them(nbytes, settings, expected):
-    known = host_allocator.pinned_settings({"PYTORCH_CUDA_ALLOC_CONF": settings})
-    assert host_allocator.rounded(nbytes, known) == expected
-
-
-def test_batches_that_bench_has_seen(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(host_allocator, "_torch_version", lambda: (2, 15))
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    path = report(tmp_path, 36.75 * MIB, 60 * MIB, 0)
-    _, small, large = findings(capsys, "--bench", path)
-    assert small["found"] == "36.75 MiB as one tensor takes 64 MiB (74% more)" and small["state"] == "note"
-    assert small["advice"] == (
-        "a batch size up to 1.74 times as large takes no more memory; "
-        "PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:18 leaves this size unrounded"
-    )
-    assert (large["found"], large["state"]) == ("60 MiB as one tensor takes 64 MiB (7% more)", "ok")
-    # What it advises is true, and is advised only where it is safe.
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "pinned_max_round_threshold_mb:18")
-    assert findings(capsys, "--bench", path)[1]["found"] == "36.75 MiB as one tensor takes 36.75 MiB (0% more)"
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
-    monkeypatch.setattr(host_allocator, "_torch_version", lambda: (2, 14))
-    assert "PYTORCH_ALLOC_CONF" not in findings(capsys, "--bench", path)[1]["advice"]
-
-
-def test_batches_that_are_not_kept_are_told(tmp_path):
-    settings = {"PYTORCH_CUDA_ALLOC_CONF": "pinned_max_cached_size_mb:16"}
-    ((found, advice),) = host_allocator.batches(report(tmp_path, 20 * MIB), settings)
-    assert found.endswith("(0% more), allocated again for each batch") and "raise pinned_max_cached_size_mb" in advice
-
-
-def test_a_file_of_something_else_is_an_error(capsys, tmp_path):
-    other, missing = tmp_path / "other.json", tmp_path / "none"
-    other.write_text("[]")
-    for path, text in (
-        (other, f"{other} is not the output of `rustloader bench --json`"),
-        (missing, f"cannot read {missing}: No such file or directory"),
-    ):
-        assert cli.main(["doctor", "--bench", os.fspath(path)]) == 2
-        assert capsys.readouterr() == ("", f"rustloader doctor: --bench: {text}\n")

@@ -87,7 +87,7 @@ def test_a_short_run_prints_at_most_40_lines_and_writes_a_picture(data, tmp_path
     assert any("decoding and augmenting, which no loader speeds up" in line for line in lines)
     assert "identical" in out and "DIFFERENT" not in out
     assert lines[-1].strip() == f"{sys.executable} -m rustloader bench train.py:make_loader"
-    assert "Picture of both loaders at work: demo.png" in out and os.listdir(tmp_path) == ["demo.png"]
+    assert "Picture of the gains and of rustloader at work: demo.png" in out and os.listdir(tmp_path) == ["demo.png"]
     with Image.open(tmp_path / "demo.png") as picture:
         picture.load()
         assert picture.format == "PNG" and picture.width > picture.height > 500
@@ -350,16 +350,29 @@ import itertools, sys
 from pathlib import Path
 from demo import measure, picture, settings, workloads
 from matplotlib.text import Text
-from rustloader.tools.bench.timeline import Timeline
 
-asked = [0.01 * k for k in range(40)]
-spans = {worker: [(what, t, t + 0.002) for t in asked for what in ("fetch", "collate", "send")] for worker in (0, 1)}
-timelines = {name: Timeline(2, 8, asked, [t + 0.005 for t in asked], spans) for name in (measure.TORCH, measure.OURS)}
+rows = ("main", "worker 0", "worker 1")
+events = [
+    {"ph": "M", "name": "thread_name", "tid": row, "args": {"name": f"{name} (train.py:1)"}}
+    for row, name in enumerate(rows)
+]
+for k in range(40):
+    spans = [(0, "next", 0, 5), (0, "step", 5, 5)]
+    spans += [(row, name, 2 * at, 2) for row in (1, 2) for at, name in enumerate(("fetch", "collate", "send"))]
+    events += [
+        {"ph": "X", "tid": row, "name": name, "ts": 1e4 * k + 1e3 * at, "dur": 1e3 * taken}
+        for row, name, at, taken in spans
+    ]
+timeline = measure.timeline_of(events)
+assert tuple(timeline) == rows
+assert timeline["main"][:2] == [("step", 0, 5.0), ("next", 5.0, 10.0)], timeline
+assert timeline["main"][-1] == ("next", 185.0, 190.0)
+assert [len(timeline[row]) for row in timeline] == [38, 57 + 1, 57 + 1], timeline
 rates = [([40], [10, 12], [110]), ([9e5], [10], [20]), ([1], [123456], [99999, 123457]), ([12], [10, 12], [11])]
 names = (measure.NO_WORKERS, measure.TORCH, measure.OURS)
 results = [measure.Result(w, dict(zip(names, r)), 0.5) for w, r in zip(workloads.WORKLOADS, rates)]
 
-figure = picture.draw(results, timelines, results[2].workload, 2)
+figure = picture.draw(results, timeline, results[2].workload)
 figure.draw_without_rendering()
 ticks = {label for axes in figure.axes for label in axes.get_xticklabels()}  # some are beyond the axis, not drawn
 texts = [text for text in figure.findobj(Text) if text.get_text() and text.get_visible() and text not in ticks]
@@ -371,7 +384,7 @@ for text, place in places.items():
 print(*(text.get_text() for text in texts), sep="|")
 for number in range(2):
     chosen = settings.Settings(plot=Path(f"{number}.svg"))
-    picture.write(results, timelines, results[2].workload, chosen)
+    picture.write(results, timeline, results[2].workload, chosen)
 """
 
 
@@ -383,7 +396,7 @@ def test_the_picture_can_be_read_and_the_same_figures_give_the_same_svg(tmp_path
     assert process.returncode == 0, process.stderr
     texts = process.stdout.strip().split("|")
     assert {"10x torch with workers", "no measurable difference", "900,000", "torch, no workers"} <= set(texts)
-    assert {"main: training step", "worker 1", "rustloader, 2 workers: 32 batches in 320 ms"} <= set(texts)
+    assert {"main: training step", "worker 1", "rustloader at work: cached images, a training step of 5 ms"} <= {*texts}
     one, other = ((tmp_path / f"{number}.svg").read_text() for number in range(2))
     assert one == other and one.count("<path") > 100
     assert sorted(os.listdir(tmp_path)) == ["0.svg", "1.svg"]

@@ -1,4 +1,4 @@
-"""Compares two engines by the rates of their epochs, with distribution-free confidence intervals."""
+"""Compares two loaders by the rates of their epochs, with distribution-free confidence intervals."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rustloader.system.formatting import count_of
 from rustloader.tools.harness.layout import times
 from rustloader.tools.harness.rounds import CONFIDENCE, Interval, median_interval
 
-# The verdict on the speed of rustloader, compared with torch.
+# The verdict on the speed of a loader, compared with a baseline.
 Outcome = Literal["faster", "slower", "no measurable difference", "too few to tell"]
 
-# Minimum epochs and batches of each engine for a verdict.
+# Minimum epochs and batches of each loader for a verdict.
 FEWEST_EPOCHS, FEWEST_BATCHES = 3, 50
 # Shares of the cores used by other processes. If the share is at least NOTED, the result mentions it; if it is at least
 # BUSY, there is neither a gain nor a recommendation: confidence assumes independent epochs, but a busy machine slows
@@ -29,17 +29,19 @@ _CLEAR_RATIO = 1.1
 
 
 class Comparison(NamedTuple):
-    """The speed of rustloader relative to torch.
+    """The speed of a loader relative to a baseline.
 
     Attributes:
-        verdict: the verdict on the speed of rustloader.
-        ratio: median of the speed ratios of the pairs of epochs; above 1, rustloader is faster.
+        verdict: the verdict on the speed of the loader.
+        ratio: median of the speed ratios of the pairs of epochs; above 1, the loader is faster than the baseline.
         low: lower end of the confidence interval of the ratio.
         high: upper end.
         confidence: confidence of the interval.
         pairs: number of pairs.
-        batches: number of batches measured on the engine that has fewer.
+        batches: number of batches measured on the loader that has fewer.
         reason: explanation of "too few to tell".
+        name: name of the loader.
+        baseline: name of the baseline.
     """
 
     verdict: Outcome
@@ -50,6 +52,8 @@ class Comparison(NamedTuple):
     pairs: int
     batches: int
     reason: str = ""
+    name: str = "rustloader"
+    baseline: str = "torch"
 
     @property
     def is_decided(self) -> bool:
@@ -64,29 +68,33 @@ class Comparison(NamedTuple):
         return self.verdict != "too few to tell"
 
     def __str__(self) -> str:
-        speed = f"{times(self.ratio)} as fast as torch"
+        name, speed = self.name, f"{times(self.ratio)} as fast as {self.baseline}"
         speed += f" (between {times(self.low)} and {times(self.high)}; {self.pairs} pairs of epochs, "
         speed += f"{self.confidence:.0%} confidence)."
         return {
-            "faster": f"rustloader is {speed}",
-            "slower": f"rustloader is slower: {speed}",
-            "no measurable difference": f"No measurable difference: rustloader is {speed}",
+            "faster": f"{name} is {speed}",
+            "slower": f"{name} is slower: {speed}",
+            "no measurable difference": f"No measurable difference: {name} is {speed}",
             "too few to tell": f"Too few to tell: {self.reason}.",
         }[self.verdict]
 
 
-def compare(theirs: Sequence[float], ours: Sequence[float], batches: int) -> Comparison:
-    """Compares two engines by pairs of epochs that were measured one after the other.
+def compare(
+    theirs: Sequence[float], ours: Sequence[float], batches: int, name: str = "rustloader", baseline: str = "torch"
+) -> Comparison:
+    """Compares two loaders by pairs of epochs that were measured one after the other.
 
-    One engine is faster only if two conditions hold: the confidence interval of the ratio is outside the range that
-    counts as equal, and the intervals of the two engines' rates do not overlap. With up to 8 epochs, an interval spans
+    One loader is faster only if two conditions hold: the confidence interval of the ratio is outside the range that
+    counts as equal, and the intervals of the two loaders' rates do not overlap. With up to 8 epochs, an interval spans
     all values. There is no measurable difference if the interval of the ratio is narrow and overlaps the range that
     counts as equal. Otherwise there are too few measurements to tell.
 
     Args:
-        theirs: batches per second of torch in each epoch.
-        ours: batches per second of rustloader in each epoch.
-        batches: number of batches measured on the engine that has fewer.
+        theirs: batches per second of the baseline in each epoch.
+        ours: batches per second of the loader in each epoch.
+        batches: number of batches measured on the loader that has fewer.
+        name: name of the loader.
+        baseline: name of the baseline.
 
     Example:
         >>> compare([10.0, 11.0, 12.0], [30.0, 33.0, 36.0], 300).verdict
@@ -96,17 +104,18 @@ def compare(theirs: Sequence[float], ours: Sequence[float], batches: int) -> Com
     low, high, confidence = median_interval(ratios)
 
     def comparison(verdict: Outcome, reason: str = "") -> Comparison:
-        return Comparison(verdict, statistics.median(ratios), low, high, confidence, len(ratios), batches, reason)
+        median = statistics.median(ratios)
+        return Comparison(verdict, median, low, high, confidence, len(ratios), batches, reason, name, baseline)
 
     if reason := too_few(len(ratios), batches):
         return comparison("too few to tell", reason)
     if low <= EQUAL and high >= 1 / EQUAL:
         if high <= low * _SMALL_RATIO:
             return comparison("no measurable difference")
-        speed = f"{times(low)} to {times(high)} as fast as torch, based on {len(ratios)} pairs of epochs"
-        return comparison("too few to tell", f"rustloader is {speed}")
+        speed = f"{times(low)} to {times(high)} as fast as {baseline}, based on {len(ratios)} pairs of epochs"
+        return comparison("too few to tell", f"{name} is {speed}")
     if median_interval(ours).overlaps(median_interval(theirs)):
-        leader = "rustloader" if low > 1 else "torch"
+        leader = name if low > 1 else baseline
         reason = f"{leader} was faster in most pairs of epochs, but the rates of the two overlap"
         return comparison("too few to tell", reason)
     return comparison("faster" if low > 1 else "slower")
@@ -115,7 +124,7 @@ def compare(theirs: Sequence[float], ours: Sequence[float], batches: int) -> Com
 def too_few(epochs: int, batches: int) -> str:
     """Returns the reason why there are too few epochs or batches for a verdict; empty if there are enough."""
     if epochs < FEWEST_EPOCHS:
-        return f"{count_of(epochs, 'epoch')} of each engine, but at least {FEWEST_EPOCHS} are needed"
+        return f"{count_of(epochs, 'epoch')} of each loader, but at least {FEWEST_EPOCHS} are needed"
     if batches < FEWEST_BATCHES:
-        return f"{count_of(batches, 'batch')} of each engine, but at least {FEWEST_BATCHES} are needed"
+        return f"{count_of(batches, 'batch')} of each loader, but at least {FEWEST_BATCHES} are needed"
     return ""

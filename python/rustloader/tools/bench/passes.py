@@ -102,12 +102,12 @@ def run_pass(
     """
     gc.collect()
     busy, begin = busy_seconds(), _mark(0)
-    with iterating(loader, watcher) as iterator:
+    with _iterating(loader, watcher) as iterator:
         return _pass(loader, iterator, limits, count_bytes, watcher, begin, busy)
 
 
 @contextlib.contextmanager
-def iterating(loader: DataLoader[Any], watcher: Watcher | None) -> Iterator[Any]:
+def _iterating(loader: DataLoader[Any], watcher: Watcher | None) -> Iterator[Any]:
     """Creates and yields an iterator. Shuts down its workers afterwards, unless they are persistent."""
     iterator = iter(loader)
     try:

@@ -1,9 +1,7 @@
-"""Plans the settings and the duration of a run of ``bench``, and checks that its plot can be written."""
+"""Plans the settings and the duration of a run of ``bench``."""
 
 from __future__ import annotations
 
-import io
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,7 +26,7 @@ class BenchPlan:
     Attributes:
         settings: the settings to measure, with torch's own loop last.
         requested: number of requested settings; torch's own loop counts only if --workers includes 0.
-        epochs: number of epochs on each engine; None to measure until the result is clear or the budget is spent.
+        epochs: number of epochs of each loader; None to measure until the result is clear or the budget is spent.
         budget: seconds for all measurements; None with a fixed number of epochs.
         seconds: maximum duration of an epoch in seconds.
     """
@@ -60,8 +58,8 @@ class BenchPlan:
     @property
     def steps(self) -> int:
         """Number of warm-ups and epochs to run if the number of epochs is fixed; otherwise 0."""
-        engines = 2 + bool(self._options.ray) + bool(self._options.cache)
-        sides = sum(1 if setting.workers == 0 else engines for setting in self.settings)
+        with_workers = 1 + len(self._options.factories)
+        sides = sum(1 if setting.workers == 0 else with_workers for setting in self.settings)
         return sides * (1 + self.epochs) if self.epochs else 0
 
     def share(self, spent: float, remaining: int) -> float:
@@ -80,45 +78,12 @@ class BenchPlan:
         length = f"at most {duration(self.seconds)}"
         if self._batches is not None:
             length += f" or {count_of(self._batches, 'batch')}"
-        ray = self._options.ray
-        text = f"epochs of {'torch, rustloader and rustloader on Ray' if ray else 'torch and rustloader'}"
-        if self.epochs is not None:
-            text = f"{count_of(self.epochs, 'epoch')} of torch and of rustloader"
-            if ray:
-                text = f"{count_of(self.epochs, 'epoch')} of torch, of rustloader and of rustloader on Ray"
-        text += f" in turn, each {length}"
+        loaders = ["torch", "rustloader", *self._options.factories[1:]]
+        text = "epochs" if self.epochs is None else count_of(self.epochs, "epoch")
+        text += f" of {listed(loaders)} in turn, each {length}"
         if varied := list(self._varied()):
             text = f"with {', '.join(varied)}: {text}"
         if self.budget is None:
             return text
         budget = f"{self.budget / 60:.0f} min" if self.budget > 90 else f"{self.budget:g} s"
         return f"{text}; up to {budget} after a warm-up, or until the result is clear"
-
-
-def check_plot(path: str) -> None:
-    """Raises ``Unusable`` if a plot cannot be drawn, or cannot be written to ``path``. Called before measuring."""
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        if (error.name or "").partition(".")[0] == "matplotlib":
-            raise Unusable("--plot needs matplotlib: pip install 'rustloader[plot]'") from None
-        raise Unusable(f"--plot needs matplotlib, but importing it failed: {error}") from None
-    suffix = os.path.splitext(path)[1].removeprefix(".").lower()
-    supported = sorted(FigureCanvasBase.get_supported_filetypes())
-    if suffix not in supported:
-        known = listed([f".{name}" for name in supported], "or")
-        raise Unusable(f"--plot {path}: the file name must end in {known}")
-    try:
-        # Some formats need other programs: .pgf needs LaTeX.
-        Figure(figsize=(1, 1)).savefig(io.BytesIO(), format=suffix)
-    except Exception as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise Unusable(f"--plot {path}: matplotlib cannot write .{suffix} files here: {reason}") from None
-    folder = os.path.dirname(os.path.abspath(path))
-    if not os.path.isdir(folder):
-        raise Unusable(f"--plot {path}: there is no folder {folder}")
-    if os.path.isdir(path):
-        raise Unusable(f"--plot {path}: this is a folder; pass the name of a file")
-    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        raise Unusable(f"--plot {path}: no permission to write there")

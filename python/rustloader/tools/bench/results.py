@@ -9,10 +9,8 @@ from typing import Any
 from rustloader.metrics.fields import StatsFields
 from rustloader.metrics.verdict import judge
 from rustloader.system.formatting import duration, size
-from rustloader.tools.bench.cached import CacheGain
 from rustloader.tools.bench.comparison import Comparison, compare
 from rustloader.tools.bench.rates import SideRates, make_sides_comparable
-from rustloader.tools.bench.ray_cluster import Price
 from rustloader.tools.bench.settings import SWEPT, Setting
 from rustloader.tools.harness.layout import WIDTH, aligned, number, times
 
@@ -28,9 +26,8 @@ class Point:
             ``torch``.
         verdict: verdict on the loader when it runs on the engine; None without workers.
         options: values of the swept options.
-        ray: measurements with workers on a cluster; None without ``--ray`` or workers.
-        price: cost model of workers on a cluster; None if ``ray`` is None.
-        cache: gain from a cache; None without ``--cache`` or workers.
+        others: measurements of the other factories' loaders on the engine, by factory; empty without workers.
+        verdicts: verdicts on these loaders, by factory.
         judged: statistics that the verdict is based on; None without workers, or if the verdict must not be revised.
     """
 
@@ -39,9 +36,8 @@ class Point:
     rustloader: SideRates = field(default_factory=SideRates)
     verdict: dict[str, Any] | None = None
     options: tuple[tuple[str, Any], ...] = ()
-    ray: SideRates | None = None
-    price: Price | None = None
-    cache: CacheGain | None = None
+    others: dict[str, SideRates] = field(default_factory=dict)
+    verdicts: dict[str, dict[str, Any]] = field(default_factory=dict)
     judged: StatsFields | None = None
 
     @property
@@ -56,16 +52,22 @@ class Point:
 
     @property
     def others_share(self) -> float:
-        """The share of the cores that other processes used, the larger of the two engines' values; 0 if unknown."""
-        return max(self.torch.others_share, self.rustloader.others_share)
+        """The share of the cores that other processes used, the largest of the loaders' values; 0 if unknown."""
+        return max(side.others_share for side in self.sides)
+
+    @property
+    def sides(self) -> list[SideRates]:
+        """All measurements."""
+        return [self.torch, self.rustloader, *self.others.values()]
 
     @property
     def comparison(self) -> Comparison | None:
         """The comparison of the two engines; None without workers."""
-        if self.torch_only:
-            return None
-        batches = min(self.torch.batches, self.rustloader.batches)
-        return compare(self.torch.rates, self.rustloader.rates, batches)
+        return None if self.torch_only else _compared(self.torch, self.rustloader)
+
+    def comparisons(self, factory: str) -> dict[str, Comparison]:
+        """Compares the loaders of the other factories with the loader of ``factory``, both on the engine."""
+        return {name: _compared(self.rustloader, side, name, factory) for name, side in self.others.items()}
 
     @property
     def ratios(self) -> dict[str, float | None]:
@@ -86,29 +88,32 @@ class Point:
             "memory_bytes": ratio(theirs.memory_bytes, ours.memory_bytes),
         }
 
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the results for JSON."""
-        comparison = self.comparison
+    def as_dict(self, factory: str) -> dict[str, Any]:
+        """Returns the results for JSON. ``factory`` is the first factory."""
+        comparison, others = self.comparison, self.comparisons(factory)
         return {
             "workers": self.workers,
             **({"options": dict(self.options)} if self.options else {}),
             "torch": self.torch.as_dict(),
             "rustloader": self.rustloader.as_dict(),
-            **({"ray": self.ray.as_dict()} if self.ray else {}),
-            **({"price": self.price.as_dict()} if self.price else {}),
-            **({"cache": self.cache.as_dict()} if self.cache else {}),
             "ratio": self.ratios,
             "comparison": comparison._asdict() if comparison else None,
             "others_share": self.others_share,
             "verdict": self.verdict,
+            "others": {
+                name: side.as_dict() | {"comparison": others[name]._asdict(), "verdict": self.verdicts.get(name)}
+                for name, side in self.others.items()
+            },
         }
+
+
+def _compared(theirs: SideRates, ours: SideRates, *names: str) -> Comparison:
+    return compare(theirs.rates, ours.rates, min(theirs.batches, ours.batches), *names)
 
 
 def make_comparable(points: Iterable[Point]) -> None:
     """Makes the rates of all points comparable; see ``make_sides_comparable()``."""
-    make_sides_comparable(
-        [side for point in points for side in (point.torch, point.rustloader, point.ray) if side is not None]
-    )
+    make_sides_comparable([side for point in points for side in point.sides])
 
 
 def starting_verdict(side: SideRates) -> dict[str, Any]:
@@ -233,20 +238,31 @@ def _ratio(point: Point) -> str:
     return times(comparison.ratio if comparison is not None and comparison.is_known else None)
 
 
-def ray_table(points: Iterable[Point]) -> str:
-    """Formats the table that compares local workers with workers on a cluster, with one line per setting.
+def factories_table(points: Iterable[Point], factory: str) -> str:
+    """Formats the table that compares the loaders of all factories on the engine, with a line per setting and factory.
 
-    Returns an empty string without ``--ray``.
+    The ratio is that to the loader of ``factory``, the first one. Returns an empty string without other factories.
     """
-    rows = [("", "here", "on Ray", "ratio", "MB/s on Ray", "CPU/batch here", "first batch on Ray")]
+    points = [point for point in points if point.others]
+    several = len(points) > 1
+    rows = [("", "batches/s", "lowest to highest", "ratio", "MB/s", "CPU/batch", "first batch", "memory")]
     for point in points:
-        if (remote := point.ray) is not None:
-            local = point.rustloader
-            rates = number(local.rate), number(remote.rate), times(remote.rate / local.rate)
-            cpu, first = remote.median("cpu_seconds_per_batch"), remote.median("first_batch_seconds")
-            megabytes = number(remote.rate * local.batch_bytes / 1e6)
-            rows.append((str(point.setting), *rates, megabytes, duration(cpu), duration(first)))
-    return aligned(rows, gap=2) if len(rows) > 1 else ""
+        comparisons = point.comparisons(factory)
+        for name, side in {factory: point.rustloader, **point.others}.items():
+            compared = comparisons.get(name)
+            rows.append(
+                (
+                    f"{point.setting}: {name}" if several else name,
+                    number(side.rate),
+                    _interval_text(min(side.rates), max(side.rates)),
+                    times(compared.ratio if compared is not None and compared.is_known else None),
+                    number(side.rate * side.batch_bytes / 1e6),
+                    duration(side.median("cpu_seconds_per_batch")),
+                    duration(side.median("first_batch_seconds")),
+                    _memory(side),
+                )
+            )
+    return aligned(rows, gap=2) if points else ""
 
 
 def _memory(side: SideRates) -> str:

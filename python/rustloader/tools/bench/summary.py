@@ -8,7 +8,7 @@ from typing import Any
 from rustloader.tools.bench.comparison import BUSY, EQUAL, NOTED
 from rustloader.tools.bench.plan import BenchPlan
 from rustloader.tools.bench.recommendation import RULE, RULE_OF_OPTIONS, Choice
-from rustloader.tools.bench.results import Point, ray_table, sweep_table, table
+from rustloader.tools.bench.results import Point, factories_table, sweep_table, table
 from rustloader.tools.harness.layout import number, times, wrapped
 
 
@@ -64,13 +64,25 @@ class Summary:
         yield ""
         yield from self._result(point)
         yield ""
-        yield from self._on_ray(point)
+        yield from self._other_factories(point)
         yield wrapped(self._notes(point))
 
-    def _on_ray(self, point: Point) -> Iterator[str]:
-        if point.price is not None:
-            yield f"Batches/s with workers here and on Ray:\n\n{ray_table(self._points)}\n"
-            yield f"{wrapped(str(point.price))}\n"
+    def _other_factories(self, point: Point) -> Iterator[str]:
+        if not point.others:
+            return
+        factory = self._options.factories[0]
+        yield f"The loaders on the engine; the ratio is that to {factory}:\n"
+        yield f"{factories_table(self._points, factory)}\n"
+        is_busy = max(it.others_share for it in self._points) >= BUSY
+        for name, comparison in point.comparisons(factory).items():
+            if not (is_busy and comparison.is_known):
+                yield wrapped(str(comparison), "  ")
+            verdict = point.verdicts[name]
+            if cache := verdict["stats"].get("cache"):
+                share = cache["hits"] / max(1, cache["hits"] + cache["misses"])
+                yield wrapped(f"{share:.0%} of its samples came from the cache, which the warm-up filled.", "  ")
+            yield wrapped(f"Verdict on {name}: {verdict['sentence']}", "  ")
+        yield ""
 
     def _recommendation(self) -> Iterator[str]:
         for engine, choice in sorted(self._choices.items()):
@@ -98,12 +110,8 @@ class Summary:
         if text := self._without_workers(point, others):
             yield wrapped(text, "  ")
         if point.verdict is not None:
-            images = point.verdict.get("images")
-            sentence = " ".join(filter(None, (point.verdict["sentence"], images)))
-            yield wrapped(f"Verdict on rustloader's iterator: {sentence}", "  ")
-            yield f"  {wrapped(point.verdict['reason'], '  ')}"
-        if point.cache is not None:
-            yield wrapped(point.cache.text(point.rustloader, others), "  ")
+            yield wrapped(f"Verdict on rustloader's iterator: {point.verdict['sentence']}", "  ")
+            yield wrapped(f"  {point.verdict['reason']}", "  ")
         if not options.step:
             what = "The verdict and the recommendation apply" if self._choices else "The verdict applies"
             text = f"The loop ran no training step. {what} to loading only."
@@ -142,7 +150,7 @@ class Summary:
         options, plan = self._options, self._plan
         about = {name: value for name, value in self._about.items() if name not in ("machine", "num_workers")}
         return {
-            "factory": options.factory,
+            "factories": options.factories,
             "machine": self._about["machine"],
             "settings": {
                 "epochs": plan.epochs,
@@ -153,7 +161,7 @@ class Summary:
                 "timeout": options.timeout,
                 "loader": about,
             },
-            "results": [point.as_dict() for point in self._points],
+            "results": [point.as_dict(options.factories[0]) for point in self._points],
             "recommendation": self._recommended(),
         }
 

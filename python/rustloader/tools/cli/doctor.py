@@ -56,29 +56,12 @@ def _tried(subject: str, call: Callable[[], object], advice: str, state: str = B
 
 
 def main(options: Any) -> int:
-    """Runs the checks and prints their findings.
-
-    Returns 0 if the engine works, 1 if it does not, and 2 if the file passed to ``--bench`` cannot be used.
-    """
-    sizes: list[tuple[str, str]] = []
-    if options.bench is not None:
-        # Checked first, because a wrong file name is not a finding about the machine.
-        try:
-            sizes = list(host_allocator.batches(options.bench, os.environ))
-        except (OSError, ValueError) as error:
-            reason = f"cannot read {options.bench}: {_reason(error)}" if isinstance(error, OSError) else error
-            print(f"rustloader doctor: --bench: {reason}", file=sys.stderr)
-            return 2
+    """Runs the checks and prints their findings. Returns 0 if the engine works, and 1 if it does not."""
     if not options.json:
         print("Copy this block into a bug report:\n\n```text\nrustloader doctor", flush=True)
     findings = []
-
-    def _pinned_batches() -> Iterator[Finding]:
-        for found, advice in sizes:
-            yield _finding("pinned batches", found, advice)
-
-    checks = _CHECKS if sys.platform.startswith("linux") else _CHECKS[:2]  # the others need Linux
-    for check in (*checks, _pinned_batches) if options.bench is not None else checks:
+    # The others need Linux.
+    for check in _CHECKS if sys.platform.startswith("linux") else _CHECKS[:2]:
         for finding in _findings_of(check):
             findings.append(finding)
             if not options.json:

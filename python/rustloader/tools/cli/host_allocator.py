@@ -1,10 +1,9 @@
-"""Describes the settings of torch's allocator for pinned memory, and their effect on batches measured by ``bench``."""
+"""Describes the settings of torch's allocator for pinned memory."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 _MIB = 1 << 20
 _GENERAL, _CUDA, _HIP = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"
@@ -22,8 +21,6 @@ _CUDA_SETTINGS = {
 }
 # The first version of torch that reads PYTORCH_ALLOC_CONF.
 _GENERAL_VERSION = (2, 9)
-# Advice is given if rounding wastes more than this share of a batch's size.
-_MAX_LOSS_SHARE = 0.25
 # The first version of torch in which a threshold for rounding is safe. Earlier versions may reuse a cached block for a
 # tensor that is larger than the block.
 _SAFE_THRESHOLD = (2, 15)
@@ -87,47 +84,6 @@ def _overflow_advice(settings: Mapping[str, str]) -> list[str]:
     limit = settings["pinned_max_round_threshold_mb"]
     remedy = f"set pinned_max_cached_size_mb:{limit} too, or update torch"
     return [f"this version of torch may allocate blocks that are too small: {remedy}"]
-
-
-def batches(path: str, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yields a description of the pinned memory, and any advice, for each batch size in the output of ``bench --json``.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: The file is not the output of ``bench --json``.
-    """
-    with open(path) as file:
-        try:
-            results = json.load(file)["results"]
-            sizes = sorted({round(point[side]["batch_bytes"]) for point in results for side in ("torch", "rustloader")})
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{path} is not the output of `rustloader bench --json`") from None
-    settings = pinned_settings(environ)
-    for nbytes in sizes:
-        if nbytes:
-            yield _batch_memory(nbytes, settings)
-
-
-def _batch_memory(nbytes: int, settings: Mapping[str, str]) -> tuple[str, str]:
-    taken = rounded(nbytes, settings)
-    loss = taken / nbytes - 1
-    text = f"{nbytes / _MIB:.4g} MiB as one tensor takes {taken / _MIB:.4g} MiB ({loss:.0%} more)"
-    if nbytes > _limit(settings, "pinned_max_cached_size_mb"):
-        return f"{text}, allocated again for each batch", "raise pinned_max_cached_size_mb above the size of a batch"
-    if loss <= _MAX_LOSS_SHARE:
-        return text, ""
-    advice = f"a batch size up to {taken / nbytes:.3g} times as large takes no more memory"
-    if _torch_version() >= _SAFE_THRESHOLD:
-        limit = max(1, nbytes // _MIB // 2)
-        advice += f"; PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:{limit} leaves this size unrounded"
-    return text, advice
-
-
-def rounded(nbytes: int, settings: Mapping[str, str]) -> int:
-    """Returns the number of bytes that torch's allocator uses for a tensor of ``nbytes``."""
-    if nbytes > min(_limit(settings, "pinned_max_round_threshold_mb"), _limit(settings, "pinned_max_cached_size_mb")):
-        return nbytes
-    return 1 << (nbytes - 1).bit_length()
 
 
 def _limit(settings: Mapping[str, str], name: str) -> float:

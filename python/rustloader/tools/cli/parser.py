@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from rustloader.settings.option_values import Bytes, Kind
+from rustloader.settings.option_values import Kind
 from rustloader.settings.options import Option, Options, option_of
 from rustloader.system.similar import similar
 from rustloader.tools.bench.settings import SWEPT
@@ -46,8 +46,7 @@ examples:
 """
 _DOCTOR = """\
 Checks whether this machine has what the engine needs, and runs a small loader on the engine. Prints a block to copy
-into a bug report. Exit status: 0 if the engine works here, 1 if loaders run on torch's iterator, 2 if FILE cannot be
-used."""
+into a bug report. Exit status: 0 if the engine works here, 1 if loaders run on torch's iterator."""
 _CHECK = """\
 Compares one epoch of a loader on torch's iterator with one on the engine, bit for bit. The factory takes no arguments
 and returns a DataLoader. It is called in a separate process for each engine, with the same seeds. A dead worker, or a
@@ -59,16 +58,17 @@ examples:
   {prog} check train.py:make_loader --batches 100
 """
 _BENCH = """\
-Measures your loader on torch's iterator and on the Rust engine, in two separate processes that run epochs in turn.
-Prints which one is faster, and what limits the loader. The factory takes no arguments and returns a DataLoader. Exit
-status: 0, or 2 if there was nothing to measure."""
+Measures your loader on torch's iterator and on the Rust engine, in separate processes that run epochs in turn. Prints
+which one is faster, and what limits the loader. Further factories are measured on the engine, and compared with the
+first one: the same loader with a cache, with workers on a cluster, or with another decoder. A factory takes no
+arguments and returns a DataLoader. Exit status: 0, or 2 if there was nothing to measure."""
 _BENCH_EXAMPLES = """\
 examples:
   {prog} bench train.py:make_loader
   {prog} bench train.py:make_loader --step 0.05
-  {prog} bench mypackage.data:train_loader --workers 0,1,2,4,8 --plot sweep.png
+  {prog} bench train.py:make_loader train.py:cached_loader
+  {prog} bench mypackage.data:train_loader --workers 0,1,2,4,8
   {prog} bench train.py:make_loader --dispatch round_robin,shared_queue --reorder-window 16,32
-  {prog} bench train.py:make_loader --cache 8GiB
   {prog} bench train.py:make_loader --budget 300 --json > bench.json
 """
 _FACTORY = "module:function or file.py:function"
@@ -160,8 +160,6 @@ def make_parser() -> argparse.ArgumentParser:
 
     doctor = command("doctor", "check whether the engine works on this machine", _DOCTOR)
     doctor.add_argument("--json", action="store_true", help="print JSON")
-    bench_help = "also print the pinned memory that batches take; FILE is the output of `bench --json`"
-    doctor.add_argument("--bench", metavar="FILE", help=bench_help)
 
     check = command("check", "compare a loader's batches on both engines", _CHECK, _CHECK_EXAMPLES + _FACTORY_EXAMPLE)
     add = check.add_argument
@@ -172,7 +170,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     bench = command("bench", "measure a loader on both engines", _BENCH, _BENCH_EXAMPLES + _FACTORY_EXAMPLE)
     add = bench.add_argument
-    add("factory", help=_FACTORY)
+    add("factories", nargs="+", metavar="factory", help=f"{_FACTORY}; the first is the baseline of the others")
     add("--workers", type=counts, metavar="N,...", help="measure with each num_workers, and recommend one")
     for name in SWEPT:
         option, values = option_of(name), f"{option_of(name).metavar},..."
@@ -182,13 +180,9 @@ def make_parser() -> argparse.ArgumentParser:
     amount = bench.add_mutually_exclusive_group()
     budget_help = "measure for up to SECONDS in total, or until the result is clear (default: 60 per setting)"
     amount.add_argument("--budget", type=positive_seconds, metavar="SECONDS", help=budget_help)
-    amount.add_argument("--epochs", type=positive_int, metavar="N", help="measure exactly N epochs of each engine")
+    amount.add_argument("--epochs", type=positive_int, metavar="N", help="measure exactly N epochs of each loader")
     add("--batches", type=positive_int, metavar="N", help="maximum number of batches per epoch (default: all)")
     add("--seconds", type=positive_seconds, metavar="S", help="maximum seconds per epoch (default: 3)")
-    add("--ray", action="store_true", help="also measure workers on a Ray cluster, and report whether they pay off")
-    cache_help = "also measure the dataset in a rustloader.cache of SIZE (such as 8GiB), and report whether it fits"
-    add("--cache", type=_parser(Bytes()), metavar="SIZE", help=cache_help)
-    add("--plot", metavar="FILE", help="draw a timeline of the main process and the workers (needs matplotlib)")
     add("--json", action="store_true", help="print JSON")
     _add_shared(add)
 

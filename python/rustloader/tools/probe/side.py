@@ -56,16 +56,9 @@ _ENGINE_ON_TORCH = (
 ENGINES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "torch": on_torch,
     "rustloader": lambda: rustloader.installed(),  # not evaluated here, because the attribute imports torch
-    "ray": lambda: rustloader.installed(),
-    "cached": lambda: rustloader.installed(),
 }
 # How messages name what a loader runs on.
-ENGINE_TEXTS = {
-    "torch": "torch's iterator",
-    "rustloader": "rustloader's iterator",
-    "ray": "workers on the cluster",
-    "cached": "a cache",
-}
+ENGINE_TEXTS = {"torch": "torch's iterator", "rustloader": "rustloader's iterator"}
 
 
 class Side:
