@@ -16,10 +16,10 @@ import statistics
 import time
 from typing import Any
 
+from harness.program import Program, main
 from rows import Naps
 
 import rustloader
-from rustloader.tools.harness.program import Program, main
 from rustloader.tools.harness.rounds import Failure, Rounds, interleave, spread
 
 STEP, EPOCHS, BATCHES = 0.01, 5, 200

@@ -20,11 +20,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from epochs import cpu_seconds, loop
+from harness.program import Program
+from harness.report import us
 from rows import BY_NAME, ROWS
 
 import rustloader
-from rustloader.tools.harness.program import Program
-from rustloader.tools.harness.report import us
 from rustloader.tools.harness.rounds import Failure
 
 PARTS = ("fetch", "collate", "pack", "idle")

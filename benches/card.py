@@ -10,9 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from harness.program import Program
 from rows import BY_NAME, ROWS
-
-from rustloader.tools.harness.program import Program
 
 # Rows that are left out, because their batches have no tensors, or because they measure starts. images_numpy is not
 # among them: default_collate converts its arrays to tensors.

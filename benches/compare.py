@@ -32,12 +32,12 @@ import floors
 import torch
 from drawing import bars
 from epochs import loop, same_first, same_last
+from harness import report
+from harness.program import Program
+from harness.report import us
 from rows import BY_NAME, Row
 
-from rustloader.tools.harness import report
 from rustloader.tools.harness.layout import times
-from rustloader.tools.harness.program import Program
-from rustloader.tools.harness.report import us
 from rustloader.tools.harness.rounds import spread
 from rustloader.tools.probe.leaves import nbytes
 

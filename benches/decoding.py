@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness.program import Program, main
 from PIL import Image
 
 from rustloader.tools.harness.layout import times
-from rustloader.tools.harness.program import Program, main
 from rustloader.tools.harness.rounds import Failure, spread
 
 SIDE = 224

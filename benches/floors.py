@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-
-from rustloader.tools.harness.processes import at_once
+from harness.processes import at_once
 
 
 def seconds(work: Callable[[], object]) -> float:

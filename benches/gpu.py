@@ -25,12 +25,12 @@ import torch
 import torch.utils.data
 from card import Kernel, loader_of, memcpy_rate, program_of, started, tensors, trace
 from epochs import KINDS, difference
+from harness.program import main
+from harness.report import us
 from rows import BY_NAME
 
 import rustloader
 from rustloader.tools.harness.layout import times
-from rustloader.tools.harness.program import main
-from rustloader.tools.harness.report import us
 from rustloader.tools.harness.rounds import Failure, spread
 
 

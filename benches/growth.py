@@ -12,11 +12,11 @@ from typing import Any
 import floors
 import torch
 from epochs import Loop, cpu_seconds, loop
+from harness.program import Program, main
+from harness.report import us
 from rows import MIB, Row
 
 import rustloader
-from rustloader.tools.harness.program import Program, main
-from rustloader.tools.harness.report import us
 from rustloader.tools.harness.rounds import spread
 from rustloader.tools.probe.leaves import nbytes
 

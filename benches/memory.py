@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import torch.utils.data
 from epochs import KINDS
+from harness.processes import forked
+from harness.program import Program
 from rows import IMAGE, MIB, Samples, images_f32, images_numpy, images_u8, large_arrays
 
-from rustloader.tools.harness.processes import forked
-from rustloader.tools.harness.program import Program
 from rustloader.tools.harness.rounds import Rounds, spread
 
 # Seconds after an epoch by which pages that were kept for the next epoch should have been released.

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from epochs import Loop, loop
+from harness.program import Program, main
+from harness.report import us
 from rows import BY_NAME, ROWS
 
 import rustloader
-from rustloader.tools.harness.program import Program, main
-from rustloader.tools.harness.report import us
 from rustloader.tools.harness.rounds import spread
 
 # Seconds between two scrapes; Prometheus usually waits 15 to 60.

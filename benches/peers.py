@@ -22,11 +22,11 @@ from functools import partial
 from typing import Any
 
 from epochs import KINDS, Loop, difference
+from harness.program import Program, main
+from harness.report import us
 from rows import BY_NAME, Samples
 from torch.utils.data import BatchSampler, SequentialSampler, default_collate
 
-from rustloader.tools.harness.program import Program, main
-from rustloader.tools.harness.report import us
 from rustloader.tools.harness.rounds import Failure, Rounds
 from rustloader.tools.probe.leaves import nbytes
 

@@ -27,12 +27,12 @@ from typing import Any
 
 import torch
 import torch.utils.data
+from harness import report
+from harness.program import Program
 
 import rustloader
 from rustloader.system.procfs import has_ended
-from rustloader.tools.harness import report
 from rustloader.tools.harness.machine import sentence
-from rustloader.tools.harness.program import Program
 from rustloader.tools.harness.rounds import interleave, spread
 
 WORKERS = (1, 2, 4, 8, 16)

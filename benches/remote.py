@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.utils.data
+from harness.program import Program, missed
 
 import rustloader
 import rustloader.ray
-from rustloader.tools.harness.program import Program, missed
 from rustloader.tools.harness.rounds import Rounds, interleave, spread
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 import torch.utils.data
 from epochs import loop
+from harness.program import Program, main
 from rows import BY_NAME
 
 import rustloader
-from rustloader.tools.harness.program import Program, main
 from rustloader.tools.harness.rounds import Failure, spread
 
 OPTIONS = {"max_restarts": 1000, "stall_timeout": 60, "on_error": "skip", "max_errors": 1000}

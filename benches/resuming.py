@@ -32,9 +32,9 @@ import rows
 import torch
 import torch.utils.data
 from floors import seconds
+from harness.processes import at_once, fresh
+from harness.program import Program, main
 
-from rustloader.tools.harness.processes import at_once, fresh
-from rustloader.tools.harness.program import Program, main
 from rustloader.tools.harness.rounds import Failure, Rounds, spread
 
 SIDES = {"rustloader": "rustloader.stateful_dataloader", "torchdata": "torchdata.stateful_dataloader"}

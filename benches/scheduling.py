@@ -30,11 +30,11 @@ import torch.utils.data
 from drawing import bars
 from epochs import KINDS, difference
 from floors import seconds
+from harness.processes import at_once, fresh
+from harness.program import Program
 from rows import Naps
 
 from rustloader.system.procfs import amounts, read
-from rustloader.tools.harness.processes import at_once, fresh
-from rustloader.tools.harness.program import Program
 from rustloader.tools.harness.rounds import Failure, spread
 
 STEP = 0.01

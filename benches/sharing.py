@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch.utils.data
+from harness.processes import fresh
+from harness.program import Program, main, missed
 
 import rustloader
 from rustloader.system.procfs import amounts, private, read
-from rustloader.tools.harness.processes import fresh
-from rustloader.tools.harness.program import Program, main, missed
 from rustloader.tools.harness.rounds import Rounds, spread
 
 ITEMS = 1_000_000

@@ -94,8 +94,9 @@ def started(name: str, side: str) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    from rustloader.tools.harness.processes import fresh
-    from rustloader.tools.harness.program import Program, main, missed
+    from harness.processes import fresh
+    from harness.program import Program, main, missed
+
     from rustloader.tools.harness.rounds import spread
 
     program = Program(__doc__, list(ROWS))

@@ -21,10 +21,10 @@ from typing import Any
 
 from card import Kernel, loader_of, memcpy_rate, program_of, started, tensors, to_device_rate, trace
 from epochs import KINDS
+from harness.program import main
 from rows import BY_NAME
 
 import rustloader
-from rustloader.tools.harness.program import main
 from rustloader.tools.harness.rounds import Failure, spread
 
 DEFAULT = ("images_u8", "images_f32", "images_f32_256", "ready_tensor", "tokens")

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 import torch.utils.data
+from harness.program import Program
 
 import rustloader
-from rustloader.tools.harness.program import Program
 from rustloader.tools.harness.rounds import Failure, spread
 
 # The share of runs whose verdicts must agree, the gain below which a remedy does not pay, and the share of the

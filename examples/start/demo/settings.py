@@ -22,7 +22,7 @@ class Settings:
         epochs: number of training epochs in part 2.
         data: the folder for the image files.
         plot: the file to which the picture is written.
-        readme: whether to write the table into README.md.
+        markdown: whether to print the table in Markdown.
     """
 
     seconds: float = 1.0
@@ -32,4 +32,4 @@ class Settings:
     epochs: int = 2
     data: Path = DATA
     plot: Path = Path("demo.png")
-    readme: bool = False
+    markdown: bool = False

@@ -152,7 +152,6 @@ def test_ctrl_c_is_not_lost_where_python_drops_exceptions():
         (["--workers", "0"], "must be a positive integer, got 0"),
         (["--plot", "demo.txt"], "--plot must end in .png, .svg, .pdf, got demo.txt"),
         (["--plot", "no/such/folder/demo.png"], "--plot: cannot write /"),
-        (["--readme", "--rounds", "1"], "--readme needs at least 3 rounds of 1 s"),
     ],
 )
 def test_wrong_arguments_end_the_demo_before_anything_runs(arguments, words, capsys):
@@ -319,30 +318,6 @@ def test_the_table_has_torch_without_workers_and_marks_the_fastest():
     assert "3 interleaved rounds of 1 s" in lines[6] and "2 cores of a CPU" in lines[6]
     assert "rustloader.cache" in lines[8] and "Kept (2 x 2): **1,500** batches per second" in lines[8]
     assert "11.0 with workers, 10.0 without" in lines[8] and len(lines) == 9
-
-
-@pytest.fixture
-def readme(monkeypatch, tmp_path):
-    """A stand-in for README.md."""
-    path = tmp_path / "README.md"
-    monkeypatch.setattr(part("readme"), "README", path)
-    return path
-
-
-def test_the_readme_gets_the_table_between_its_marks(readme):
-    readme.write_text("before\n<!-- demo -->\nold\n<!-- demo -->\nafter\n")
-    for _ in range(2):
-        part("readme").write("| new |")
-        assert readme.read_text() == "before\n<!-- demo -->\n\n| new |\n\n<!-- demo -->\nafter\n"
-
-
-@pytest.mark.parametrize("text", ["nothing", "<!-- demo --> once", 3 * "<!-- demo -->\n"])
-def test_a_readme_without_two_marks_is_an_error_before_anything_runs(readme, text, capsys):
-    readme.write_text(text)
-    with pytest.raises(SystemExit):
-        part("main").main(["--readme"])
-    assert "must have the mark <!-- demo --> twice" in capsys.readouterr().err
-    assert readme.read_text() == text
 
 
 PICTURES = """

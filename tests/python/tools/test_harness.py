@@ -1,4 +1,4 @@
-"""The harness of `rustloader bench`, benches/ and the demo: rounds, processes, tables and exit statuses."""
+"""What `rustloader bench` and the programs of benches/ share: rounds, processes, tables and exit statuses."""
 
 import itertools
 import json
@@ -11,8 +11,11 @@ from support import ROOT, rustloader
 pytestmark = pytest.mark.ours
 
 if rustloader is not None:
-    from rustloader.tools.harness import processes, report, rounds
-    from rustloader.tools.harness.program import Program
+    sys.path.append(str(ROOT / "benches"))
+    from harness import processes, report
+    from harness.program import Program
+
+    from rustloader.tools.harness import rounds
 
 
 @pytest.mark.parametrize(("sides", "period"), [(1, 2), (2, 4), (3, 6)])

@@ -1,4 +1,4 @@
-"""Measurement tools: rounds, medians and intervals, processes, CPU time and memory, tables and JSON.
+"""Measurement tools: rounds, medians and intervals, CPU time and memory, aligned columns.
 
 ``bench``, the programs in benches/ and the demo use them. Importing a module of this package does not import torch.
 """

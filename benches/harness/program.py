@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rustloader.tools.harness import report
+from harness import report
 from rustloader.tools.harness.machine import machine, sentence
 from rustloader.tools.harness.progress import say
 from rustloader.tools.harness.rounds import Failure, Rounds, interleave

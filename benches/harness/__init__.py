@@ -1,0 +1,1 @@
+"""What the programs of benches/ share: their command line, their tables, and measurements in processes of their own."""
