@@ -258,9 +258,10 @@ ROWS: dict[str, Row] = {
     ),
     "transport": Row(
         "transport",
-        Loop({"dataset": Work(40_000), "num_workers": 1, "prefetch_factor": 1}),
+        # Four workers for what one could make: each batch waits for a message and a wake-up.
+        Loop({"dataset": Work(120_000), "num_workers": 4, "prefetch_factor": 1}),
         "batches of 64 samples",
-        same(Work(40_000), None, batch_size=64, num_workers=1, prefetch_factor=1),
+        same(Work(120_000), None, batch_size=64, num_workers=4, prefetch_factor=1),
         extra={"samples": 64},
     ),
     "packing": Row(

@@ -17,6 +17,8 @@ MIN_BATCHES = 20
 _MAX_NAMED = 3
 # Largest gain that a sentence states.
 _MAX_STATED = 100.0
+# Findings whose remedies also relieve other parts of the loop, so that no largest gain is known.
+_WITHOUT_LIMIT = ("cores", "main", "transport")
 # Findings that name no remedy.
 _WITHOUT_REMEDY = ("step", "too_few", "unknown")
 
@@ -145,7 +147,7 @@ def _judge(stats: StatsFields, more_do_not_help: bool) -> Verdict:
         reason = f"{waits_text(stats)}; the halves of the batches, judged alone, have the verdicts {kinds}"
         return Verdict("too_few", sentence, reason)
     gain, sentence = None if whole.is_limit else whole.gain, whole.sentence
-    if whole.gain < _MAX_STATED:
+    if whole.gain < _MAX_STATED and whole.kind not in _WITHOUT_LIMIT:
         label = "Largest possible gain" if whole.is_limit else "Predicted gain"
         sentence += f" {label}: {whole.gain:.{1 if whole.gain < 10 else 0}f} times as fast."
     return Verdict(whole.kind, sentence, whole.reason, whole.workers_needed, gain)
