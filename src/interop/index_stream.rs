@@ -1,7 +1,7 @@
 //! The index stream, which yields the same index batches as torch's samplers, but from arrays with 8 bytes per index
 //! instead of lists.
 //!
-//! Python draws the permutations (`iterator/indices.py`), and the index stream cuts them into batches. It runs no
+//! Python draws the permutations (`order/drawn.py`), and the index stream cuts them into batches. It runs no
 //! Python code between taking indices from an array and returning them or storing them in `pending`, so neither a
 //! signal handler nor another thread can lose or repeat an index.
 

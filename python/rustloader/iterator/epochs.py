@@ -9,8 +9,9 @@ from torch.utils.data.dataloader import _DatasetKind
 
 from rustloader._core import Death, Engine
 from rustloader.fetch.seeds import Seeding
-from rustloader.iterator import fallback, fetching, indices
+from rustloader.iterator import fallback, fetching
 from rustloader.iterator.failures import FailureCount
+from rustloader.order.stream import stream
 from rustloader.settings.config import LoaderConfig
 from rustloader.system.protocols import LoaderLike, WorkersIterator
 from rustloader.system.torch_side import in_torch
@@ -74,7 +75,7 @@ class Epochs:
     def index_batches(self, it: WorkersIterator, torch_iterator: Iterator[Any]) -> Any:
         """Returns an iterator over the new epoch's index batches. It replaces torch's iterator over the sampler."""
         self.raised = 0
-        return indices.stream(it._index_sampler, torch_iterator)
+        return stream(it._index_sampler, torch_iterator)
 
     def message(self, loader: LoaderLike) -> dict[str, Any]:
         """Sets the seeds of the new epoch, and returns the message that starts it in a persistent loader's workers."""

@@ -256,6 +256,7 @@ class Session:
             self._tuner.watch = watch
         if predictor is not None:
             predictor.after_start(value)
+            self.counters.note_settings(overlap_epochs=not predictor.has_stopped)
         epochs.engine_begun(it, engine, is_first)
         if epochs.seeding is not None:
             fetching.note_begun(loader, epochs.seeding)
@@ -275,7 +276,7 @@ class Session:
         it._shutdown_workers()
         it._num_workers = tuned.count
         self.config = self.config.changed(num_workers=tuned.count)
-        self.counters.note_workers(tuned.count)
+        self.counters.note_settings(auto_workers=tuned.count)
 
     def _note_memory(self, it: WorkersIterator) -> None:
         """Lets the tuner read how much memory the workers use, if they run on this machine."""

@@ -14,8 +14,9 @@ from rustloader.fetch.guard import Guard
 from rustloader.fetch.inline import StepFetcher
 from rustloader.fetch.seeds import Seeding, Seeds
 from rustloader.fetch.step import Step
-from rustloader.iterator import failures, fetches, fetching, indices
+from rustloader.iterator import failures, fetches, fetching
 from rustloader.metrics import ledger
+from rustloader.order.stream import stream
 from rustloader.settings.config import LoaderConfig, resolve
 from rustloader.system import moved_storages
 from rustloader.system.interrupts import is_interrupt
@@ -26,7 +27,7 @@ def prepare(iterator: _BaseDataLoaderIter, loader: LoaderLike) -> None:
     """Applies a loader's options to its new iterator. Does nothing if the iterator's class is not torch's own."""
     if type(iterator) is not _SingleProcessDataLoaderIter:
         return
-    iterator._sampler_iter = indices.stream(iterator._index_sampler, iterator._sampler_iter)
+    iterator._sampler_iter = stream(iterator._index_sampler, iterator._sampler_iter)
     config = fetching.adapted(loader, resolve(loader).changed(worker_threads=1))
     seeding = fetching.seeding(loader, config, int(iterator._base_seed))
     guard_and_count = prepare_fetcher(iterator, loader, config, seeding)

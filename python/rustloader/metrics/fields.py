@@ -284,6 +284,8 @@ class SchedulingStats:
         per_sample: Whether a worker fetches samples one by one, so that ``worker_threads`` has an effect.
         auto_workers: Number of workers that ``num_workers="auto"`` chose; None without it.
         remote: Whether the workers run on other machines.
+        overlap_epochs: Whether workers may start the next epoch early. False without the option, if the option has no
+            effect, and after a wrong prediction.
 
     Examples:
         >>> loader = rustloader.DataLoader(range(8), batch_size=4, num_workers=1)
@@ -302,6 +304,7 @@ class SchedulingStats:
     per_sample: bool = True
     auto_workers: int | None = None
     remote: bool = False
+    overlap_epochs: bool = False
 
 
 @dataclass(frozen=True)

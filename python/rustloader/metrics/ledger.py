@@ -96,12 +96,12 @@ class Ledger:
         if self._parent is not None:
             self._parent.turnaround_seconds += seconds
 
-    def note_workers(self, count: int) -> None:
-        """Records the number of workers that num_workers="auto" has chosen for the latest iterator."""
+    def note_settings(self, **changed: Any) -> None:
+        """Records settings of the latest iterator that have changed: fields of ``SchedulingStats``."""
         if self.scheduling is not None:
-            self.scheduling = dataclasses.replace(self.scheduling, auto_workers=count)
+            self.scheduling = dataclasses.replace(self.scheduling, **changed)
         if self._parent is not None:
-            self._parent.note_workers(count)
+            self._parent.note_settings(**changed)
 
     def add(self, meter: Meter) -> None:
         """Adds the counters of a new engine."""

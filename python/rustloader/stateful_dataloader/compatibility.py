@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch.utils.data.dataloader import _DatasetKind
 
-from rustloader.iterator.starts import shard_start
-from rustloader.stateful_dataloader.sampler_kinds import RANDOM_SAMPLERS, TORCH_SAMPLERS, Kind, kind_of, length_of
+from rustloader.order.base import Order, length_of
+from rustloader.order.computed import shard_start
+from rustloader.order.stream import TORCH_SAMPLERS
+from rustloader.stateful_dataloader.recording import resumable
 from rustloader.stateful_dataloader.schema import DatasetState, SamplerState
 from rustloader.system.protocols import LoaderLike
 from rustloader.workers.snapshots import is_stateful
@@ -65,7 +66,7 @@ def check(saved: DatasetState | SamplerState, loader: LoaderLike) -> None:
     if isinstance(saved, DatasetState):
         _check_dataset(saved, dataset_of(loader))
     else:
-        _check_sampler(saved, kind_of(loader._index_sampler))
+        _check_sampler(saved, resumable(loader._index_sampler))
 
 
 def _check_dataset(saved: DatasetState, present: DatasetState) -> None:
@@ -74,11 +75,11 @@ def _check_dataset(saved: DatasetState, present: DatasetState) -> None:
     _compare(saved.length, present.length, "a dataset of length {}", _USE_SAME_DATASET)
 
 
-def _check_sampler(saved: SamplerState, kind: Kind) -> None:
-    present = kind.unstarted()
-    _check_kind(saved.kind, kind.name)
+def _check_sampler(saved: SamplerState, order: Order) -> None:
+    present = SamplerState(**order.entries())
+    _check_kind(saved.kind, order.name)
     if saved.start is not None:
-        _check_start(saved.start, kind)
+        _check_start(saved.start, order)
     size = present.batch_size
     if saved.says_batch_size and (saved.batch_size is None) != (size is None):
         raise _difference(f"batch_size={saved.batch_size}", f"batch_size={size}", _USE_SAME_SETTINGS)
@@ -105,41 +106,11 @@ def _difference(saved: str, present: str, remedy: str) -> ValueError:
     return ValueError(f"the state was saved with {saved}, but this loader has {present}: {remedy}")
 
 
-def _check_start(start: Any, kind: Kind) -> None:
+def _check_start(start: Any, order: Order) -> None:
     if not isinstance(start, Mapping):
         raise ValueError(f"the sampler's start in the state must be a dict or None, got {start!r}")
-    if kind.name == "distributed":
-        check_shard_start(start)
-        present = shard_start(kind.inner) or {}
+    order.check_start(start)
+    if order.name == "distributed":
+        present = shard_start(order.inner) or {}
         for name, (text, remedy) in _OF_SHARDS.items():
             _compare(start[name], present.get(name), text, remedy)
-    elif kind.name in RANDOM_SAMPLERS:
-        _check_random_start(start)
-
-
-def check_shard_start(start: Mapping[str, Any]) -> None:
-    """Raises ValueError if something is missing or wrong in the start of a DistributedSampler."""
-    for name in ("epoch", "seed", "rank", "num_replicas", "dataset_length", "consumed", "first"):
-        value = start.get(name)
-        may_be_negative = name in ("epoch", "seed")
-        if type(value) is not int or (value < 0 and not may_be_negative):
-            kind = "an int" if may_be_negative else "a non-negative int"
-            raise ValueError(f"the sampler's {name!r} in the state must be {kind}, got {value!r}")
-    for name in ("shuffle", "drop_last"):
-        if type(start.get(name)) is not bool:
-            raise ValueError(f"the sampler's {name!r} in the state must be a bool, got {start.get(name)!r}")
-
-
-def _check_random_start(start: Mapping[str, Any]) -> None:
-    """Raises ValueError if the start of a sampler that draws its order has neither a seed nor a generator's state."""
-    seed = start.get("seed")
-    if type(seed) is int and 0 <= seed < 2**63:
-        return
-    for name in ("generator", "global_generator"):
-        state = start.get(name)
-        if isinstance(state, torch.Tensor) and state.dtype == torch.uint8:
-            return
-    raise ValueError(
-        f"the sampler's start in the state must have a seed or a generator's state, got {dict(start)!r}: load "
-        "what state_dict() of a StatefulDataLoader returned"
-    )

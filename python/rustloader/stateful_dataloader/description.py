@@ -7,9 +7,9 @@ import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
+from rustloader.order.computed import samples_per_rank
+from rustloader.order.stream import TORCH_SAMPLERS
 from rustloader.stateful_dataloader import schema
-from rustloader.stateful_dataloader.resharding import samples_per_rank
-from rustloader.stateful_dataloader.sampler_kinds import TORCH_SAMPLERS
 from rustloader.stateful_dataloader.schema import OWN, DatasetState, Own, SamplerState
 from rustloader.system.formatting import count_of, size, type_name
 

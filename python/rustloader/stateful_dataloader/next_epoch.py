@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -12,37 +11,40 @@ from typing import Any
 import torch
 from torch.utils.data import IterDataPipe
 
-from rustloader.stateful_dataloader.recording import Recorder, may_be_stateful
+from rustloader.order.base import Generator, length_of
+from rustloader.order.drawn import copied, or_global, random_seed
+from rustloader.stateful_dataloader.recording import Recorder, may_be_stateful, resumable
 from rustloader.stateful_dataloader.sampler import RandomSampler
-from rustloader.stateful_dataloader.sampler_kinds import RANDOM_SAMPLERS, kind_of, length_of
+from rustloader.stateful_dataloader.sampling import start_of
 from rustloader.stateful_dataloader.schema import Draws, SamplerState
-from rustloader.stateful_dataloader.sources import start_of
 from rustloader.system.protocols import LoaderLike
 
-# A generator; None means torch's global generator.
-_Generator = torch.Generator | None
 
-
-def draw(loader: LoaderLike, index_sampler: Any, with_base_seed: bool) -> Draws:
+def draw(
+    loader: LoaderLike,
+    index_sampler: Any,
+    with_base_seed: bool,
+    use: Callable[[Generator], Generator] = lambda generator: generator,
+) -> Draws:
     """Makes the draws of the next ``iter()`` and its first ``next``, in torch's order.
 
     Args:
         loader: The loader, from whose generator the base seed is drawn.
         index_sampler: The source of the loader's index batches.
         with_base_seed: Whether ``iter()`` draws a base seed. Persistent workers keep their base seed.
+        use: Maps the generator of the loader or of the sampler to the generator to draw from.
     """
-    return _draw(loader, index_sampler, with_base_seed, lambda generator: generator)
-
-
-def predict(loader: LoaderLike, index_sampler: Any) -> Draws:
-    """Predicts the draws of the first ``iter()`` and its first ``next``."""
-    return _predict(loader, index_sampler)[0]
+    if isinstance(loader.dataset, IterDataPipe):
+        # The processes that read a DataPipe agree on a shared seed before the base seed is drawn.
+        return Draws(None, None)
+    base_seed = random_seed(use(loader.generator)) if with_base_seed else None
+    return Draws(base_seed, resumable(index_sampler).draw_next(use))
 
 
 @contextlib.contextmanager
 def generators_after_draws(loader: LoaderLike, index_sampler: Any) -> Iterator[None]:
     """Makes the generators, for the body, those that the draws of the first ``iter()`` and its first ``next`` leave."""
-    _, copies = _predict(loader, index_sampler)
+    _, copies = predict(loader, index_sampler)
     before = [(generator, generator.get_state()) for generator, _ in copies]
     try:
         for generator, after in copies:
@@ -53,7 +55,7 @@ def generators_after_draws(loader: LoaderLike, index_sampler: Any) -> Iterator[N
             generator.set_state(state)
 
 
-def _predict(loader: LoaderLike, index_sampler: Any) -> tuple[Draws, list[tuple[torch.Generator, torch.Generator]]]:
+def predict(loader: LoaderLike, index_sampler: Any) -> tuple[Draws, list[tuple[torch.Generator, torch.Generator]]]:
     """Makes the draws of the first ``iter()`` and its first ``next`` from copies of the generators.
 
     Returns:
@@ -61,44 +63,13 @@ def _predict(loader: LoaderLike, index_sampler: Any) -> tuple[Draws, list[tuple[
     """
     copies: dict[int, tuple[torch.Generator, torch.Generator]] = {}
 
-    def copy_of(generator: _Generator) -> torch.Generator:
-        own = _or_global(generator)
+    def copy_of(generator: Generator) -> torch.Generator:
+        own = or_global(generator)
         if id(own) not in copies:
-            copies[id(own)] = own, torch.Generator(own.device)
-            copies[id(own)][1].set_state(own.get_state())
+            copies[id(own)] = own, copied(own)
         return copies[id(own)][1]
 
-    draws = _draw(loader, index_sampler, True, copy_of)
-    return draws, [*copies.values()]
-
-
-def _draw(
-    loader: LoaderLike, index_sampler: Any, with_base_seed: bool, use: Callable[[_Generator], _Generator]
-) -> Draws:
-    """Makes the draws. ``use`` maps the generator of the loader or of the sampler to the generator to draw from."""
-    if isinstance(loader.dataset, IterDataPipe):
-        # The processes that read a DataPipe agree on a shared seed before the base seed is drawn.
-        return Draws(None, None)
-    base_seed = _random_seed(use(loader.generator)) if with_base_seed else None
-    kind = kind_of(index_sampler)
-    start: dict[str, Any] | None = None
-    if kind.name in RANDOM_SAMPLERS:
-        own = kind.inner.generator
-        generator = use(own)
-        if own is None and kind.name == "random":
-            start = {"seed": _random_seed(generator)}
-        else:
-            start = {"global_generator" if own is None else "generator": _or_global(generator).get_state()}
-        if own is None and kind.name != "random":
-            # With the first index, torch draws the whole order from its global generator.
-            sampler = copy.copy(kind.inner)
-            sampler.generator = generator
-            next(iter(sampler), None)
-    return Draws(base_seed, start)
-
-
-def _random_seed(generator: _Generator) -> int:
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+    return draw(loader, index_sampler, True, copy_of), [*copies.values()]
 
 
 class EarlyDraws:
@@ -122,14 +93,14 @@ class EarlyDraws:
         self.are_made = are_made
         watched = [None] if loader.generator is None else [None, loader.generator]
         # The generators that were drawn from, with their states before the draws.
-        self._drawn_from: list[tuple[_Generator, torch.Tensor]] = []
+        self._drawn_from: list[tuple[Generator, torch.Tensor]] = []
         if are_made:
-            before = [(generator, _or_global(generator).get_state()) for generator in watched]
+            before = [(generator, or_global(generator).get_state()) for generator in watched]
             self.draws = draw(loader, index_sampler, with_base_seed)
             self._drawn_from = [(generator, state) for generator, state in before if not _is_at(generator, state)]
             watched = [generator for generator, _ in self._drawn_from]
         else:
-            self.draws = predict(loader, index_sampler)
+            self.draws, _ = predict(loader, index_sampler)
         self._watches = [SeedWatch(generator) for generator in watched]
 
     def was_seeded_since(self) -> bool:
@@ -148,24 +119,20 @@ class SeedWatch:
     Seeding with the same number as before goes undetected if the program draws afterwards, or had not drawn before.
     """
 
-    def __init__(self, generator: _Generator) -> None:
+    def __init__(self, generator: Generator) -> None:
         # Keeps None for the global generator, because a copy of the loader would contain a copy of the generator.
         self._generator = generator
-        now = _or_global(generator)
+        now = or_global(generator)
         self._seed, self._was_fresh = now.initial_seed(), _is_fresh(now)
 
     def was_seeded(self) -> bool:
         """Returns True if the generator was seeded."""
-        generator = _or_global(self._generator)
+        generator = or_global(self._generator)
         return generator.initial_seed() != self._seed or (_is_fresh(generator) and not self._was_fresh)
 
 
-def _or_global(generator: _Generator) -> torch.Generator:
-    return torch.default_generator if generator is None else generator
-
-
-def _is_at(generator: _Generator, state: torch.Tensor) -> bool:
-    return torch.equal(_or_global(generator).get_state(), state)
+def _is_at(generator: Generator, state: torch.Tensor) -> bool:
+    return torch.equal(or_global(generator).get_state(), state)
 
 
 def _is_fresh(generator: torch.Generator) -> bool:
@@ -182,7 +149,7 @@ def restore(index_sampler: Any, start: Mapping[str, Any] | None) -> bool:
     Returns:
         False if the sampler has no generator, or the start does not contain its state.
     """
-    generator = getattr(kind_of(index_sampler).inner, "generator", None)
+    generator = getattr(resumable(index_sampler).inner, "generator", None)
     if start is None or "generator" not in start or generator is None:
         return False
     generator.set_state(start["generator"])
@@ -200,20 +167,20 @@ def run_out(index_sampler: Any, saved: SamplerState | None, position: int = 0, h
         position: Number of batches that were delivered.
         has_ended: Whether the saved state of a stateful sampler was taken after the epoch.
     """
-    kind = kind_of(index_sampler)
+    order = resumable(index_sampler)
     if saved is None:
         return
-    if kind.is_known:
-        if restore(index_sampler, start_of(kind, saved)):
-            inner = kind.inner
+    if order.torch_class is not None:
+        if restore(index_sampler, start_of(order, saved)):
+            inner = order.inner
             if saved.kind is None:
                 # The state is torchdata's, whose sampler leaves the generator in another state after an epoch.
                 inner = RandomSampler(inner.data_source, inner.replacement, inner.num_samples, inner.generator)
             _exhaust(inner)
         return
     torch_iterator = iter(index_sampler)
-    if may_be_stateful(kind, torch_iterator):
-        recorder = Recorder(kind, torch_iterator, saved, position, every=0)
+    if may_be_stateful(order, torch_iterator):
+        recorder = Recorder(order, torch_iterator, saved, position, every=0)
         if has_ended:
             recorder.begin()
             return

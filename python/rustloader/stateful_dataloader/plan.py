@@ -8,11 +8,12 @@ from typing import Any
 
 from torch.utils.data.dataloader import _DatasetKind
 
+from rustloader.order.base import length_of
+from rustloader.order.stream import TORCH_SAMPLERS
 from rustloader.settings import loader_state
 from rustloader.stateful_dataloader.compatibility import check, dataset_of
 from rustloader.stateful_dataloader.next_epoch import generators_after_draws
-from rustloader.stateful_dataloader.recording import unstarted
-from rustloader.stateful_dataloader.sampler_kinds import RANDOM_SAMPLERS, kind_of, length_of
+from rustloader.stateful_dataloader.recording import resumable, unstarted
 from rustloader.stateful_dataloader.schema import FETCHER_STATE, Draws, SamplerState, State, copied, value_of
 from rustloader.system.protocols import LoaderLike, StatefulLoaderLike
 from rustloader.workers.snapshots import WorkerStart, is_stateful
@@ -96,7 +97,7 @@ def _check_position(plan: Plan, loader: LoaderLike) -> None:
             f"the state was taken after {delivered} batches, but an epoch of this loader has {total}: load it into a "
             "loader over the same dataset, with the same batch size"
         )
-    if plan.low and saved.kind in (*RANDOM_SAMPLERS, "distributed") and not saved.start:
+    if plan.low and saved.kind != "sequential" and saved.kind in TORCH_SAMPLERS and not saved.start:
         raise ValueError(
             "the state's sampler has no 'start', without which the order of the epoch is not known: load what "
             "state_dict() returned"
@@ -123,7 +124,7 @@ def fresh(loader: StatefulLoaderLike, draws: Draws) -> dict[str, Any]:
     return State(
         num_workers=workers,
         last_worker=workers - 1,
-        sampler=unstarted(kind_of(loader._index_sampler)),
+        sampler=unstarted(resumable(loader._index_sampler)),
         workers=starts,
         len_called=loader._IterableDataset_len_called,
         epoch=loader._epochs,

@@ -11,11 +11,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rustloader._core import call_into
+from rustloader.order.base import Order
+from rustloader.order.stream import batched, order_of
 from rustloader.settings.limits import SNAPSHOT_ALLOWANCE, SNAPSHOT_SHARE
 from rustloader.stateful_dataloader.sampler import as_stateful, batch_state, load_batch_state
-from rustloader.stateful_dataloader.sampler_kinds import Kind
 from rustloader.stateful_dataloader.schema import SAMPLES_YIELDED, SamplerState, copied
-from rustloader.stateful_dataloader.sources import iterate
 from rustloader.stateful_dataloader.stateful import Stateful
 
 # Maximum number of states to keep. When it is reached, every second state of the older half is dropped.
@@ -66,30 +66,56 @@ class Inner:
         return None
 
 
-def unstarted(kind: Kind) -> SamplerState:
+class _WithState(Order):
+    name = "stateful"
+
+
+def resumable(index_sampler: Any) -> Order:
+    """Returns the order of a loader's index sampler, of which nothing is known if the sampler has a state."""
+    order, cls = order_of(index_sampler), Order
+    if order.name == "none":
+        return order
+    if isinstance(index_sampler, Stateful) or isinstance(order.inner, Stateful):
+        cls = _WithState
+    elif order.batches is None or type(order.batches.batch_size) is int:
+        return order
+    return cls(order.inner, order.batches)
+
+
+def unstarted(order: Order) -> SamplerState:
     """Returns the state of a sampler before an epoch. Draws nothing, and makes no iterator."""
-    state = kind.unstarted()
-    if isinstance(kind.index_sampler, Stateful):
-        return replace(state, index_sampler_state=copied(kind.index_sampler.state_dict()))
-    if isinstance(kind.inner, Stateful):
-        return replace(state, sampler_iter_state=copied(batch_state(0, kind.inner, None)))
-    return kind.after_batches(state, 0)
+    state = SamplerState(**order.entries())
+    if isinstance(order.index_sampler, Stateful):
+        return replace(state, index_sampler_state=copied(order.index_sampler.state_dict()))
+    if isinstance(order.inner, Stateful):
+        return replace(state, sampler_iter_state=copied(batch_state(0, order.inner, None)))
+    return after_batches(order, state, 0)
 
 
-def may_be_stateful(kind: Kind, torch_iterator: Iterator[Any]) -> bool:
+def after_batches(order: Order, state: SamplerState, number: int) -> SamplerState:
+    """Returns a state with torchdata's state of batches of a sampler without a state: the number of samples in the
+    first ``number`` batches."""
+    if order.batches is None or state.batch_size is None:
+        return state
+    samples = number * state.batch_size
+    samples = samples if state.length is None else min(samples, state.length)
+    return replace(state, sampler_iter_state={SAMPLES_YIELDED: samples})
+
+
+def may_be_stateful(order: Order, torch_iterator: Iterator[Any]) -> bool:
     """Returns True if a sampler or an iterator over it has a state, or may turn out to have one."""
-    if kind.name == "stateful" or isinstance(torch_iterator, Stateful):
+    if order.name == "stateful" or isinstance(torch_iterator, Stateful):
         return True
-    function = getattr(type(kind.inner), "__iter__", None)
+    function = getattr(type(order.inner), "__iter__", None)
     # Generators and the iterators of built-in types have no state.
-    return kind.batches is not None and inspect.isfunction(function) and not inspect.isgeneratorfunction(function)
+    return order.batches is not None and inspect.isfunction(function) and not inspect.isgeneratorfunction(function)
 
 
 class Recorder(Iterator[Any]):
     """Yields the index batches of a sampler, and periodically keeps the sampler's states.
 
     Args:
-        kind: The sampler.
+        order: The sampler.
         torch_iterator: Its unstarted iterator.
         saved: The saved state of the sampler; None to start at the beginning of the epoch.
         position: Number of batches delivered before the epoch resumes.
@@ -101,7 +127,7 @@ class Recorder(Iterator[Any]):
     """
 
     def __init__(
-        self, kind: Kind, torch_iterator: Iterator[Any], saved: SamplerState | None, position: int, every: int
+        self, order: Order, torch_iterator: Iterator[Any], saved: SamplerState | None, position: int, every: int
     ) -> None:
         entry, at = None, 0
         if saved is not None and saved.has_states:
@@ -109,8 +135,8 @@ class Recorder(Iterator[Any]):
             at = position if saved.state_position is None else min(saved.state_position, position)
             entry = Entry(at, saved.index_sampler_state, saved.sampler_iter_state)
         self.to_skip = position - at
-        self._kind = kind
-        self._index_sampler = kind.index_sampler
+        self._order = order
+        self._index_sampler = order.index_sampler
         self._torch_iterator = torch_iterator
         self._saved = entry
         self._every = every
@@ -141,7 +167,7 @@ class Recorder(Iterator[Any]):
             self._is_beginning = True
             try:
                 # Either the sampler in torch's BatchSampler has the state, or the index sampler itself.
-                is_inner = self._kind.batches is not None and not isinstance(self._index_sampler, Stateful)
+                is_inner = self._order.batches is not None and not isinstance(self._index_sampler, Stateful)
                 iterator = self._begin_inner() if is_inner else self._begin_whole()
                 if self._saved is None:
                     self._record(iterator, self._position, self._samples)
@@ -152,10 +178,10 @@ class Recorder(Iterator[Any]):
     def _begin_inner(self) -> Iterator[Any]:
         saved = None if self._saved is None else self._saved.sampler_iter_state
         self._samples = 0 if saved is None else saved[SAMPLES_YIELDED]
-        inner = Inner(self._kind.inner, copied(saved))
+        inner = Inner(self._order.inner, copied(saved))
         inner.begin()
         self._inner = inner
-        return iterate(self._kind, inner)
+        return batched(self._order.batches, inner)
 
     def _begin_whole(self) -> Iterator[Any]:
         saved, iterator = self._saved, self._torch_iterator

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rustloader.order.computed import check_shard_start, samples_per_rank
 from rustloader.stateful_dataloader import schema
-from rustloader.stateful_dataloader.compatibility import check_shard_start
 from rustloader.stateful_dataloader.schema import OWN, DatasetState, Own, SamplerState
 
 
@@ -164,8 +164,3 @@ def _resharded(sampler: SamplerState, position: int, old: int, new: int) -> Samp
         length=samples_per_rank(length, new, start["drop_last"]),
         start=dict(start) | {"num_replicas": new, "consumed": consumed, "first": position},
     )
-
-
-def samples_per_rank(length: int, replicas: int, drop_last: bool) -> int:
-    """Returns the number of samples that each rank gets from an order of ``length`` samples."""
-    return length // replicas if drop_last else -(-length // replicas)

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from rustloader._core import IndexStream
-from rustloader.iterator import indices
-from rustloader.iterator.starts import Start, shard_start
-from rustloader.stateful_dataloader.recording import Recorder, may_be_stateful
-from rustloader.stateful_dataloader.sampler_kinds import Kind, kind_of
-from rustloader.stateful_dataloader.schema import SamplerState
-from rustloader.stateful_dataloader.sources import Source, iterate, start_of
-
-logger = logging.getLogger("rustloader")
+from rustloader.order.base import Order
+from rustloader.order.stream import from_position, stream
+from rustloader.stateful_dataloader.recording import Recorder, after_batches, may_be_stateful, resumable
+from rustloader.stateful_dataloader.schema import INNER_ITER_STATE, SamplerState
 
 
 class Sampling:
@@ -34,8 +28,8 @@ class Sampling:
 
     is_repeatable = False
 
-    def __init__(self, kind: Kind, iterator: Iterator[Any]) -> None:
-        self._kind = kind
+    def __init__(self, order: Order, iterator: Iterator[Any]) -> None:
+        self._order = order
         self.iterator = iterator
 
     def draw(self) -> None:
@@ -46,38 +40,27 @@ class Sampling:
 
         Makes the draws of the first ``next`` unless they have been made, because they belong to the state.
         """
-        return self._kind.after_batches(self._unstarted, position)
+        return after_batches(self._order, self._unstarted, position)
 
     @functools.cached_property
     def _unstarted(self) -> SamplerState:
         # Computed on first use, because `len` of a sampler may run the program's code.
-        return self._kind.unstarted()
+        return SamplerState(**self._order.entries())
 
 
 class _FromStart(Sampling):
-    """The index batches of torch's own samplers, whose state is the start of the order and a position.
-
-    Args:
-        kind: The sampler.
-        iterator: Yields the sampler's index batches.
-        begin: Makes the first draws, unless an earlier call has made them. Returns the start of the order; None if the
-            start cannot be saved.
-    """
+    """The index batches of torch's own samplers, whose state is the start of the order and a position."""
 
     is_repeatable = True
 
-    def __init__(self, kind: Kind, iterator: Iterator[Any], begin: Callable[[], dict[str, Any] | None]) -> None:
-        super().__init__(kind, iterator)
-        self._begin = begin
-
     def draw(self) -> None:
-        self._begin()
+        self._order.begin()
 
     def state(self, position: int) -> SamplerState:
-        start = self._begin()
+        start = self._order.begin()
         if start is not None:
             start = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in start.items()}
-        return self._kind.after_batches(replace(self._unstarted, start=start), position)
+        return after_batches(self._order, replace(self._unstarted, start=start), position)
 
 
 class _Recorded(Sampling):
@@ -85,8 +68,8 @@ class _Recorded(Sampling):
 
     is_repeatable = True
 
-    def __init__(self, kind: Kind, recorder: Recorder) -> None:
-        super().__init__(kind, _skipping(recorder, recorder.to_skip))
+    def __init__(self, order: Order, recorder: Recorder) -> None:
+        super().__init__(order, _skipping(recorder, recorder.to_skip))
         self._recorder = recorder
 
     def draw(self) -> None:
@@ -95,7 +78,7 @@ class _Recorded(Sampling):
     def state(self, position: int) -> SamplerState:
         entry = self._recorder.entry(position)
         if entry is None:
-            return self._kind.after_batches(replace(self._unstarted, kind="other"), position)
+            return after_batches(self._order, replace(self._unstarted, kind="other"), position)
         return replace(
             self._unstarted,
             kind="stateful",
@@ -131,15 +114,16 @@ def sampling(
     Raises:
         ValueError: ``saved`` contains the state of a sampler, but this sampler cannot load a state.
     """
-    kind = kind_of(index_sampler)
+    order = resumable(index_sampler)
     if not map_style:
-        return Sampling(kind, indices.stream(index_sampler, torch_iterator))
-    if kind.is_known:
-        batches: Sampling = _of_torch_sampler(kind, torch_iterator, saved, position)
-    elif may_be_stateful(kind, torch_iterator):
-        batches = _Recorded(kind, Recorder(kind, torch_iterator, saved, position, every))
+        return Sampling(order, stream(index_sampler, torch_iterator))
+    if order.torch_class is not None:
+        skipped = order.resume(start_of(order, saved), saved is not None and saved.owes_draws, position)
+        batches: Sampling = _FromStart(order, from_position(order, torch_iterator, skipped))
+    elif may_be_stateful(order, torch_iterator):
+        batches = _Recorded(order, Recorder(order, torch_iterator, saved, position, every))
     else:
-        batches = Sampling(kind, _skipping(torch_iterator, position))
+        batches = Sampling(order, _skipping(torch_iterator, position))
     if ahead:
         # This chain runs entirely in C, so an interrupt cannot lose an index batch.
         delivered = set(ahead)
@@ -152,59 +136,20 @@ def _skipping(iterator: Iterator[Any], count: int) -> Iterator[Any]:
     return itertools.islice(iterator, count, None) if count else iterator
 
 
-def _of_torch_sampler(
-    kind: Kind, torch_iterator: Iterator[Any], saved: SamplerState | None, position: int
-) -> _FromStart:
-    saved_start = start_of(kind, saved)
-    if kind.name == "sequential":
-        # A sequential order has an empty start, which `dict` returns.
-        if position:
-            return _FromStart(kind, iterate(kind, Source(kind, None, _indices(kind, position))), dict)
-        return _FromStart(kind, indices.stream(kind.index_sampler, torch_iterator), dict)
-    if kind.name == "distributed" and saved_start is not None:
-        _warn_of_epoch(saved_start, kind.inner)
-        # Frameworks load the state of one rank on all ranks. This works because the position is the same for each rank.
-        saved_start = {**saved_start, "rank": kind.inner.rank}
-        # A program may have moved the position back to a batch from before the reshard.
-        position = max(position - saved_start["first"], 0)
-    owes_draws = saved is not None and saved.owes_draws
-    start = Start(saved_start, owes_draws)
-    stream = indices.stream(kind.index_sampler, torch_iterator, start)
-    if isinstance(stream, IndexStream):
-        if position:
-            stream.skip(position)
-        return _FromStart(kind, stream, functools.partial(_begin_stream, kind, start))
-    is_begun = kind.name == "distributed" and kind.batches is None
-    source = Source(kind, saved_start, _indices(kind, position), torch_iterator if is_begun else None, owes_draws)
-    if is_begun:
-        # torch read the sampler's settings when it created the iterator, so they are recorded now.
-        source.begin()
-    return _FromStart(kind, iterate(kind, source), lambda: source.begin()[1])
+def start_of(order: Order, saved: SamplerState | None) -> Mapping[str, Any] | None:
+    """Returns the saved start of a known sampler; None if there is none.
 
-
-def _begin_stream(kind: Kind, start: Start) -> dict[str, Any] | None:
-    """Makes the first draws of an index stream, unless they have been made. Returns the start of the order."""
-    if start.saved is None:
-        if kind.name == "distributed":
-            start.note(shard_start(kind.inner))
-        elif kind.inner.generator is None:
-            start.seed()
-        else:
-            start.note({"generator": kind.inner.generator.get_state()})
-    return start.saved
-
-
-def _indices(kind: Kind, position: int) -> int:
-    return position if kind.batches is None else position * int(kind.batches.batch_size)
-
-
-def _warn_of_epoch(start: Mapping[str, Any], inner: Any) -> None:
-    if inner.epoch != start["epoch"]:
-        logger.warning(
-            "the loaded state is of epoch %s of the DistributedSampler, whose epoch is now %s: the rest of epoch %s "
-            "follows. Call set_epoch(%s) before the loop to silence this",
-            start["epoch"],
-            inner.epoch,
-            start["epoch"],
-            start["epoch"],
-        )
+    A state of torchdata's RandomSampler contains the state of its generator, from which torch's sampler draws the same
+    indices.
+    """
+    if saved is None:
+        return None
+    if saved.kind is not None or saved.start is not None:
+        start: Mapping[str, Any] | None = saved.start
+        return start or None
+    state = saved.sampler_iter_state
+    if order.batches is not None and isinstance(state, Mapping):
+        state = state.get(INNER_ITER_STATE)
+    if order.name == "random" and isinstance(state, Mapping) and "generator" in state:
+        return {"generator": state["generator"]}
+    return None

@@ -117,13 +117,13 @@ class SamplerState:
     """The part of a state that describes a sampler at a position. Entries that the state lacks are None.
 
     Attributes:
-        kind: The name of a ``sampler_kinds.Kind``; None in torchdata's states.
+        kind: The name of an ``order.base.Order``; None in torchdata's states.
         length: Length of the sampler.
         batch_size: Batch size of torch's BatchSampler.
         drop_last: ``drop_last`` of torch's BatchSampler.
         data_length: Number of indices that a random sampler draws from.
         replacement: Whether a random sampler draws with replacement.
-        start: The start of the order (see ``iterator.starts.Start``).
+        start: The start of the order (see ``order.base.Order``).
         state_position: Number of index batches drawn before ``index_sampler_state`` and ``sampler_iter_state`` were
             taken; None if these are the states at the position.
         index_sampler_state: torchdata's ``_index_sampler_state``.

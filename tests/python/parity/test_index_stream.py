@@ -3,6 +3,7 @@
 import copy
 import gc
 import itertools
+import os
 import pickle
 import random
 import signal
@@ -25,9 +26,11 @@ from torch.utils.data import (
 
 import rustloader
 from rustloader._core import IndexStream
-from rustloader.iterator.indices import stream
+from rustloader.order.stream import stream
 
 pytestmark = pytest.mark.ours
+
+ORDER = os.path.dirname(stream.__code__.co_filename)
 
 
 class Sized:
@@ -651,7 +654,7 @@ def interrupted(make, at, skip=0):
 
     def profile(frame, event, arg):
         # Handlers run when a Python function begins and when a C function has returned.
-        if event in ("call", "c_return") and frame.f_code.co_filename.endswith("indices.py") and next(points) == at:
+        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(ORDER) and next(points) == at:
             signal.raise_signal(signal.SIGUSR1)
 
     batches, interrupts = [], 0
@@ -840,15 +843,15 @@ def test_the_permutation_is_freed_at_the_end(monkeypatch):
 
 
 def test_the_known_code_is_that_of_the_installed_torch():
-    from rustloader.iterator import indices
+    from rustloader.order import stream
 
-    assert indices.RANDOM is torch_sampler.RandomSampler.__iter__.__code__
-    assert indices.BATCHES is torch_sampler.BatchSampler.__iter__.__code__
-    assert indices.SHARD is DistributedSampler.__iter__.__code__
+    assert stream.BATCHES is torch_sampler.BatchSampler.__iter__.__code__
+    for cls in stream._CLASSES:
+        assert cls.code is cls.torch_class.__iter__.__code__
 
 
 def test_unknown_code_keeps_torchs_iterator(monkeypatch):
-    from rustloader.iterator import indices
+    from rustloader.order.stream import _CLASS_OF_CODE
     from rustloader.system.torch_side import known_code
 
     def other(self):
@@ -859,5 +862,5 @@ def test_unknown_code_keeps_torchs_iterator(monkeypatch):
     assert known_code(other, here, "iter", "iter other surprise") is other.__code__
     assert known_code(other, torch_sampler, "iter other surprise") is None
     assert known_code(len, here, "") is None
-    monkeypatch.setattr(indices, "RANDOM", None)
+    monkeypatch.delitem(_CLASS_OF_CODE, RandomSampler.__iter__.__code__)
     assert type(indices_of(DataLoader(DATA, shuffle=True))) is types.GeneratorType

@@ -118,9 +118,7 @@ class Odd(Sampler):
 
 def was_predicted(loader):
     """True if the last epoch of a loader was predicted correctly; None if it was not predicted."""
-    predictor = loader._iterator._mode._predictor
-    compared = predictor._compared
-    return None if compared is None else predictor._wrong == 0
+    return loader._iterator._mode._predictor.is_right
 
 
 # --- programs
@@ -474,7 +472,7 @@ def test_late_worker_names_batch_of_its_tasks_epoch(tmp_path):
     assert notes[:2] == [[f"Worker {worker} was fetching batch 1 (index 1)."] for worker in (0, 1)]
 
 
-def test_a_sampler_that_is_told_its_epoch_is_foreseen(tmp_path):
+def test_set_epoch_is_predicted():
     dataset = Numbers(12)
     sampler = DistributedSampler(dataset, num_replicas=2, rank=0)
     loader = DataLoader(dataset, sampler=sampler, num_workers=2, persistent_workers=True, overlap_epochs=True)
@@ -482,34 +480,41 @@ def test_a_sampler_that_is_told_its_epoch_is_foreseen(tmp_path):
         sampler.set_epoch(number)
         assert values(epoch(loader)) == [[i] for i in sampler]
         assert was_predicted(loader) is (True if number else None)
-    # No further calls of set_epoch: the first prediction is wrong, and the next ones are right.
-    for expected in (False, True, True):
+    # No further calls of set_epoch.
+    for expected in (False, None, None):
         assert values(epoch(loader)) == [[i] for i in sampler]
         assert was_predicted(loader) is expected
 
 
-@pytest.mark.parametrize("draws", [0, 1, 5])
-def test_a_validation_loop_that_draws_seeds_is_learned(draws):
-    loader = DataLoader(Numbers(9), shuffle=True, num_workers=2, persistent_workers=True, overlap_epochs=True)
-    predictions = []
+def draw_nothing():
+    pass
+
+
+def iterate_other_loader():
+    list(TorchDataLoader(Numbers(2)))
+
+
+def draw_numbers():
+    torch.rand(3)
+
+
+@pytest.mark.parametrize("between", [draw_nothing, iterate_other_loader, draw_numbers])
+@pytest.mark.parametrize("has_generator", [False, True])
+def test_one_wrong_prediction_ends_them(between, has_generator, caplog):
+    caplog.set_level(logging.INFO, "rustloader")
+    generator = torch.Generator() if has_generator else None
+    options = dict(shuffle=True, num_workers=2, persistent_workers=True, overlap_epochs=True)
+    loader = DataLoader(Numbers(9), generator=generator, **options)
+    predictions, shown = [], []
     for _ in range(4):
         epoch(loader)
         predictions.append(was_predicted(loader))
-        for _ in range(draws):
-            list(TorchDataLoader(Numbers(2)))
-    assert predictions == [None, draws == 0, True, True]
-
-
-def test_a_program_that_draws_in_between_makes_it_give_up(caplog):
-    caplog.set_level(logging.INFO, "rustloader")
-    loader = DataLoader(Numbers(9), shuffle=True, num_workers=2, persistent_workers=True, overlap_epochs=True)
-    predictions = []
-    for _ in range(6):
-        epoch(loader)
-        predictions.append(was_predicted(loader))
-        torch.rand(3)
-    assert predictions == [None, False, False, False, None, None]
-    assert sum("did not begin as predicted" in record.getMessage() for record in caplog.records) == 1
+        shown.append(rustloader.stats(loader).scheduling.overlap_epochs)
+        between()
+    is_right = has_generator or between is draw_nothing
+    assert predictions == ([None, True, True, True] if is_right else [None, False, None, None])
+    assert shown == ([True] * 4 if is_right else [True, False, False, False])
+    assert sum("did not begin as predicted" in record.getMessage() for record in caplog.records) == (not is_right)
 
 
 # --- errors, deaths, interrupts

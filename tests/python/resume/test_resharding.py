@@ -11,10 +11,10 @@ import pytest
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from rustloader import StatefulDataLoader
+from rustloader.order.stream import order_of
 from rustloader.stateful_dataloader.compatibility import check
 from rustloader.stateful_dataloader.resharding import reshard
 from rustloader.stateful_dataloader.sampler import StatefulDistributedSampler
-from rustloader.stateful_dataloader.sampler_kinds import kind_of
 from rustloader.stateful_dataloader.sampling import sampling
 from rustloader.stateful_dataloader.schema import SamplerState
 
@@ -284,7 +284,7 @@ def test_states_with_workers():
 
 def test_states_before_the_first_epoch():
     job = Job(10)
-    states = [state_of(kind_of(job.batches(job.sampler(rank, 2))).unstarted(), 0) for rank in range(2)]
+    states = [state_of(SamplerState(**order_of(job.batches(job.sampler(rank, 2))).entries()), 0) for rank in range(2)]
     resharded = reshard(states, 3)
     after, _ = job.run(3, resharded)
     assert after == job.run(3)[0]

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.ours
 
 if rustloader is not None:
     from rustloader._core import call_into
-    from rustloader.iterator.indices import _Permutations, stream
-    from rustloader.iterator.starts import Start
+    from rustloader.order.drawn import Random
+    from rustloader.order.stream import stream
     from rustloader.stateful_dataloader import sampler
     from rustloader.stateful_dataloader.sampling import sampling
 
@@ -207,8 +207,7 @@ def drawn(replacement):
 
 def permutations():
     torch.manual_seed(3)
-    inner = RandomSampler(range(3), num_samples=7)
-    draw = _Permutations(inner, Start())
+    draw = Random(RandomSampler(range(3), num_samples=7)).arrays()
     return iter(lambda: None if (array := draw()) is None else [*array], None)
 
 

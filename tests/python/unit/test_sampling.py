@@ -22,10 +22,9 @@ from torch.utils.data import (
 )
 
 from rustloader._core import IndexStream
-from rustloader.iterator.indices import Endless
+from rustloader.order.stream import Endless, order_of
 from rustloader.stateful_dataloader.compatibility import check
 from rustloader.stateful_dataloader.next_epoch import draw, restore, run_out
-from rustloader.stateful_dataloader.sampler_kinds import kind_of
 from rustloader.stateful_dataloader.sampling import sampling
 from rustloader.stateful_dataloader.schema import Draws, SamplerState
 
@@ -424,7 +423,7 @@ def test_a_sampler_before_its_first_epoch():
         kw = dict(num_samples=7, replacement=True) if kind == "weighted" else kw
         sampler, generator = Plan(kind, 7, given=kind in ("random", "subset", "weighted"), **kw).make()
         before = states(generator)
-        state = kind_of(sampler).unstarted()
+        state = SamplerState(**order_of(sampler).entries())
         assert states(generator) == before
         assert state.own["kind"] == kind and state.own["start"] is None
         torch.manual_seed(2)
@@ -684,7 +683,7 @@ def test_a_state_fits_a_sampler_with_the_same_settings(kind):
     for _ in range(30):
         plan = random_plan(rng, kind)
         check_saved(saved_and_loaded(saved_of(plan)), Holder(plan.make(seed=9)[0]))
-        check_saved(kind_of(plan.make()[0]).unstarted().own, Holder(plan.make()[0]))
+        check_saved(SamplerState(**order_of(plan.make()[0]).entries()).own, Holder(plan.make()[0]))
 
 
 def test_differences_are_named():
