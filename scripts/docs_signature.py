@@ -2,7 +2,7 @@
 
 The loaders have the parameters of torch's class and their own. The site is built without torch, so torch's parameters
 are listed here; a test compares them with those of the classes. Functions that take ``Options`` get these parameters
-and their descriptions only at run time, so this extension adds them, too.
+and their descriptions only at run time, and ``Stats`` its docstring, so this extension adds them, too.
 """
 
 import importlib
@@ -69,6 +69,9 @@ class Completed(griffe.Extension):
             )
         elif cls.path == "rustloader.stateful_dataloader.loader.StatefulDataLoader":
             cls.set_member("__init__", made(with_more(f"{own}, {STATEFUL}")))
+        elif cls.path == "rustloader.metrics.stats.Stats":
+            fields = Path(__file__).parents[1] / "python" / "rustloader" / "metrics" / "fields.py"
+            cls.docstring = griffe.visit("fields", fields, fields.read_text()).classes["StatsFields"].docstring
         elif cls.path == "rustloader.settings.options.Options" and cls.docstring is not None:
             cls.set_member("__init__", made(f"def __init__(self, {self.parameters()}): ..."))
             cls.docstring.value = inspect.cleandoc(self.options.Options.__doc__)

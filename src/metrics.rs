@@ -49,26 +49,35 @@ pub enum Count {
     Pinning,
 }
 
+/// The unit of a counter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unit {
+    /// Things, or bytes.
+    Number,
+    /// Nanoseconds.
+    Time,
+}
+
 impl Count {
     /// Number of counters.
     pub const LEN: usize = COUNTS;
 
-    /// All counters with their names, in the order of their numbers.
-    pub const ALL: [(Self, &'static str); Self::LEN] = [
-        (Self::Epochs, "epochs"),
-        (Self::Batches, "batches"),
-        (Self::Bytes, "bytes"),
-        (Self::Copies, "copies"),
-        (Self::CopiedBytes, "copied_bytes"),
-        (Self::Pickled, "pickled"),
-        (Self::Next, "next"),
-        (Self::Waited, "waited"),
-        (Self::First, "first"),
-        (Self::Blocked, "blocked"),
-        (Self::Sampler, "sampler"),
-        (Self::Step, "step"),
-        (Self::Pinned, "pinned"),
-        (Self::Pinning, "pinning"),
+    /// All counters with their names and units, in the order of their numbers.
+    pub const ALL: [(Self, &'static str, Unit); Self::LEN] = [
+        (Self::Epochs, "epochs", Unit::Number),
+        (Self::Batches, "batches", Unit::Number),
+        (Self::Bytes, "bytes", Unit::Number),
+        (Self::Copies, "copies", Unit::Number),
+        (Self::CopiedBytes, "copied_bytes", Unit::Number),
+        (Self::Pickled, "pickled", Unit::Number),
+        (Self::Next, "next", Unit::Time),
+        (Self::Waited, "waited", Unit::Time),
+        (Self::First, "first", Unit::Time),
+        (Self::Blocked, "blocked", Unit::Time),
+        (Self::Sampler, "sampler", Unit::Time),
+        (Self::Step, "step", Unit::Time),
+        (Self::Pinned, "pinned", Unit::Number),
+        (Self::Pinning, "pinning", Unit::Time),
     ];
 }
 
@@ -127,18 +136,24 @@ impl WorkerTotals {
         }
     }
 
+    /// Combines each counter with that of `other`. The process and its start stay those of `self`.
+    fn with(&self, other: &Self, op: fn(u64, u64) -> u64) -> Self {
+        Self {
+            tasks: op(self.tasks, other.tasks),
+            adopted: op(self.adopted, other.adopted),
+            adopted_bytes: op(self.adopted_bytes, other.adopted_bytes),
+            spent_ns: std::array::from_fn(|state| op(self.spent_ns[state], other.spent_ns[state])),
+            fetch_cpu_ns: op(self.fetch_cpu_ns, other.fetch_cpu_ns),
+            fetch_measured_ns: op(self.fetch_measured_ns, other.fetch_measured_ns),
+            ..*self
+        }
+    }
+
     /// Adds the totals of a later process in the same slot, or of a later iterator's worker with the same ID.
     fn add(&mut self, later: &Self) {
-        self.tasks = self.tasks.wrapping_add(later.tasks);
-        self.adopted = self.adopted.wrapping_add(later.adopted);
-        self.adopted_bytes = self.adopted_bytes.wrapping_add(later.adopted_bytes);
-        for (sum, more) in self.spent_ns.iter_mut().zip(&later.spent_ns) {
-            *sum = sum.wrapping_add(*more);
-        }
+        *self = self.with(later, u64::wrapping_add);
         self.start_cpu_ns = self.start_cpu_ns.wrapping_add(later.start_cpu_ns);
         self.start_queued_ns = self.start_queued_ns.wrapping_add(later.start_queued_ns);
-        self.fetch_cpu_ns = self.fetch_cpu_ns.wrapping_add(later.fetch_cpu_ns);
-        self.fetch_measured_ns = self.fetch_measured_ns.wrapping_add(later.fetch_measured_ns);
         if later.pid != 0 {
             (self.pid, self.alive) = (later.pid, later.alive);
         }
@@ -205,6 +220,14 @@ impl Sums {
         for (sum, more) in self.workers.iter_mut().zip(&later.workers) {
             sum.add(more);
         }
+    }
+
+    /// Subtracts earlier sums, which may have fewer workers.
+    fn since(&self, earlier: &Self) -> Self {
+        let counts = std::array::from_fn(|count| self.counts[count].saturating_sub(earlier.counts[count]));
+        let before = earlier.workers.iter().copied().chain(std::iter::repeat(WorkerTotals::default()));
+        let workers = self.workers.iter().zip(before);
+        Self { counts, workers: workers.map(|(now, before)| now.with(&before, u64::saturating_sub)).collect() }
     }
 
     fn batches(&self) -> u64 {
@@ -275,8 +298,21 @@ impl Totals {
     }
 
     /// Returns the mark that is nearest to the half of all batches.
-    pub fn half(&self) -> Option<&Sums> {
+    fn half(&self) -> Option<&Sums> {
         self.marks.iter().min_by_key(|mark| self.sums.batches().abs_diff(2 * mark.batches()))
+    }
+
+    /// Returns the totals with the sums after about half of the batches.
+    pub fn first_half(&self) -> Option<Self> {
+        let mut sums = self.half()?.clone();
+        // Without the workers that had not started.
+        sums.workers.resize(self.sums.workers.len(), WorkerTotals::default());
+        Some(Self { sums, ..self.clone() })
+    }
+
+    /// Returns the totals with the sums since those of `earlier`.
+    pub fn since(&self, earlier: &Self) -> Self {
+        Self { sums: self.sums.since(&earlier.sums), ..self.clone() }
     }
 
     /// Adds the workers and the memory of an arena in use. `process` returns a worker's pid, and whether its process is
@@ -526,7 +562,7 @@ mod tests {
 
     #[test]
     fn each_counter_is_listed_at_its_number() {
-        for (number, (count, _)) in Count::ALL.iter().enumerate() {
+        for (number, (count, ..)) in Count::ALL.iter().enumerate() {
             assert_eq!(*count as usize, number);
         }
     }

@@ -8,7 +8,7 @@ use std::os::fd::BorrowedFd;
 
 use crate::config::{PAGE_READS, TABLE_READ};
 use crate::error::{Error, Result};
-use crate::metrics::{Count, WorkerTotals};
+use crate::metrics::{Count, Sums, Totals, WorkerTotals};
 use crate::shm::arena::Usage;
 use crate::shm::layout::{
     BlockEntry, ControlPage, Geometry, Header, IN_ORDER, INDEX_BYTES, MAGIC, MainPage, MainState, PERSISTENT, PINNING,
@@ -56,6 +56,21 @@ pub struct Observed {
     pub workers: Vec<ObservedWorker>,
     /// The arena's memory in use.
     pub usage: Usage,
+}
+
+impl Observed {
+    /// Returns the counters in the form in which the process itself reads them.
+    pub fn totals(&self) -> Totals {
+        let workers = self.workers.iter().map(|worker| worker.totals).collect();
+        Totals {
+            sums: Sums { counts: self.counts, workers },
+            usage: self.usage,
+            high_water: self.usage.high_water,
+            pin_threads: self.pinning.into(),
+            ready: self.workers.iter().map(|worker| u64::from(worker.ready)).sum(),
+            ..Totals::default()
+        }
+    }
 }
 
 /// A snapshot of a worker.

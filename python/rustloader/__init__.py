@@ -128,11 +128,11 @@ if TYPE_CHECKING:
     from rustloader.metrics.fields import SlowBatch as SlowBatch
     from rustloader.metrics.fields import WorkerStats as WorkerStats
     from rustloader.metrics.finding import VerdictKind as VerdictKind
-    from rustloader.metrics.gathering import report_ranks as report_ranks
     from rustloader.metrics.loader_stats import stats as stats
     from rustloader.metrics.ranks import RankReport as RankReport
     from rustloader.metrics.ranks import RankStats as RankStats
     from rustloader.metrics.report import report as report
+    from rustloader.metrics.report import report_ranks as report_ranks
     from rustloader.metrics.serving import MetricsServer as MetricsServer
     from rustloader.metrics.serving import serve_metrics as serve_metrics
     from rustloader.metrics.stats import Stats as Stats
@@ -150,9 +150,8 @@ _HOMES = {
     "caching.dataset": ("CachedDataset",),
     "caching.usage": ("CacheUsage",),
     "installation.api": ("install", "installed", "is_installed", "uninstall"),
-    "metrics.gathering": ("report_ranks",),
     "metrics.ranks": ("RankReport", "RankStats"),
-    "metrics.report": ("report",),
+    "metrics.report": ("report", "report_ranks"),
     "metrics.serving": ("MetricsServer", "serve_metrics"),
     "metrics.loader_stats": ("stats",),
     "dataloader": ("DataLoader",),
@@ -190,7 +189,6 @@ if not sys.platform.startswith("linux"):
         "caching.dataset",
         "fetch.seeds",
         "installation.api",
-        "metrics.gathering",
         "metrics.report",
         "metrics.serving",
         "metrics.loader_stats",

@@ -36,7 +36,6 @@ __all__ = [
     "ArrayTensor",
     "CacheBatch",
     "CacheTable",
-    "Counts",
     "Death",
     "DeferredSignals",
     "Engine",
@@ -363,52 +362,26 @@ class Engine:
         released when it returns. Lock-free."""
 
 @final
-class Counts:
-    """Counters of the main process."""
-
-    epochs: Final[int]
-    batches: Final[int]
-    bytes: Final[int]
-    copies: Final[int]
-    copied_bytes: Final[int]
-    pickled: Final[int]
-    next_seconds: Final[float]
-    waited_seconds: Final[float]
-    first_seconds: Final[float]
-    blocked_seconds: Final[float]
-    sampler_seconds: Final[float]
-    step_seconds: Final[float]
-    pinned: Final[int]
-    pinning_seconds: Final[float]
-    def since(self, earlier: Counts) -> Counts:
-        """Returns these counters minus earlier ones."""
-
-@final
 class WorkerTotals:
-    """Counters of a worker. Times are in seconds. The fields from ``starting`` to ``left`` are the times that the
-    worker has spent in the states of these names."""
+    """Counters of a worker. Those with the names of fields of ``WorkerStats`` are these fields."""
 
     pid: Final[int]
     alive: Final[bool]
+    # CPU time, and time spent waiting for a core, before the first task.
     start_cpu: Final[float]
     start_queued: Final[float]
     tasks: Final[int]
     adopted: Final[int]
     adopted_bytes: Final[int]
-    starting: Final[float]
-    idle: Final[float]
-    fetch: Final[float]
-    collate: Final[float]
-    pack: Final[float]
-    publish: Final[float]
-    left: Final[float]
-    # CPU time and elapsed time of those fetches whose CPU time is measured.
-    fetch_cpu: Final[float]
-    fetch_measured: Final[float]
-    def since(self, earlier: WorkerTotals) -> WorkerTotals:
-        """Returns these counters minus earlier ones: the differences in tasks, in adopted leaves, in the times spent in
-        states, and in the times of measured fetches.
-        """
+    starting_seconds: Final[float]
+    idle_seconds: Final[float]
+    fetch_seconds: Final[float]
+    collate_seconds: Final[float]
+    pack_seconds: Final[float]
+    busy_seconds: Final[float]
+    left_seconds: Final[float]
+    fetch_cpu_seconds: Final[float]
+    fetch_measured_seconds: Final[float]
 
 @final
 class SlowTask:
@@ -424,17 +397,19 @@ class SlowTask:
 
 @final
 class Totals:
-    """The counters of one or more iterators."""
+    """The counters of one or more iterators, of this process or of another one."""
 
-    counts: Final[Counts]
+    # The counters of the main process by name, numbers as ints and times in seconds. Those with the names of fields of
+    # `Stats` are these fields.
+    counts: Final[dict[str, Any]]
     # For each of the WAIT_BOUNDS, the number of waits up to this bound and above the previous one. The last item is the
     # number of waits above all bounds.
     waits: Final[list[int]]
     workers: Final[list[WorkerTotals]]
     slowest: Final[list[SlowTask]]
     blocking: Final[list[SlowTask]]
-    # The counters, and those of the workers, after about half of the batches.
-    half: Final[tuple[Counts, list[WorkerTotals]] | None]
+    # These totals, with the counters after about half of the batches.
+    half: Final[Totals | None]
     # Seconds of work on each recent batch; the latest batch is last.
     recent: Final[list[float]]
     leased: Final[int]
@@ -444,12 +419,13 @@ class Totals:
     pin_threads: Final[int]
     # Number of results in the completion rings.
     ready: Final[int]
+    def since(self, earlier: Totals) -> Totals:
+        """Returns these totals, with the counters minus earlier ones."""
 
 @final
 class ObservedWorker:
     """A worker of another process's iterator at one moment. Times are in seconds."""
 
-    totals: Final[WorkerTotals]
     state: Final[str]
     seconds_in_state: Final[float]
     batch: Final[int | None]
@@ -477,12 +453,8 @@ class Observed:
     pinning: Final[bool]
     remote: Final[bool]
     epoch_batches: Final[int]
-    counts: Final[Counts]
+    totals: Final[Totals]
     workers: Final[list[ObservedWorker]]
-    leased: Final[int]
-    warm: Final[int]
-    high_water: Final[int]
-    blocks: Final[int]
 
 @final
 class Death:

@@ -76,14 +76,12 @@ impl Page {
         self.show(MainState::Next, now);
     }
 
-    /// Shows that a wait has ended, and the total times of waits.
+    /// Shows that a wait has ended, and the counters, which include its time.
     #[inline]
     pub(super) fn show_wait_ends(&self) {
         if let Some(page) = self.page() {
             page.state.store(MainState::Next as u32, Ordering::Relaxed);
-            for count in [Count::First, Count::Waited, Count::Blocked] {
-                page.counts[count as usize].store(self.meter.get(count), Ordering::Relaxed);
-            }
+            self.meter.show(page);
         }
     }
 

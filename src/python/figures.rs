@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::PyList;
+use pyo3::types::{PyDict, PyList};
 
 use crate::engine::Handle;
-use crate::metrics::{self, Count, Meter};
+use crate::metrics::{self, Count, Meter, Unit};
 use crate::observe;
 use crate::shm::layout::WorkerState;
 
@@ -17,158 +17,114 @@ pub(super) fn seconds(ns: u64) -> f64 {
     ns as f64 / 1e9
 }
 
-/// Defines a class of constants and counters. Each counter is an entry of a table of u64s: a count, or a time in
-/// nanoseconds that the class converts to seconds. `since` subtracts the counters of an earlier object; the constants
-/// keep their values.
-macro_rules! figures {
-    ($class:ident { $($constant:ident: $kind:ty,)* }
-     numbers { $($number:ident = $n:expr,)* } seconds { $($time:ident = $t:expr,)* }) => {
-        #[pyclass(frozen, get_all, module = "rustloader._core")]
-        pub struct $class { $($constant: $kind,)* $($number: u64,)* $($time: f64,)* }
-
-        impl $class {
-            fn of($($constant: $kind,)* table: &[u64]) -> Self {
-                Self {
-                    $($constant,)*
-                    $($number: table[$n as usize],)*
-                    $($time: seconds(table[$t as usize]),)*
-                }
-            }
-        }
+/// Defines a class that shows a value of the Rust core. Each property is computed when it is read.
+macro_rules! view {
+    ($class:ident of $source:ty: |$py:ident, $it:ident| { $($field:ident: $type:ty = $value:expr,)* }
+     $($method:tt)*) => {
+        #[pyclass(frozen, module = "rustloader._core")]
+        pub struct $class($source);
 
         #[pymethods]
         impl $class {
-            fn since(&self, earlier: &Self) -> Self {
-                Self {
-                    $($constant: self.$constant,)*
-                    $($number: self.$number.saturating_sub(earlier.$number),)*
-                    $($time: (self.$time - earlier.$time).max(0.0),)*
+            $(
+                #[getter]
+                #[allow(unused_variables, reason = "few properties need the interpreter")]
+                fn $field(&self, $py: Python<'_>) -> PyResult<$type> {
+                    let $it = &self.0;
+                    Ok($value)
                 }
-            }
+            )*
+            $($method)*
         }
     };
 }
 
-/// Defines a class whose fields are computed from a value of the Rust core.
-macro_rules! record {
-    ($class:ident of $source:ty: |$py:ident, $it:ident| { $($field:ident: $type:ty = $value:expr,)* }) => {
-        #[pyclass(frozen, get_all, module = "rustloader._core")]
-        pub struct $class { $($field: $type,)* }
-
-        impl $class {
-            fn of($py: Python<'_>, $it: &$source) -> PyResult<Py<Self>> {
-                Py::new($py, Self { $($field: $value,)* })
-            }
+/// Returns the counters of the main process by name. The name of a time ends in "_seconds".
+fn named(py: Python<'_>, counts: &[u64; Count::LEN]) -> PyResult<Py<PyDict>> {
+    let dict = PyDict::new(py);
+    for (count, name, unit) in Count::ALL {
+        let value = counts[count as usize];
+        match unit {
+            Unit::Number => dict.set_item(name, value)?,
+            Unit::Time => dict.set_item(format!("{name}_seconds"), seconds(value))?,
         }
-    };
+    }
+    Ok(dict.unbind())
 }
 
-figures! {
-    Counts {}
-    numbers {
-        epochs = Count::Epochs,
-        batches = Count::Batches,
-        bytes = Count::Bytes,
-        copies = Count::Copies,
-        copied_bytes = Count::CopiedBytes,
-        pickled = Count::Pickled,
-        pinned = Count::Pinned,
-    }
-    seconds {
-        next_seconds = Count::Next,
-        waited_seconds = Count::Waited,
-        first_seconds = Count::First,
-        blocked_seconds = Count::Blocked,
-        sampler_seconds = Count::Sampler,
-        step_seconds = Count::Step,
-        pinning_seconds = Count::Pinning,
-    }
+fn spent(worker: &metrics::WorkerTotals, states: &[WorkerState]) -> f64 {
+    states.iter().map(|&state| seconds(worker.spent_ns[state as usize])).sum()
 }
 
-// A worker's table: the time in each state, the number of tasks, the CPU time and the wall time of the measured
-// fetches, and the numbers of adopted leaves and of their bytes.
-figures! {
-    WorkerTotals { pid: u32, alive: bool, start_cpu: f64, start_queued: f64, }
-    numbers {
-        tasks = WorkerState::COUNT,
-        adopted = WorkerState::COUNT + 3,
-        adopted_bytes = WorkerState::COUNT + 4,
-    }
-    seconds {
-        starting = WorkerState::Starting,
-        idle = WorkerState::Idle,
-        fetch = WorkerState::Fetch,
-        collate = WorkerState::Collate,
-        pack = WorkerState::Pack,
-        publish = WorkerState::Publish,
-        left = WorkerState::Left,
-        fetch_cpu = WorkerState::COUNT + 1,
-        fetch_measured = WorkerState::COUNT + 2,
+view! {
+    WorkerTotals of metrics::WorkerTotals: |py, it| {
+        pid: u32 = it.pid,
+        alive: bool = it.alive,
+        start_cpu: f64 = seconds(it.start_cpu_ns),
+        start_queued: f64 = seconds(it.start_queued_ns),
+        tasks: u64 = it.tasks,
+        adopted: u64 = it.adopted,
+        adopted_bytes: u64 = it.adopted_bytes,
+        starting_seconds: f64 = spent(it, &[WorkerState::Starting]),
+        idle_seconds: f64 = spent(it, &[WorkerState::Idle]),
+        fetch_seconds: f64 = spent(it, &[WorkerState::Fetch]),
+        collate_seconds: f64 = spent(it, &[WorkerState::Collate]),
+        pack_seconds: f64 = spent(it, &[WorkerState::Pack, WorkerState::Publish]),
+        busy_seconds: f64 =
+            spent(it, &[WorkerState::Fetch, WorkerState::Collate, WorkerState::Pack, WorkerState::Publish]),
+        left_seconds: f64 = spent(it, &[WorkerState::Left]),
+        fetch_cpu_seconds: f64 = seconds(it.fetch_cpu_ns),
+        fetch_measured_seconds: f64 = seconds(it.fetch_measured_ns),
     }
 }
 
-fn worker_totals(py: Python<'_>, totals: &metrics::WorkerTotals) -> PyResult<Py<WorkerTotals>> {
-    let mut table = [0; WorkerState::COUNT + 5];
-    table[..WorkerState::COUNT].copy_from_slice(&totals.spent_ns);
-    let measured = [totals.tasks, totals.fetch_cpu_ns, totals.fetch_measured_ns];
-    let others = [totals.adopted, totals.adopted_bytes];
-    table[WorkerState::COUNT..].copy_from_slice(&[&measured[..], &others].concat());
-    let (start_cpu, start_queued) = (seconds(totals.start_cpu_ns), seconds(totals.start_queued_ns));
-    Py::new(py, WorkerTotals::of(totals.pid, totals.alive, start_cpu, start_queued, &table))
-}
-
-fn sums(py: Python<'_>, sums: &metrics::Sums) -> PyResult<(Py<Counts>, Vec<Py<WorkerTotals>>)> {
-    let workers = sums.workers.iter().map(|worker| worker_totals(py, worker)).collect::<PyResult<_>>()?;
-    Ok((Py::new(py, Counts::of(&sums.counts))?, workers))
-}
-
-record! {
-    SlowTask of metrics::SlowTask: |_py, task| {
-        index: String = task.index.clone(),
-        worker: u32 = task.worker,
-        fetch: f64 = f64::from(task.timings.fetch_us) / 1e6,
-        collate: f64 = f64::from(task.timings.collate_us) / 1e6,
-        pack: f64 = f64::from(task.timings.pack_us) / 1e6,
-        blocked: f64 = task.blocked_us as f64 / 1e6,
+view! {
+    SlowTask of metrics::SlowTask: |py, it| {
+        index: String = it.index.clone(),
+        worker: u32 = it.worker,
+        fetch: f64 = f64::from(it.timings.fetch_us) / 1e6,
+        collate: f64 = f64::from(it.timings.collate_us) / 1e6,
+        pack: f64 = f64::from(it.timings.pack_us) / 1e6,
+        blocked: f64 = it.blocked_us as f64 / 1e6,
     }
 }
 
-record! {
-    Totals of metrics::Totals: |py, totals| {
-        counts: Py<Counts> = Py::new(py, Counts::of(&totals.sums.counts))?,
-        waits: Vec<u64> = totals.waits.to_vec(),
-        workers: Vec<Py<WorkerTotals>> =
-            totals.sums.workers.iter().map(|worker| worker_totals(py, worker)).collect::<PyResult<_>>()?,
-        slowest: Vec<Py<SlowTask>> =
-            totals.slowest.iter().map(|task| SlowTask::of(py, task)).collect::<PyResult<_>>()?,
-        blocking: Vec<Py<SlowTask>> =
-            totals.blocking.iter().map(|task| SlowTask::of(py, task)).collect::<PyResult<_>>()?,
-        half: Option<(Py<Counts>, Vec<Py<WorkerTotals>>)> = totals.half().map(|half| sums(py, half)).transpose()?,
-        recent: Vec<f64> = totals.recent_us.iter().map(|&us| f64::from(us) / 1e6).collect(),
-        leased: u64 = totals.usage.leased,
-        warm: u64 = totals.usage.warm,
-        blocks: u64 = totals.usage.blocks,
-        high_water: u64 = totals.high_water,
-        pin_threads: u32 = totals.pin_threads,
-        ready: u64 = totals.ready,
+view! {
+    Totals of metrics::Totals: |py, it| {
+        counts: Py<PyDict> = named(py, &it.sums.counts)?,
+        waits: Vec<u64> = it.waits.to_vec(),
+        workers: Vec<WorkerTotals> = it.sums.workers.iter().copied().map(WorkerTotals).collect(),
+        slowest: Vec<SlowTask> = it.slowest.iter().cloned().map(SlowTask).collect(),
+        blocking: Vec<SlowTask> = it.blocking.iter().cloned().map(SlowTask).collect(),
+        half: Option<Totals> = it.first_half().map(Totals),
+        recent: Vec<f64> = it.recent_us.iter().map(|&us| f64::from(us) / 1e6).collect(),
+        leased: u64 = it.usage.leased,
+        warm: u64 = it.usage.warm,
+        blocks: u64 = it.usage.blocks,
+        high_water: u64 = it.high_water,
+        pin_threads: u32 = it.pin_threads,
+        ready: u64 = it.ready,
+    }
+
+    fn since(&self, earlier: &Self) -> Self {
+        Self(self.0.since(&earlier.0))
     }
 }
 
-record! {
-    ObservedWorker of observe::ObservedWorker: |py, worker| {
-        totals: Py<WorkerTotals> = worker_totals(py, &worker.totals)?,
-        state: &'static str = worker.state.name(),
-        seconds_in_state: f64 = seconds(worker.in_state_ns),
-        batch: Option<u64> = worker.batch,
-        seconds_at_batch: f64 = seconds(worker.at_batch_ns),
-        index: Option<String> = worker.index.clone(),
-        queued: u32 = worker.queued,
-        ready: u32 = worker.ready,
-        warm: u64 = worker.warm,
+view! {
+    ObservedWorker of observe::ObservedWorker: |py, it| {
+        state: &'static str = it.state.name(),
+        seconds_in_state: f64 = seconds(it.in_state_ns),
+        batch: Option<u64> = it.batch,
+        seconds_at_batch: f64 = seconds(it.at_batch_ns),
+        index: Option<String> = it.index.clone(),
+        queued: u32 = it.queued,
+        ready: u32 = it.ready,
+        warm: u64 = it.warm,
     }
 }
 
-record! {
+view! {
     Observed of observe::Observed: |py, it| {
         now: f64 = seconds(it.now_ns),
         pid: u32 = it.pid,
@@ -183,13 +139,8 @@ record! {
         pinning: bool = it.pinning,
         remote: bool = it.remote,
         epoch_batches: u64 = it.epoch_batches,
-        counts: Py<Counts> = Py::new(py, Counts::of(&it.counts))?,
-        workers: Vec<Py<ObservedWorker>> =
-            it.workers.iter().map(|worker| ObservedWorker::of(py, worker)).collect::<PyResult<_>>()?,
-        leased: u64 = it.usage.leased,
-        warm: u64 = it.usage.warm,
-        high_water: u64 = it.usage.high_water,
-        blocks: u64 = it.usage.blocks,
+        totals: Totals = Totals(it.totals()),
+        workers: Vec<ObservedWorker> = it.workers.iter().cloned().map(ObservedWorker).collect(),
     }
 }
 
@@ -242,18 +193,18 @@ impl PyMeter {
 }
 
 #[pyfunction]
-pub fn figures(py: Python<'_>, meters: Vec<PyRef<'_, PyMeter>>) -> PyResult<Py<Totals>> {
+pub fn figures(meters: Vec<PyRef<'_, PyMeter>>) -> Totals {
     let mut totals = metrics::Totals::default();
     meters.iter().for_each(|meter| totals.add(&meter.totals()));
-    Totals::of(py, &totals)
+    Totals(totals)
 }
 
 #[pyfunction]
-pub fn inspect_arena(py: Python<'_>, fd: i32) -> PyResult<Option<Py<Observed>>> {
+pub fn inspect_arena(py: Python<'_>, fd: i32) -> PyResult<Option<Observed>> {
     if fd < 0 {
         return Err(PyValueError::new_err(format!("{fd} is not a descriptor")));
     }
     // SAFETY: the caller keeps the descriptor open during the call; if it is closed, the reads fail.
     let fd = unsafe { BorrowedFd::borrow_raw(fd) };
-    py.detach(|| observe::observe(fd))?.map(|it| Observed::of(py, &it)).transpose()
+    Ok(py.detach(|| observe::observe(fd))?.map(Observed))
 }

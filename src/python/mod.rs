@@ -24,7 +24,7 @@ mod _core {
     use super::{
         cache::{PyBatch, PyCache, rename_to_new},
         engine::{PyDeath, PyEngine, PyPosition, PyProgress, PySnapshot},
-        figures::{Counts, Observed, ObservedWorker, PyMeter, SlowTask, Totals, WorkerTotals, figures, inspect_arena},
+        figures::{Observed, ObservedWorker, PyMeter, SlowTask, Totals, WorkerTotals, figures, inspect_arena},
         functions::{
             _trim_pool, WarmPages, address_space_left, begin_forks, cpu_quota, descends, end_forks, engine_batches,
             memory_limits, observed, seed_words, set_reporting, tend_pages,

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data.dataloader import _DatasetKind
 
-from rustloader._core import Totals, WorkerTotals
+from rustloader._core import Totals
 from rustloader.auto import arguments
 from rustloader.auto.decision import Epoch, History, Limit, decide
 from rustloader.metrics import ledger
@@ -113,14 +113,14 @@ class Watch:
 
     def epoch(self) -> Epoch:
         after, times = self._ledger.totals(), _time(self._ledger.cpu_times())
-        counts, before = after.counts.since(self._before.counts), _time(self._times_before)
+        counts, before = after.since(self._before).counts, _time(self._times_before)
         busy = _busy(after) - _busy(self._before)
         return Epoch(
             workers=self._workers,
-            batches=counts.batches,
-            step=counts.step_seconds,
-            own=max(0.0, counts.next_seconds - counts.first_seconds - counts.waited_seconds),
-            waited=counts.waited_seconds,
+            batches=counts["batches"],
+            step=counts["step_seconds"],
+            own=max(0.0, counts["next_seconds"] - counts["first_seconds"] - counts["waited_seconds"]),
+            waited=counts["waited_seconds"],
             tasks=sum(self.tasks(after)),
             busy=busy,
             cpu=(times.cpu or 0.0) - (before.cpu or 0.0),
@@ -199,11 +199,7 @@ def _limits_of_shards(dataset: Any, watch: Watch) -> list[Limit]:
 
 
 def _busy(totals: Totals) -> float:
-    return sum(map(_work, totals.workers))
-
-
-def _work(worker: WorkerTotals) -> float:
-    return worker.fetch + worker.collate + worker.pack + worker.publish
+    return sum(worker.busy_seconds for worker in totals.workers)
 
 
 def _time(times: list[WorkTime]) -> WorkTime:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from rustloader.system.figures import figure
+
 
 @dataclass(frozen=True)
 class CacheUsage:
@@ -30,13 +32,13 @@ class CacheUsage:
         (1, 2, 1048576)
     """
 
-    hits: int = 0
-    misses: int = 0
-    samples_bytes: int = 0
+    hits: int = figure(0, "cache_hits", "Samples read from the cache, in all processes.")
+    misses: int = figure(0, "cache_misses", "Samples that the dataset had to make, in all processes.")
+    samples_bytes: int = figure(0, "cache_bytes", "Size of the samples in the cache, in bytes.", gauge=True)
     bytes_left: int = 0
     bytes_unused: int = 0
     refused: int = 0
     damaged: int = 0
-    limit: int = 0
+    limit: int = figure(0, "cache_limit_bytes", "Maximum size of the cache in bytes.", gauge=True, scalar=False)
     lifetime_hits: int = 0
     lifetime_misses: int = 0

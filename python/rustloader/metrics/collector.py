@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import Any, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from rustloader._core import WAIT_BOUNDS, Totals, WorkerTotals
+from rustloader._core import WAIT_BOUNDS, Totals
 from rustloader.caching.usage import CacheUsage
 from rustloader.metrics import transfers
-from rustloader.metrics.accounts import Account, Accounts, LoaderEntry
-from rustloader.metrics.fields import FaultStats
+from rustloader.metrics.accounts import Account, Accounts
+from rustloader.metrics.fields import ArenaStats, FaultStats, StatsFields, WorkerStats
 from rustloader.metrics.loader_stats import stats_of_ledger
-from rustloader.system.procfs import resident
+from rustloader.metrics.stats import Stats
+from rustloader.system.figures import Figure, figures_of
 
 _PREFIX = "rustloader_"
 _BOUNDS = (*map(repr, WAIT_BOUNDS), "+Inf")
@@ -26,92 +27,55 @@ class _Reading(NamedTuple):
     """One reading of an account.
 
     Attributes:
-        gone: The total counts of loaders that are gone.
-        live: The counts of each remaining loader.
-        faults: The total faults of loaders that are gone, then those of each remaining loader.
-        fallbacks: Number of iterators on torch's own loop.
+        account: The account.
+        totals: The total counts of loaders that are gone, then those of each remaining loader.
+        stats: The same as statistics.
         caches: The usage of each cache, preceded by the total hits and misses of caches that are gone, if any.
     """
 
-    gone: Totals
-    live: list[Totals]
-    faults: list[FaultStats]
-    fallbacks: int
+    account: Account
+    totals: list[Totals]
+    stats: list[Stats]
     caches: list[CacheUsage]
 
-    def counter(self, name: str) -> float:
-        """Returns the sum of a counter of the main process over all loaders."""
-        return sum(getattr(totals.counts, name) for totals in (self.gone, *self.live))
+    @classmethod
+    def of(cls, account: Account) -> _Reading:
+        ledgers = account.ledgers()
+        totals = [it.totals() for it in ledgers]
+        # Skips the dataset and the private memory of workers, which take longer to read.
+        stats = [
+            stats_of_ledger(ledger, reads_memory=False, totals=it) for ledger, it in zip(ledgers, totals, strict=True)
+        ]
+        return cls(account, totals, stats, account.caches())
 
-    def fault_count(self, name: str) -> float:
-        """Returns the sum of a fault count over all loaders."""
-        return sum(getattr(faults, name) for faults in self.faults)
-
-    def gauge(self, name: str) -> float:
-        """Returns the sum of a current value over the remaining loaders."""
-        return sum(getattr(totals, name) for totals in self.live)
-
-    def workers(self) -> list[list[WorkerTotals]]:
-        """Returns, for each worker number, the totals of all loaders' workers with that number."""
-        by_loader = [totals.workers for totals in (self.gone, *self.live)]
-        count = max(map(len, by_loader))
-        return [[workers[number] for workers in by_loader if number < len(workers)] for number in range(count)]
+    def workers(self) -> list[list[WorkerStats]]:
+        """Returns, for each worker number, the statistics of all loaders' workers with that number."""
+        by_number = zip_longest(*(stats.workers for stats in self.stats))
+        return [[worker for worker in workers if worker is not None] for workers in by_number]
 
 
-_Table = tuple[tuple[str, str, Callable[[Any], float]], ...]
-
-# The metrics of a loader, each with its name (without prefix and "_total"), its description and the function that reads
-# its value.
-_COUNTERS: _Table = (
-    ("batches", "Batches delivered to the loop.", lambda it: it.counter("batches")),
-    ("bytes", "Size of the delivered batches in bytes.", lambda it: it.counter("bytes")),
-    ("epochs", "Epochs begun.", lambda it: it.counter("epochs")),
+# The classes whose figures are summed over the loaders of a name, each with a function that returns its objects.
+_Parts = Callable[[_Reading], Iterable[Any]]
+_LOADERS: list[tuple[type, _Parts]] = [
+    (StatsFields, lambda it: it.stats),
+    (FaultStats, lambda it: [stats.faults for stats in it.stats]),
+    (ArenaStats, lambda it: [stats.arena for stats in it.stats]),
+]
+# Figures that are not fields.
+_OTHERS: list[tuple[Figure, Callable[[_Reading], float]]] = [
     (
-        "first_wait_seconds",
-        "Time spent waiting for the first batch of each epoch.",
-        lambda it: it.counter("first_seconds"),
+        Figure("", "fallback_iterators", "Iterators on torch's own loop, whose batches are not counted.", False, False),
+        lambda it: sum(fallback.count for stats in it.stats for fallback in stats.fallbacks),
     ),
     (
-        "blocked_seconds",
-        "Part of wait_seconds during which later batches were ready.",
-        lambda it: it.counter("blocked_seconds"),
+        Figure("", "workers", "Running workers.", True, False),
+        lambda it: sum(worker.alive for stats in it.stats for worker in stats.workers),
     ),
-    ("next_seconds", "Time in next(), including waits.", lambda it: it.counter("next_seconds")),
-    ("step_seconds", "Time between calls of next() in one epoch.", lambda it: it.counter("step_seconds")),
-    ("restarts", "Workers restarted after a death.", lambda it: it.fault_count("restarts")),
-    ("stalls", "Part of the restarts: the worker was stuck.", lambda it: it.fault_count("stalls")),
-    ("skipped_samples", "Samples that failed and were skipped.", lambda it: it.fault_count("skipped")),
-    ("replaced_samples", "Samples that failed and were replaced.", lambda it: it.fault_count("replaced")),
-    ("fallback_iterators", "Iterators on torch's own loop, whose batches are not counted.", lambda it: it.fallbacks),
-)
-_GAUGES: _Table = (
-    ("workers", "Running workers.", lambda it: sum(worker.alive for totals in it.live for worker in totals.workers)),
-    ("ready_batches", "Finished batches that the loop has not taken yet.", lambda it: it.gauge("ready")),
-    ("arena_bytes", "Shared memory with resident pages, in bytes.", lambda it: it.gauge("warm")),
-)
-# The metrics of a dataset's cache.
-_CACHE_COUNTERS: _Table = (
-    ("cache_hits", "Samples read from the cache, in all processes.", lambda it: it.hits),
-    ("cache_misses", "Samples that the dataset had to make, in all processes.", lambda it: it.misses),
-)
-_CACHE_GAUGES: _Table = (
-    ("cache_bytes", "Size of the samples in the cache, in bytes.", lambda it: it.samples_bytes),
-    ("cache_limit_bytes", "Maximum size of the cache in bytes.", lambda it: it.limit),
-)
-_WORKER_COUNTERS: _Table = (
-    ("worker_batches", "Batches sent by the worker.", lambda it: it.tasks),
-    ("worker_starting_seconds", "Time before the first task of each epoch.", lambda it: it.starting),
-    ("worker_fetch_seconds", "Time in the dataset.", lambda it: it.fetch),
-    ("worker_collate_seconds", "Time in collate_fn.", lambda it: it.collate),
-    ("worker_pack_seconds", "Time spent writing batches into shared memory.", lambda it: it.pack + it.publish),
-    ("worker_idle_seconds", "Time spent waiting for tasks.", lambda it: it.idle),
-    ("worker_fetch_cpu_seconds", "CPU time of the fetches that were measured.", lambda it: it.fetch_cpu),
     (
-        "worker_fetch_measured_seconds",
-        "Time in the fetches whose CPU time was measured.",
-        lambda it: it.fetch_measured,
+        Figure("", "ready_batches", "Finished batches that the loop has not taken yet.", True, False),
+        lambda it: sum(totals.ready for totals in it.totals),
     ),
-)
+]
 
 
 class LoaderCollector(Collector):
@@ -138,59 +102,49 @@ class LoaderCollector(Collector):
         accounts = self._accounts.items()
         for _, account in accounts:
             account.absorb_final()
-        readings = [(name, _read_account(account)) for name, account in accounts]
-        yield from self._families(CounterMetricFamily, _COUNTERS, readings)
-        yield from self._families(GaugeMetricFamily, _GAUGES, readings)
-        cached = [(name, usage) for name, it in readings if (usage := _summed(it.caches)) is not None]
-        yield from self._families(CounterMetricFamily, _CACHE_COUNTERS, cached)
-        yield from self._families(GaugeMetricFamily, _CACHE_GAUGES, cached)
+        readings = [(name, _Reading.of(account)) for name, account in accounts]
+        for kind, parts in _LOADERS:
+            for figure in _shown(kind):
+                yield self._family(figure, [((loader,), _sum(parts(it), figure)) for loader, it in readings])
+        for figure, value in _OTHERS:
+            yield self._family(figure, [((loader,), value(it)) for loader, it in readings])
+        for figure in _shown(CacheUsage):
+            cached = [(loader, it.caches) for loader, it in readings if it.caches]
+            yield self._family(figure, [((loader,), _sum(usages, figure)) for loader, usages in cached])
         yield self._wait_histogram(readings)
-        yield from self._worker_families(readings)
-        yield from self._loader_states(accounts)
+        workers = [
+            ((loader, str(number)), those) for loader, it in readings for number, those in enumerate(it.workers())
+        ]
+        for figure in _shown(WorkerStats):
+            known = [(names, _running(those) if figure.is_gauge else those) for names, those in workers]
+            yield self._family(figure, [(names, _sum(those, figure)) for names, those in known if those], "worker")
+        yield from self._loader_states(readings)
 
     def _monotonic(self, value: float, *key: str) -> float:
         """Returns the value of a counter, or its last value if that is larger."""
         self._last_values[key] = max(self._last_values.get(key, 0.0), value)
         return self._last_values[key]
 
-    def _families(self, kind: Any, table: Any, readings: list[tuple[str, Any]]) -> Iterator[Any]:
-        for name, text, value in table:
-            family = kind(_PREFIX + name, text, labels=["rank", "loader"])
-            for loader, it in readings:
-                number = value(it)
-                if kind is CounterMetricFamily:
-                    number = self._monotonic(number, name, loader)
-                family.add_metric([self._rank, loader], number)
-            yield family
+    def _family(self, figure: Figure, values: list[tuple[tuple[str, ...], float]], *labels: str) -> Any:
+        """Returns the family of a figure with its values, each with the labels after the rank."""
+        kind = GaugeMetricFamily if figure.is_gauge else CounterMetricFamily
+        family = kind(_PREFIX + figure.name, figure.text, labels=["rank", "loader", *labels])
+        for names, value in values:
+            shown = value if figure.is_gauge else self._monotonic(value, figure.name, *names)
+            family.add_metric([self._rank, *names], shown)
+        return family
 
     def _wait_histogram(self, readings: list[tuple[str, _Reading]]) -> Any:
         text = "Time that the loop waited in each next() except the first of an epoch."
         family = HistogramMetricFamily(_PREFIX + "wait_seconds", text, labels=["rank", "loader"])
         for loader, it in readings:
-            counts = [sum(each) for each in zip(*(totals.waits for totals in (it.gone, *it.live)), strict=True)]
+            counts = [sum(each) for each in zip(*(totals.waits for totals in it.totals), strict=True)]
             buckets = list(zip(_BOUNDS, accumulate(counts), strict=True))
-            waited = self._monotonic(it.counter("waited_seconds"), "wait_seconds", loader)
+            waited = self._monotonic(sum(stats.waited_seconds for stats in it.stats), "wait_seconds", loader)
             family.add_metric([self._rank, loader], buckets, waited)
         return family
 
-    def _worker_families(self, readings: list[tuple[str, _Reading]]) -> Iterator[Any]:
-        labels = ["rank", "loader", "worker"]
-        for name, text, value in _WORKER_COUNTERS:
-            family = CounterMetricFamily(_PREFIX + name, text, labels=labels)
-            for loader, it in readings:
-                for number, totals in enumerate(it.workers()):
-                    total = self._monotonic(sum(map(value, totals)), name, loader, str(number))
-                    family.add_metric([self._rank, loader, str(number)], total)
-            yield family
-        memory = GaugeMetricFamily(_PREFIX + "worker_resident_bytes", "Resident memory of the worker.", labels=labels)
-        for loader, it in readings:
-            for number, totals in enumerate(it.workers()):
-                used = [resident(worker.pid) or 0 for worker in totals if worker.alive]
-                if used:
-                    memory.add_metric([self._rank, loader, str(number)], sum(used))
-        yield memory
-
-    def _loader_states(self, accounts: list[tuple[str, Account]]) -> Iterator[Any]:
+    def _loader_states(self, readings: list[tuple[str, _Reading]]) -> Iterator[Any]:
         """Yields, for each name, the verdict of the latest loader on the engine and the batch size of the latest
         loader."""
         verdicts = GaugeMetricFamily(
@@ -199,40 +153,29 @@ class LoaderCollector(Collector):
         sizes = GaugeMetricFamily(
             _PREFIX + "batch_size", "Number of samples in a full batch.", labels=["rank", "loader"]
         )
-        for name, account in accounts:
-            served = [it for it in account.entries if it.ledger.iterators]
+        for name, it in readings:
+            loaders = list(zip(it.account.entries, it.stats[1:], strict=True))
+            served = [(entry, stats) for entry, stats in loaders if stats.iterators]
             if served:
-                verdicts.add_metric([self._rank, name, _verdict_of(served[-1])], 1)
-            known = [it.ledger.scheduling.batch_size for it in account.entries if it.ledger.scheduling is not None]
+                entry, stats = served[-1]
+                loader = entry.loader()
+                copies = None if loader is None else transfers.find(loader)
+                stats = stats if copies is None else replace(stats, transfers=copies.stats)
+                verdicts.add_metric([self._rank, name, stats.verdict().kind], 1)
+            known = [stats.scheduling.batch_size for _, stats in loaders if stats.scheduling is not None]
             if known and known[-1] is not None:
                 sizes.add_metric([self._rank, name], known[-1])
         yield verdicts
         yield sizes
 
 
-def _read_account(account: Account) -> _Reading:
-    ledgers = account.ledgers()
-    gone, *live = [it.totals() for it in ledgers]
-    return _Reading(
-        gone,
-        live,
-        [it.faults.stats() for it in ledgers],
-        sum(sum(it.fallbacks.values()) for it in ledgers),
-        account.caches(),
-    )
+def _shown(kind: type) -> list[Figure]:
+    return [figure for figure in figures_of(kind) if figure.text]
 
 
-def _summed(usages: list[CacheUsage]) -> CacheUsage | None:
-    if not usages:
-        return None
-    fields = ("hits", "misses", "samples_bytes", "limit")
-    return CacheUsage(**{name: sum(getattr(it, name) for it in usages) for name in fields})
+def _running(workers: list[WorkerStats]) -> list[WorkerStats]:
+    return [worker for worker in workers if worker.alive]
 
 
-def _verdict_of(entry: LoaderEntry) -> str:
-    ledger, loader = entry.ledger, entry.loader()
-    alive = sum(worker.alive for worker in ledger.totals().workers)
-    # Skips the dataset and the memory of workers, which take longer to read and do not affect the kind of verdict.
-    stats = stats_of_ledger(ledger, alive, reads_memory=False)
-    copies = None if loader is None else transfers.find(loader)
-    return (stats if copies is None else replace(stats, transfers=copies.stats)).verdict().kind
+def _sum(parts: Iterable[Any], figure: Figure) -> float:
+    return sum(getattr(part, figure.field) for part in parts)

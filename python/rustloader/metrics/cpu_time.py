@@ -91,7 +91,7 @@ def time_of_work(time: ProcessorTime | None, totals: WorkerTotals) -> WorkTime:
     if not totals.start_cpu:
         return WorkTime(0.0, 0.0)
     if time is None:
-        return WorkTime(unmeasured=totals.fetch + totals.collate + totals.pack + totals.publish)
+        return WorkTime(unmeasured=totals.busy_seconds)
     queued = None if time.queued is None else max(0.0, time.queued - totals.start_queued)
     return WorkTime(max(0.0, time.cpu - totals.start_cpu), queued)
 

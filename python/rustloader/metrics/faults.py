@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from rustloader.fetch.failures import Failure
 from rustloader.metrics.fields import FaultStats
 from rustloader.system.formatting import count_of
@@ -9,6 +11,7 @@ from rustloader.system.formatting import count_of
 # Maximum numbers of failures and deaths whose descriptions are kept.
 KEPT_FAILURES = 1000
 KEPT_DEATHS = 100
+_COUNTS = [field.name for field in fields(FaultStats) if field.type is int]
 
 
 def summary(faults: FaultStats) -> str:
@@ -34,17 +37,13 @@ class Faults:
 
     def __init__(self, parent: Faults | None = None) -> None:
         self._parent = parent
-        self._restarts = self._stalls = self._out_of_memory = 0
-        self._skipped = self._replaced = 0
+        self._counts = dict.fromkeys(_COUNTS, 0)
         self._failures: list[Failure] = []
         self._deaths: list[str] = []
 
     def note_failure(self, failure: Failure) -> None:
         """Counts a failed sample. Called when its batch is delivered."""
-        if failure.action == "skipped":
-            self._skipped += 1
-        else:
-            self._replaced += 1
+        self._counts["skipped" if failure.action == "skipped" else "replaced"] += 1
         if len(self._failures) < KEPT_FAILURES:
             self._failures.append(failure)
         if self._parent is not None:
@@ -58,9 +57,7 @@ class Faults:
             stalled: Whether the worker was killed because it was stuck.
             out_of_memory: Whether its memory cgroup was out of memory.
         """
-        self._restarts += 1
-        self._stalls += stalled
-        self._out_of_memory += out_of_memory
+        self._add({"restarts": 1, "stalls": int(stalled), "out_of_memory": int(out_of_memory)})
         if len(self._deaths) < KEPT_DEATHS:
             self._deaths.append(text)
         if self._parent is not None:
@@ -68,20 +65,12 @@ class Faults:
 
     def absorb(self, other: Faults) -> None:
         """Adds the counts of another object, but not its descriptions of failures and deaths."""
-        self._restarts += other._restarts
-        self._stalls += other._stalls
-        self._out_of_memory += other._out_of_memory
-        self._skipped += other._skipped
-        self._replaced += other._replaced
+        self._add(other._counts)
+
+    def _add(self, counts: dict[str, int]) -> None:
+        for name, count in counts.items():
+            self._counts[name] += count
 
     def stats(self) -> FaultStats:
         """Returns the counts and descriptions so far."""
-        return FaultStats(
-            restarts=self._restarts,
-            stalls=self._stalls,
-            out_of_memory=self._out_of_memory,
-            skipped=self._skipped,
-            replaced=self._replaced,
-            failures=tuple(self._failures),
-            deaths=tuple(self._deaths),
-        )
+        return FaultStats(**self._counts, failures=tuple(self._failures), deaths=tuple(self._deaths))

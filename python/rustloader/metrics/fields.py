@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from rustloader.caching.usage import CacheUsage
 from rustloader.fetch.failures import Failure
 from rustloader.metrics.transfers import TransferStats
+from rustloader.system.figures import figure
 
 
 # No `from __future__ import annotations`: field annotations must be types, not strings.
@@ -54,18 +55,24 @@ class WorkerStats:
     id: int
     pid: int = 0
     alive: bool = False
-    rss_bytes: int = 0
-    tasks: int = 0
-    starting_seconds: float = 0.0
-    idle_seconds: float = 0.0
-    fetch_seconds: float = 0.0
-    collate_seconds: float = 0.0
-    pack_seconds: float = 0.0
+    rss_bytes: int = figure(0, "worker_resident_bytes", "Resident memory of the worker.", gauge=True)
+    tasks: int = figure(0, "worker_batches", "Batches sent by the worker.", scalar=False)
+    starting_seconds: float = figure(
+        0.0, "worker_starting_seconds", "Time before the first task of each epoch.", scalar=False
+    )
+    idle_seconds: float = figure(0.0, "worker_idle_seconds", "Time spent waiting for tasks.")
+    fetch_seconds: float = figure(0.0, "worker_fetch_seconds", "Time in the dataset.")
+    collate_seconds: float = figure(0.0, "worker_collate_seconds", "Time in collate_fn.")
+    pack_seconds: float = figure(0.0, "worker_pack_seconds", "Time spent writing batches into shared memory.")
     cpu_seconds: float | None = None
     queued_seconds: float | None = None
     unmeasured_seconds: float = 0.0
-    fetch_cpu_seconds: float = 0.0
-    fetch_measured_seconds: float = 0.0
+    fetch_cpu_seconds: float = figure(
+        0.0, "worker_fetch_cpu_seconds", "CPU time of the fetches that were measured.", scalar=False
+    )
+    fetch_measured_seconds: float = figure(
+        0.0, "worker_fetch_measured_seconds", "Time in the fetches whose CPU time was measured.", scalar=False
+    )
     private_bytes: int | None = None
 
     @property
@@ -158,7 +165,7 @@ class ArenaStats:
     """
 
     leased_bytes: int = 0
-    warm_bytes: int = 0
+    warm_bytes: int = figure(0, "arena_bytes", "Shared memory with resident pages, in bytes.", gauge=True)
     high_water_bytes: int = 0
     blocks: int = 0
 
@@ -254,11 +261,11 @@ class FaultStats:
         (0, 0, ())
     """
 
-    restarts: int = 0
-    stalls: int = 0
+    restarts: int = figure(0, "restarts", "Workers restarted after a death.")
+    stalls: int = figure(0, "stalls", "Part of the restarts: the worker was stuck.")
     out_of_memory: int = 0
-    skipped: int = 0
-    replaced: int = 0
+    skipped: int = figure(0, "skipped_samples", "Samples that failed and were skipped.")
+    replaced: int = figure(0, "replaced_samples", "Samples that failed and were replaced.")
     failures: tuple[Failure, ...] = ()
     deaths: tuple[str, ...] = ()
 
@@ -357,24 +364,84 @@ class CoreUsers:
         )
 
 
+# The fields of `Stats`. Verdicts and tables are computed from them alone.
 @dataclass(frozen=True, repr=False)
 class StatsFields:
-    """The fields of ``Stats``. Verdicts and tables are computed from these fields alone."""
+    """The statistics of a loader or an iterator so far, as returned by ``rustloader.stats()``.
+
+    ``print(stats)`` shows text; a notebook shows tables. Times are in seconds of the monotonic clock. The training loop
+    takes ``turnaround_seconds + next_seconds + step_seconds`` (``loop_seconds``). The program's own work between two
+    epochs is not included.
+
+    Attributes:
+        name: The loader's name: the option ``name``, or the file and line that created it.
+        num_workers: Number of workers of the loader or the iterator.
+        cores: Number of processor cores that this process may use by affinity and CPU quota, rounded up.
+        iterators: Number of iterators on the Rust engine, including those that have ended. If it is 0, all times below
+            are 0, even if torch's own iterators did work.
+        epochs: Number of epochs started.
+        batches: Number of batches that the engine has delivered; for an iterator of torch's own loop, the number in its
+            current epoch.
+        bytes: Size of the engine's batches in bytes.
+        next_seconds: Total time in ``next``.
+        first_seconds: Part of ``next_seconds``: waiting for the first batch of each epoch.
+        waited_seconds: Part of ``next_seconds``: waiting for the other batches.
+        blocked_seconds: Part of ``waited_seconds``: waiting while later batches were ready (head-of-line blocking).
+        sampler_seconds: Part of ``next_seconds``: drawing indices from the sampler and sending them. Measured only
+            after a call of ``next`` that took 50 us or more, not counting waits.
+        step_seconds: Time between two calls of ``next`` in one epoch: the training step.
+        turnaround_seconds: Time in ``iter()``, which starts the workers or their next epoch, and time to end them.
+        workers: One entry per worker, in order of worker number.
+        slowest: The slowest batches so far, slowest first.
+        blocking: The batches for which ``next`` waited while later ones were ready, longest wait first. The sum of all
+            such waits is ``blocked_seconds``.
+        recent_seconds: Seconds of work on each of the latest batches (at most 256), in order. ``verdict`` uses them to
+            predict how much other settings would gain.
+        scheduling: Settings of the latest iterator on the engine; None if there is no such iterator, or
+            if its settings are unknown.
+        large_attributes: The dataset's large lists, tuples and dicts of Python objects, largest first. The dataset
+            is searched for them only if a worker has 64 MiB or more of private memory.
+        arena: Use of shared memory.
+        copies: Data that workers copied, pickled, or sent without copying.
+        pinning: Work of the pin thread.
+        transfers: Copies to the device, with ``prefetch_to_device``.
+        faults: The faults from which epochs recovered: worker restarts, and failed samples.
+        cache: Size of the dataset's cache, and its hits and misses in all processes; None without
+            ``rustloader.cache``.
+        cache_estimate: The estimated size of a cache of all samples; None if there is a cache, or if the size
+            is unknown.
+        core_users: Use of the processor cores while the workers of the latest iterator ran; None if unknown.
+        fallbacks: Iterators that ran on torch's own loop. No other field includes their work.
+        note: The reason why the engine has no statistics, with the remedy; empty if it has some.
+        halves: The statistics of the first and of the second half of the batches, roughly, from which ``verdict`` sees
+            whether they agree; empty if they are unknown. ``as_dict`` omits them.
+
+    Examples:
+        >>> loader = rustloader.DataLoader(range(64), batch_size=8, num_workers=2)
+        >>> batches = list(loader)
+        >>> stats = rustloader.stats(loader)
+        >>> stats.batches, stats.epochs, len(stats.workers)
+        (8, 1, 2)
+        >>> print(stats.verdict().sentence)
+        Too few batches to tell; ask again after 20.
+    """
 
     name: str = ""
-    num_workers: int = 0
+    num_workers: int = figure(0, "workers")
     cores: int = 1
     iterators: int = 0
-    epochs: int = 0
-    batches: int = 0
-    bytes: int = 0
-    next_seconds: float = 0.0
-    first_seconds: float = 0.0
-    waited_seconds: float = 0.0
-    blocked_seconds: float = 0.0
+    epochs: int = figure(0, "epochs", "Epochs begun.")
+    batches: int = figure(0, "batches", "Batches delivered to the loop.")
+    bytes: int = figure(0, "bytes", "Size of the delivered batches in bytes.")
+    next_seconds: float = figure(0.0, "next_seconds", "Time in next(), including waits.")
+    first_seconds: float = figure(0.0, "first_wait_seconds", "Time spent waiting for the first batch of each epoch.")
+    waited_seconds: float = figure(0.0, "wait_seconds")  # a histogram in Prometheus
+    blocked_seconds: float = figure(
+        0.0, "blocked_seconds", "Part of wait_seconds during which later batches were ready."
+    )
     sampler_seconds: float = 0.0
-    step_seconds: float = 0.0
-    turnaround_seconds: float = 0.0
+    step_seconds: float = figure(0.0, "step_seconds", "Time between calls of next() in one epoch.")
+    turnaround_seconds: float = figure(0.0, "turnaround_seconds")
     workers: tuple[WorkerStats, ...] = ()
     slowest: tuple[SlowBatch, ...] = ()
     blocking: tuple[SlowBatch, ...] = ()

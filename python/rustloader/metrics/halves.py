@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from rustloader._core import Counts, Totals, WorkerTotals
+from rustloader._core import Totals, WorkerTotals
 from rustloader.metrics.cpu_time import WorkTime
-from rustloader.metrics.fields import PinningStats, WorkerStats
-from rustloader.metrics.stats import Stats, fields_of_counts, worker_stats
+from rustloader.metrics.fields import WorkerStats
+from rustloader.metrics.stats import Stats, fields_of_totals, worker_stats
 
 
 def halves_of(stats: Stats, totals: Totals) -> tuple[Stats, ...]:
@@ -18,32 +17,30 @@ def halves_of(stats: Stats, totals: Totals) -> tuple[Stats, ...]:
         stats: The statistics of all batches.
         totals: The counters from which they are computed.
     """
-    if totals.half is None:
+    first = totals.half
+    if first is None:
         return ()
-    counts, workers = totals.half  # without workers that had not started
-    first = [*workers, *(worker.since(worker) for worker in totals.workers[len(workers) :])]
-    second = [worker.since(before) for worker, before in zip(totals.workers, first, strict=True)]
-    halves = _part(stats, counts, first), _part(stats, totals.counts.since(counts), second)
+    halves = _part(stats, first), _part(stats, totals.since(first))
     return halves if all(half.batches for half in halves) else ()
 
 
-def _part(stats: Stats, counts: Counts, workers: Sequence[WorkerTotals]) -> Stats:
+def _part(stats: Stats, totals: Totals) -> Stats:
+    fields = fields_of_totals(totals)
     # A single start in a half is one of several of the loader.
-    epochs = max(counts.epochs, min(stats.epochs, 2))
+    epochs = max(fields["epochs"], min(stats.epochs, 2))
     return replace(
         stats,
-        **fields_of_counts(counts, workers) | {"epochs": epochs},
+        **fields | {"epochs": epochs},
         iterators=epochs if stats.iterators == stats.epochs else 1,
-        workers=tuple(map(_worker, stats.workers, workers)),
-        turnaround_seconds=stats.turnaround_seconds * counts.epochs / max(1, stats.epochs),
-        pinning=PinningStats(stats.pinning.running, counts.pinned, counts.pinning_seconds),
+        workers=tuple(map(_worker, stats.workers, totals.workers)),
+        turnaround_seconds=stats.turnaround_seconds * fields["epochs"] / max(1, stats.epochs),
     )
 
 
 def _worker(whole: WorkerStats, totals: WorkerTotals) -> WorkerStats:
     """Returns a worker's statistics for a half, with a part of its CPU time, which is known only for all batches."""
-    busy = totals.fetch + totals.collate + totals.pack + totals.publish
-    share = busy / whole.busy_seconds if whole.busy_seconds else 0.0
+    share = totals.busy_seconds / whole.busy_seconds if whole.busy_seconds else 0.0
     cpu, queued = (None if time is None else time * share for time in (whole.cpu_seconds, whole.queued_seconds))
     time = WorkTime(cpu, queued, whole.unmeasured_seconds * share)
-    return worker_stats(whole.id, whole.pid, whole.alive, whole.rss_bytes, totals, time, whole.private_bytes)
+    others = {name: getattr(whole, name) for name in ("pid", "alive", "rss_bytes", "private_bytes")}
+    return worker_stats(whole.id, totals, time, **others)

@@ -8,13 +8,13 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
-from rustloader._core import SlowTask, WorkerTotals
+from rustloader._core import SlowTask, Totals
 from rustloader.metrics import caches, copied, transfers
-from rustloader.metrics.cpu_time import NO_TIME, WorkTime
-from rustloader.metrics.fields import ArenaStats, Fallback, FaultStats, PinningStats, SlowBatch, WorkerStats
+from rustloader.metrics.cpu_time import NO_TIME
+from rustloader.metrics.fields import Fallback, FaultStats, SlowBatch
 from rustloader.metrics.halves import halves_of
 from rustloader.metrics.ledger import Ledger, find
-from rustloader.metrics.stats import Stats, fields_of_counts, no_loader, worker_stats
+from rustloader.metrics.stats import Stats, fields_of_totals, no_loader, worker_stats
 from rustloader.metrics.transfers import TransferStats
 from rustloader.metrics.wrappers import loader_in
 from rustloader.settings import names
@@ -68,12 +68,10 @@ def stats(source: Any) -> Stats:
         workers = int(workers)  # torch accepts NumPy's integers, which `json` cannot write
     if ledger is not None and ledger.scheduling is not None and ledger.scheduling.auto_workers:
         workers = ledger.scheduling.auto_workers
-    fallbacks: tuple[Fallback, ...] = ()
-    if ledger is not None:
-        fallbacks = tuple(Fallback(reason, count) for reason, count in ledger.fallbacks.items())
-        if ledger.iterators:
-            known = stats_of_ledger(ledger, workers, fallbacks, _dataset_of(source))
-            return replace(known, transfers=transfer_stats, **caches.fields_of(source, _dataset_of(source), known))
+    if ledger is not None and ledger.iterators:
+        known = stats_of_ledger(ledger, workers, _dataset_of(source))
+        return replace(known, transfers=transfer_stats, **caches.fields_of(source, _dataset_of(source), known))
+    fallbacks = () if ledger is None else _fallbacks_of(ledger)
     if fallbacks:
         note = _TORCH_LOOP + "; ".join(fallback.reason for fallback in fallbacks)
     return Stats(
@@ -103,24 +101,28 @@ def _name_of(source: Any) -> str:
     return "" if isinstance(source, _BaseDataLoaderIter) else names.of(source)
 
 
+def _fallbacks_of(ledger: Ledger) -> tuple[Fallback, ...]:
+    return tuple(Fallback(*it) for it in [*ledger.fallbacks.items()])
+
+
 def stats_of_ledger(
     ledger: Ledger,
-    num_workers: int,
-    fallbacks: tuple[Fallback, ...] = (),
+    num_workers: int | None = None,
     dataset: Any = None,
     reads_memory: bool = True,
+    totals: Totals | None = None,
 ) -> Stats:
     """Returns the statistics in a ledger whose engines have served iterators.
 
     Args:
         ledger: The ledger.
-        num_workers: Current number of workers.
-        fallbacks: Iterators on torch's own loop.
+        num_workers: Current number of workers; None for the number of running ones.
         dataset: Dataset to search for large attributes; None to skip the search.
         reads_memory: Whether to read the private memory of the workers, which takes milliseconds per GB.
+        totals: The counters, if the caller has read them.
     """
-    totals = ledger.totals()
-    counts = totals.counts
+    totals = totals or ledger.totals()
+    workers = totals.workers
     # Read after the counters. Otherwise the CPU time of the latest work would be missing, and that work would
     # look like waiting.
     times = ledger.cpu_times()
@@ -130,42 +132,33 @@ def stats_of_ledger(
     has_grown = any((size or 0) >= copied.MIN_PRIVATE_BYTES for size in private)
     stats = Stats(
         name=ledger.name,
-        num_workers=num_workers,
+        num_workers=sum(worker.alive for worker in workers) if num_workers is None else num_workers,
         cores=usable_cores(),
         iterators=ledger.iterators,
         turnaround_seconds=ledger.turnaround_seconds,
-        **fields_of_counts(counts, totals.workers),
+        **fields_of_totals(totals),
         workers=tuple(
-            _stats_of_worker(
+            worker_stats(
                 number,
                 worker,
                 times[number] if number < len(times) else NO_TIME,
-                private[number] if number < len(private) else None,
-                is_remote,
+                private_bytes=private[number] if number < len(private) else None,
+                # A local process may have the same pid as a process on another machine.
+                rss_bytes=(resident(worker.pid) or 0) if worker.alive and not is_remote else 0,
             )
-            for number, worker in enumerate(totals.workers)
+            for number, worker in enumerate(workers)
         ),
         slowest=tuple(map(_slow_batch, totals.slowest)),
         blocking=tuple(map(_slow_batch, totals.blocking)),
         recent_seconds=tuple(totals.recent),
         scheduling=ledger.scheduling,
         large_attributes=copied.find(dataset) if has_grown else (),
-        arena=ArenaStats(totals.leased, totals.warm, totals.high_water, totals.blocks),
-        pinning=PinningStats(totals.pin_threads > 0, counts.pinned, counts.pinning_seconds),
         faults=ledger.faults.stats(),
         core_users=None if processes is None or is_remote else processes.core_users(),
-        fallbacks=fallbacks,
+        fallbacks=_fallbacks_of(ledger),
     )
     return replace(stats, halves=halves_of(stats, totals))
 
 
 def _slow_batch(task: SlowTask) -> SlowBatch:
     return SlowBatch(task.index, task.worker, task.fetch, task.collate, task.pack, task.blocked)
-
-
-def _stats_of_worker(
-    number: int, totals: WorkerTotals, time: WorkTime, private: int | None, is_remote: bool
-) -> WorkerStats:
-    # A local process may have the same pid as a process on another machine.
-    rss = (resident(totals.pid) or 0) if totals.alive and not is_remote else 0
-    return worker_stats(number, totals.pid, totals.alive, rss, totals, time, private)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rustloader.metrics.finding import VerdictKind
+from rustloader.metrics.stats import Stats
 from rustloader.system.formatting import duration
 
 # The slowest rank delays the others if its loop spends at least this share of its time in `next`, and if its time in
@@ -86,6 +87,14 @@ for _cls in (RankStats, RankReport):
     _cls.__module__ = "rustloader"
 
 
+def rank_stats(rank: int, host: str, stats: Stats | None) -> RankStats:
+    """Returns the statistics of a rank; empty ones if its loader has no batch of the engine, or if there is none."""
+    if stats is None or not stats.batches or stats.note:
+        return RankStats(rank, host, "" if stats is None else stats.name)
+    verdict, spent = stats.verdict(), (stats.loop_seconds, stats.next_seconds)
+    return RankStats(rank, host, stats.name, stats.batches, *spent, verdict.kind, verdict.sentence)
+
+
 def _table(ranks: Iterable[RankStats]) -> list[str]:
     rows = [("rank", "host", "loader", "batches", "per second", "in next()", "share", "limited by")]
     for it in ranks:
@@ -94,11 +103,9 @@ def _table(ranks: Iterable[RankStats]) -> list[str]:
         share = f"{it.next_share:.0%}" if it.seconds else "-"
         rows.append((str(it.rank), it.host, it.loader or "-", f"{it.batches:,}", rate, in_next, share, it.kind))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(_aligned, row, widths, range(len(row)))).rstrip() for row in rows]
-
-
-def _aligned(cell: str, width: int, column: int) -> str:
-    return cell.ljust(width) if column in (1, 2, 7) else cell.rjust(width)
+    # The columns of names are on the left.
+    forms = [f"{'<' if column in (1, 2, 7) else '>'}{width}" for column, width in enumerate(widths)]
+    return ["  ".join(map(format, row, forms)).rstrip() for row in rows]
 
 
 def _sentence(ranks: Sequence[RankStats], slowest: RankStats | None) -> str:

@@ -12,8 +12,8 @@ from typing import Any
 
 import rustloader.system.local_ranks as local_ranks
 from rustloader.metrics.accounts import Accounts
-from rustloader.metrics.gathering import global_rank
 from rustloader.metrics.http_server import HttpServer
+from rustloader.metrics.report import global_rank
 from rustloader.system.forks import at_fork
 
 logger = logging.getLogger("rustloader")

@@ -1,81 +1,24 @@
 """``rustloader.Stats``, the result of ``rustloader.stats()``."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rustloader.metrics.fields import CopyStats, StatsFields, WorkerStats
-from rustloader.metrics.scalars import scalars
+from rustloader.metrics.fields import ArenaStats, CopyStats, PinningStats, StatsFields, WorkerStats
 from rustloader.metrics.tables import headline, html, lines
 from rustloader.metrics.verdict import Verdict, judge
+from rustloader.system.figures import figures_of
 
 if TYPE_CHECKING:  # `_core` exists only on Linux
-    from rustloader._core import Counts, WorkerTotals
+    from rustloader._core import Totals, WorkerTotals
     from rustloader.metrics.cpu_time import WorkTime
 
 
 # No `from __future__ import annotations`: field annotations must be types, not strings.
 @dataclass(frozen=True, repr=False)
 class Stats(StatsFields):
-    """The statistics of a loader or an iterator so far, as returned by ``rustloader.stats()``.
-
-    ``print(stats)`` shows text; a notebook shows tables. Times are in seconds of the monotonic clock. The training loop
-    takes ``turnaround_seconds + next_seconds + step_seconds`` (``loop_seconds``). The program's own work between two
-    epochs is not included.
-
-    Attributes:
-        name: The loader's name: the option ``name``, or the file and line that created it.
-        num_workers: Number of workers of the loader or the iterator.
-        cores: Number of processor cores that this process may use by affinity and CPU quota, rounded up.
-        iterators: Number of iterators on the Rust engine, including those that have ended. If it is 0, all times below
-            are 0, even if torch's own iterators did work.
-        epochs: Number of epochs started.
-        batches: Number of batches that the engine has delivered; for an iterator of torch's own loop, the number in its
-            current epoch.
-        bytes: Size of the engine's batches in bytes.
-        next_seconds: Total time in ``next``.
-        first_seconds: Part of ``next_seconds``: waiting for the first batch of each epoch.
-        waited_seconds: Part of ``next_seconds``: waiting for the other batches.
-        blocked_seconds: Part of ``waited_seconds``: waiting while later batches were ready (head-of-line blocking).
-        sampler_seconds: Part of ``next_seconds``: drawing indices from the sampler and sending them. Measured only
-            after a call of ``next`` that took 50 us or more, not counting waits.
-        step_seconds: Time between two calls of ``next`` in one epoch: the training step.
-        turnaround_seconds: Time in ``iter()``, which starts the workers or their next epoch, and time to end them.
-        workers: One entry per worker, in order of worker number.
-        slowest: The slowest batches so far, slowest first.
-        blocking: The batches for which ``next`` waited while later ones were ready, longest wait first. The sum of all
-            such waits is ``blocked_seconds``.
-        recent_seconds: Seconds of work on each of the latest batches (at most 256), in order. ``verdict`` uses them to
-            predict how much other settings would gain.
-        scheduling: Settings of the latest iterator on the engine; None if there is no such iterator, or
-            if its settings are unknown.
-        large_attributes: The dataset's large lists, tuples and dicts of Python objects, largest first. The dataset
-            is searched for them only if a worker has 64 MiB or more of private memory.
-        arena: Use of shared memory.
-        copies: Data that workers copied, pickled, or sent without copying.
-        pinning: Work of the pin thread.
-        transfers: Copies to the device, with ``prefetch_to_device``.
-        faults: The faults from which epochs recovered: worker restarts, and failed samples.
-        cache: Size of the dataset's cache, and its hits and misses in all processes; None without
-            ``rustloader.cache``.
-        cache_estimate: The estimated size of a cache of all samples; None if there is a cache, or if the size
-            is unknown.
-        core_users: Use of the processor cores while the workers of the latest iterator ran; None if unknown.
-        fallbacks: Iterators that ran on torch's own loop. No other field includes their work.
-        note: The reason why the engine has no statistics, with the remedy; empty if it has some.
-        halves: The statistics of the first and of the second half of the batches, roughly, from which ``verdict`` sees
-            whether they agree; empty if they are unknown. ``as_dict`` omits them.
-
-    Examples:
-        >>> loader = rustloader.DataLoader(range(64), batch_size=8, num_workers=2)
-        >>> batches = list(loader)
-        >>> stats = rustloader.stats(loader)
-        >>> stats.batches, stats.epochs, len(stats.workers)
-        (8, 1, 2)
-        >>> print(stats.verdict().sentence)
-        Too few batches to tell; ask again after 20.
-    """
+    __doc__ = StatsFields.__doc__
 
     def verdict(self) -> Verdict:
         """Finds the bottleneck of the loader from these statistics.
@@ -129,7 +72,21 @@ class Stats(StatsFields):
             >>> scalars["batches"], scalars["wait_share"], scalars["batches_per_second"]
             (4.0, 0.25, 1.0)
         """
-        return scalars(self)
+        loop = self.next_seconds + self.step_seconds
+        values: dict[str, float] = {
+            "batches_per_second": self.batches / self.loop_seconds if self.loop_seconds else 0.0,
+            "wait_share": (self.first_seconds + self.waited_seconds) / loop if loop else 0.0,
+        }
+        parts: list[tuple[type, Sequence[Any]]] = [(StatsFields, [self]), (WorkerStats, self.workers)]
+        parts += [(type(part), [part]) for part in (self.arena, self.faults, self.transfers)]
+        if self.cache is not None:
+            parts.append((type(self.cache), [self.cache]))
+            lookups = self.cache.hits + self.cache.misses
+            values["cache_hit_share"] = self.cache.hits / lookups if lookups else 0.0
+        for kind, those in parts:
+            scalars = [it for it in figures_of(kind) if it.is_scalar]
+            values |= {it.name: sum(getattr(part, it.field) for part in those) for it in scalars}
+        return {name: float(value) for name, value in values.items()}
 
     def __repr__(self) -> str:
         return f"<rustloader.Stats: {headline(self)}>"
@@ -171,54 +128,21 @@ def check_interval(every: float) -> None:
         raise ValueError(f"every must be a positive number of seconds, got {every!r}")
 
 
-def fields_of_counts(counts: "Counts", workers: Iterable["WorkerTotals"]) -> dict[str, Any]:
-    """Returns the fields of ``Stats`` that come from the counters of an engine and its workers."""
-    adopted = [(worker.adopted, worker.adopted_bytes) for worker in workers]
+def fields_of_totals(totals: "Totals") -> dict[str, Any]:
+    """Returns the fields of ``Stats`` that come from the counters of an engine."""
+    counts, workers = totals.counts, totals.workers
+    adopted = sum(worker.adopted for worker in workers), sum(worker.adopted_bytes for worker in workers)
     return {
-        "epochs": counts.epochs,
-        "batches": counts.batches,
-        "bytes": counts.bytes,
-        "next_seconds": counts.next_seconds,
-        "first_seconds": counts.first_seconds,
-        "waited_seconds": counts.waited_seconds,
-        "blocked_seconds": counts.blocked_seconds,
-        "sampler_seconds": counts.sampler_seconds,
-        "step_seconds": counts.step_seconds,
-        "copies": CopyStats(
-            counts.copies,
-            counts.copied_bytes,
-            counts.pickled,
-            sum(number for number, _ in adopted),
-            sum(bytes_ for _, bytes_ in adopted),
-        ),
+        **{field.name: counts[field.name] for field in dataclasses.fields(StatsFields) if field.name in counts},
+        "arena": ArenaStats(totals.leased, totals.warm, totals.high_water, totals.blocks),
+        "copies": CopyStats(counts["copies"], counts["copied_bytes"], counts["pickled"], *adopted),
+        "pinning": PinningStats(totals.pin_threads > 0, counts["pinned"], counts["pinning_seconds"]),
     }
 
 
-def worker_stats(
-    number: int,
-    pid: int,
-    alive: bool,
-    rss_bytes: int,
-    totals: "WorkerTotals",
-    time: "WorkTime",
-    private_bytes: int | None,
-) -> WorkerStats:
-    """Returns a worker's statistics from its counters, its CPU time and its memory."""
-    return WorkerStats(
-        id=number,
-        pid=pid,
-        alive=alive,
-        rss_bytes=rss_bytes,
-        tasks=totals.tasks,
-        starting_seconds=totals.starting,
-        idle_seconds=totals.idle,
-        fetch_seconds=totals.fetch,
-        collate_seconds=totals.collate,
-        pack_seconds=totals.pack + totals.publish,
-        cpu_seconds=time.cpu,
-        queued_seconds=time.queued,
-        unmeasured_seconds=time.unmeasured,
-        fetch_cpu_seconds=totals.fetch_cpu,
-        fetch_measured_seconds=totals.fetch_measured,
-        private_bytes=private_bytes,
-    )
+def worker_stats(number: int, totals: "WorkerTotals", time: "WorkTime", **others: Any) -> WorkerStats:
+    """Returns a worker's statistics: its counters, its CPU time and other fields, such as its memory."""
+    names = [field.name for field in dataclasses.fields(WorkerStats)]
+    counted = {name: getattr(totals, name) for name in names if hasattr(totals, name)}
+    times = {"cpu_seconds": time.cpu, "queued_seconds": time.queued, "unmeasured_seconds": time.unmeasured}
+    return WorkerStats(**counted | times | others | {"id": number})

@@ -3,6 +3,7 @@
 import threading
 from dataclasses import dataclass, replace
 
+from rustloader.system.figures import figure
 from rustloader.system.formatting import duration, size
 from rustloader.system.protocols import LoaderLike
 from rustloader.system.weak_table import WeakTable
@@ -32,8 +33,8 @@ class TransferStats:
 
     batches: int = 0
     bytes: int = 0
-    seconds: float = 0.0
-    waited_seconds: float = 0.0
+    seconds: float = figure(0.0, "transfer_seconds")
+    waited_seconds: float = figure(0.0, "transfer_wait_seconds")
     pageable: str = ""
     note: str = ""
 

@@ -114,8 +114,7 @@ pub struct MainPage {
     pub(crate) early_task: AtomicU64,
     /// Number of batches delivered before this epoch.
     pub(crate) epoch_batches: AtomicU64,
-    /// The counters as of the end of the last `next`; those of waiting as of the end of the last wait, and that of
-    /// steps as of the end of the last step.
+    /// The counters as of the end of the last wait or `next`, and that of steps as of the end of the last step.
     pub(crate) counts: [AtomicU64; COUNTS],
     /// The first bytes of the loader's name, zero-padded.
     pub(crate) name: [AtomicU64; NAME_BYTES / 8],

@@ -281,7 +281,7 @@ def test_pinning_is_shown():
         for _ in range(8):
             next(iterator)
         (look,) = model.observe(os.getpid())
-        assert look.figures.pinning and look.figures.counts.pinned >= 7
+        assert look.figures.pinning and look.figures.totals.counts["pinned"] >= 7
         shown = model.Loader(os.getpid(), None, look)
         assert shown.total.pinning.running and shown.total.pinning.seconds > 0 and shown.total.batches == 8
         assert any("pinned" in text for line in view.frame(1, "", [shown], 100) for text, _ in line)
@@ -308,7 +308,7 @@ def test_the_verdict_is_on_the_last_minute_once_there_is_enough_of_it():
     def look(now, batches, **counts):
         zero = dict.fromkeys(COUNTS, 0) | dict.fromkeys(TIMES, 0.0)
         latest = figures(1)
-        latest.now, latest.counts = now, Growing(**(zero | {"epochs": 1, "batches": batches} | counts))
+        latest.now, latest.totals.counts = now, zero | {"epochs": 1, "batches": batches} | counts
         return model.Observation((1, 2), latest, (None,), (model.NO_TIME,))
 
     # All of the wait lies before the last seconds.
@@ -744,30 +744,37 @@ def test_the_live_view_waits_for_loaders(tmp_path):
         os.close(writer)
 
 
-class Growing(SimpleNamespace):
-    """Figures that can be subtracted, like `_core.Counts` and `_core.WorkerTotals`."""
+class Totals(SimpleNamespace):
+    """Figures that can be subtracted, like `_core.Totals`."""
 
     def since(self, earlier):
-        return Growing(**{name: max(0, value - getattr(earlier, name)) for name, value in vars(self).items()})
+        def difference(now, before):
+            return {name: max(0, value - before[name]) for name, value in now.items()}
+
+        counts = difference(self.counts, earlier.counts)
+        pairs = zip(self.workers, earlier.workers, strict=True)
+        workers = [SimpleNamespace(**difference(vars(now), vars(before))) for now, before in pairs]
+        return Totals(**vars(self) | {"counts": counts, "workers": workers})
 
 
 def figures(workers, stuck=()):
     """A made-up result of `_core.inspect_arena` for a loader."""
 
-    def worker(number):
-        states = dict.fromkeys(("starting", "idle", "fetch", "collate", "pack", "publish", "left"), 1.0)
+    def worker():
+        states = dict.fromkeys(("starting", "idle", "fetch", "collate", "pack", "left"), 1.0)
+        times = states | {"busy": 4.0, "fetch_cpu": 0.25, "fetch_measured": 1.0}
         return SimpleNamespace(
-            totals=Growing(
-                pid=0,
-                tasks=100,
-                adopted=0,
-                adopted_bytes=0,
-                start_cpu=0.5,
-                start_queued=0.0,
-                fetch_cpu=0.25,
-                fetch_measured=1.0,
-                **states,
-            ),
+            pid=0,
+            tasks=100,
+            adopted=0,
+            adopted_bytes=0,
+            start_cpu=0.5,
+            start_queued=0.0,
+            **{f"{name}_seconds": seconds for name, seconds in times.items()},
+        )
+
+    def observed(number):
+        return SimpleNamespace(
             state="fetch" if number in stuck else "idle",
             seconds_in_state=99.0 if number in stuck else 0.1,
             batch=number,
@@ -792,12 +799,16 @@ def figures(workers, stuck=()):
         pinning=True,
         remote=False,
         epoch_batches=123456,
-        counts=Growing(**dict.fromkeys(COUNTS, 10**9), **dict.fromkeys(TIMES, 1.0)),
-        workers=[worker(number) for number in range(workers)],
-        leased=1 << 40,
-        warm=1 << 41,
-        high_water=1 << 42,
-        blocks=1000,
+        workers=[observed(number) for number in range(workers)],
+        totals=Totals(
+            counts=dict.fromkeys(COUNTS, 10**9) | dict.fromkeys(TIMES, 1.0),
+            workers=[worker() for _ in range(workers)],
+            leased=1 << 40,
+            warm=1 << 41,
+            high_water=1 << 42,
+            blocks=1000,
+            pin_threads=1,
+        ),
     )
 
 

@@ -363,7 +363,7 @@ def test_nothing_is_kept_alive_and_nothing_is_left():
         del iterator
         assert dead() is None
         assert len(ledger._ledgers._entries) == entries + 1
-        assert ledger.find(loader).totals().counts.batches == 1
+        assert ledger.find(loader).totals().counts["batches"] == 1
         del loader
         assert gone() is None and len(ledger._ledgers._entries) == entries
     finally:

@@ -313,7 +313,7 @@ def test_a_number_that_another_process_has_by_now():
 
 
 def test_time_of_work_is_all_since_the_start():
-    figures = types.SimpleNamespace(start_cpu=2.0, start_queued=0.5, fetch=3.0, collate=1.0, pack=0.5, publish=0.25)
+    figures = types.SimpleNamespace(start_cpu=2.0, start_queued=0.5, busy_seconds=4.75)
     assert processor.time_of_work(processor.ProcessorTime(5.0, 0.75), figures) == (3.0, 0.25, 0.0)
     assert processor.time_of_work(processor.ProcessorTime(1.9, None), figures) == (0.0, None, 0.0)
     assert processor.time_of_work(None, figures) == (None, None, 4.75)

@@ -130,7 +130,7 @@ def _parent_of(pid: int, inner: int, loader: processes.LoaderArena) -> int:
     main = loader.figures.pid if outer is None else outer.get(loader.figures.pid)
     if main is None or procfs.has_ended(main):
         raise processes.NothingToSee(f"process {pid} is a worker, or another child, of a process that has ended")
-    numbers = [number for number, worker in enumerate(loader.figures.workers) if worker.totals.pid == inner]
+    numbers = [number for number, worker in enumerate(loader.figures.totals.workers) if worker.pid == inner]
     what = f"worker {numbers[0]} of a loader" if numbers else "a child"
     print(f"Process {pid} is {what} of process {main}. Showing process {main}.", file=sys.stderr)
     return int(main)

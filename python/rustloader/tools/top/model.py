@@ -9,11 +9,11 @@ from functools import cached_property
 from typing import Any
 
 import rustloader.system.procfs as procfs
-from rustloader._core import Observed, ObservedWorker, WorkerTotals
+from rustloader._core import Observed, ObservedWorker, Totals, WorkerTotals
 from rustloader.metrics.cpu_time import NO_TIME, WorkTime, time_of_process, time_of_work
-from rustloader.metrics.fields import ArenaStats, PinningStats, SchedulingStats, WorkerStats
+from rustloader.metrics.fields import SchedulingStats
 from rustloader.metrics.memory import private_bytes
-from rustloader.metrics.stats import Stats, fields_of_counts, worker_stats
+from rustloader.metrics.stats import Stats, fields_of_totals, worker_stats
 from rustloader.metrics.verdict import MIN_BATCHES, Verdict
 from rustloader.system.cores import usable_cores
 from rustloader.tools.top import processes
@@ -79,7 +79,7 @@ def _observe(pid: int, ended: frozenset[int]) -> list[Observation]:
 
 
 def _observe_iterator(loader: LoaderArena, outer: dict[int, int] | None, ended: frozenset[int]) -> Observation:
-    totals = [worker.totals for worker in loader.figures.workers]
+    totals = loader.figures.totals.workers
     inner = [worker.pid for worker in totals]
     pids = tuple((pid if outer is None else outer.get(pid)) or None for pid in inner)
     times = (None if pid is None else time_of_process(pid) for pid in pids)
@@ -193,8 +193,8 @@ class Loader:
         first, *others = self._period
         if not others:
             return ()
-        both = first.figures.counts.batches + self.figures.counts.batches
-        middle = min(others, key=lambda it: abs(2 * it.figures.counts.batches - both))
+        both = _batches(first) + _batches(self._now)
+        middle = min(others, key=lambda it: abs(2 * _batches(it) - both))
         return self._stats_since(first, middle), self._stats_since(middle)
 
     @property
@@ -217,19 +217,14 @@ class Loader:
     @cached_property
     def workers(self) -> tuple[WorkerView, ...]:
         """The workers by number."""
-        return tuple(self._worker(number, worker) for number, worker in enumerate(self.figures.workers))
+        spent = _totals(self._now, self._before).workers
+        observed = zip(self.figures.workers, self.figures.totals.workers, spent, strict=True)
+        return tuple(self._worker(number, *worker) for number, worker in enumerate(observed))
 
-    def _worker(self, number: int, now: ObservedWorker) -> WorkerView:
-        totals = now.totals
-        spent = totals.since(self._before.figures.workers[number].totals) if self._before else totals
-        seconds = {
-            "fetch": spent.fetch,
-            "collate": spent.collate,
-            "pack": spent.pack + spent.publish,
-            "idle": spent.idle,
-            "starting": spent.starting,
-        }
-        whole = max(sum(seconds.values()) + spent.left, self.seconds)
+    def _worker(self, number: int, now: ObservedWorker, totals: WorkerTotals, spent: WorkerTotals) -> WorkerView:
+        names = ("fetch", "collate", "pack", "idle", "starting")
+        seconds = {name: getattr(spent, f"{name}_seconds") for name in names}
+        whole = max(sum(seconds.values()) + spent.left_seconds, self.seconds)
         pid = self._now.pids[number]
         at_batch = now.state in _BUSY
         state = _BUSY.get(now.state, now.state)
@@ -238,9 +233,8 @@ class Loader:
         elif pid and procfs.is_stopped(pid):
             state = "stopped"
         rollup = procfs.rollup(pid) if pid else {}
-        busy = totals.fetch + totals.collate + totals.pack + totals.publish
         # The mean excludes the current batch, which is compared with it.
-        busy -= now.seconds_at_batch if at_batch else 0.0
+        busy = totals.busy_seconds - (now.seconds_at_batch if at_batch else 0.0)
         return WorkerView(
             id=number,
             pid=pid,
@@ -249,7 +243,9 @@ class Loader:
             seconds=now.seconds_at_batch if at_batch else now.seconds_in_state,
             index=now.index if at_batch else None,
             shares={name: part / whole for name, part in seconds.items()},
-            fetch_cpu_share=spent.fetch_cpu / spent.fetch_measured if spent.fetch_measured else None,
+            fetch_cpu_share=(
+                spent.fetch_cpu_seconds / spent.fetch_measured_seconds if spent.fetch_measured_seconds else None
+            ),
             queued=now.queued,
             ready=now.ready,
             memory_bytes=procfs.resident(pid) if pid else None,
@@ -296,17 +292,26 @@ class Loader:
 
 def stats_of(pid: int, workers: tuple[WorkerView, ...], now: Observation, since: Observation | None = None) -> Stats:
     """Returns the statistics of an iterator between two observations, or since its creation if ``since`` is None."""
-    figures = now.figures
-    counts = figures.counts.since(since.figures.counts) if since else figures.counts
+    totals = _totals(now, since)
+    times = list(map(_difference, now.times, since.times)) if since else now.times
     return Stats(
-        name=figures.name,
+        name=now.figures.name,
         num_workers=len(workers),
         cores=_cores(pid),
         iterators=1,
-        **fields_of_counts(counts, (_totals_since(view, now, since) for view in workers)),
-        workers=tuple(_worker_stats(view, now, since) for view in workers),
-        arena=ArenaStats(figures.leased, figures.warm, figures.high_water, figures.blocks),
-        pinning=PinningStats(figures.pinning, counts.pinned, counts.pinning_seconds),
+        **fields_of_totals(totals),
+        workers=tuple(
+            worker_stats(
+                view.id,
+                spent,
+                time,
+                pid=view.pid or 0,
+                alive=view.state not in ("left", "ended"),
+                rss_bytes=view.memory_bytes or 0,
+                private_bytes=view.private_bytes,
+            )
+            for view, spent, time in zip(workers, totals.workers, times, strict=True)
+        ),
     )
 
 
@@ -322,18 +327,13 @@ def stats_for_verdict(stats: Stats, figures: Observed) -> Stats:
     return replace(stats, scheduling=settings)
 
 
-def _totals_since(view: WorkerView, now: Observation, since: Observation | None) -> WorkerTotals:
-    """Returns a worker's counters between two observations, or since the iterator's creation if ``since`` is None."""
-    totals = now.figures.workers[view.id].totals
-    return totals.since(since.figures.workers[view.id].totals) if since else totals
+def _totals(now: Observation, since: Observation | None) -> Totals:
+    """Returns the counters between two observations, or since the iterator's creation if ``since`` is None."""
+    return now.figures.totals.since(since.figures.totals) if since else now.figures.totals
 
 
-def _worker_stats(view: WorkerView, now: Observation, since: Observation | None) -> WorkerStats:
-    spent, time = _totals_since(view, now, since), now.times[view.id]
-    if since:
-        time = _difference(time, since.times[view.id])
-    alive = view.state not in ("left", "ended")
-    return worker_stats(view.id, view.pid or 0, alive, view.memory_bytes or 0, spent, time, view.private_bytes)
+def _batches(observation: Observation) -> int:
+    return observation.figures.totals.counts["batches"]
 
 
 def _difference(now: WorkTime, before: WorkTime) -> WorkTime:

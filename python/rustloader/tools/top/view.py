@@ -117,9 +117,9 @@ _SHARES = {
 
 
 def _memory(loader: Loader) -> str:
-    figures, rss = loader.figures, _shows_rss(loader)
+    arena, rss = loader.total.arena, _shows_rss(loader)
     workers = [used for worker in loader.workers if (used := _memory_of(worker, rss)) is not None]
-    shared = f"shared {size(figures.warm)}, {size(figures.leased)} of it in main's tensors; workers "
+    shared = f"shared {size(arena.warm_bytes)}, {size(arena.leased_bytes)} of it in main's tensors; workers "
     return shared + (size(sum(workers)) + (" RSS" if rss else "") if workers else "n/a")
 
 
