@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import dataclasses
 import gc
 import json
 import math
@@ -123,6 +124,15 @@ def test_running_workers_and_their_memory(server):
     metrics = Metrics(server.port)
     assert metrics.of("workers", "running") == 2 and metrics.of("arena_bytes", "running") > 0
     assert metrics.of("worker_resident_bytes", "running", worker="1") > 1 << 20
+
+
+def test_a_worker_on_another_machine_has_no_memory_of_a_process_here(server):
+    loader = numbers("elsewhere", workers=1)
+    iterator = iter(loader)
+    next(iterator)
+    counters = ledger.find(loader)
+    counters.scheduling = dataclasses.replace(counters.scheduling, remote=True)
+    assert Metrics(server.port).of("worker_resident_bytes", "elsewhere", worker="0") == 0
 
 
 def test_a_cache_and_failures(server):

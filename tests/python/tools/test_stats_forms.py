@@ -28,6 +28,7 @@ if not TORCH_MODE:
         TransferStats,
         WorkerStats,
     )
+    from rustloader._core import WorkerTotals, figures
     from rustloader.metrics import cpu_time as processor
     from rustloader.system.formatting import count_of, duration, short_index, size
 
@@ -205,6 +206,14 @@ def test_classes_are_the_packages(name):
     # Types, not strings that need resolving.
     hints = typing.get_type_hints(cls)
     assert set(cls.__dataclass_fields__) == set(hints) and not any(isinstance(hint, str) for hint in hints.values())
+
+
+def test_counters_have_the_names_of_fields():
+    totals = figures([])
+    parts = {"copies", "copied_bytes", "pickled", "pinned", "pinning_seconds"}
+    assert totals.counts.keys() - parts <= Stats.__dataclass_fields__.keys()
+    others = {"id", "rss_bytes", "cpu_seconds", "queued_seconds", "unmeasured_seconds", "private_bytes"}
+    assert WorkerStats.__dataclass_fields__.keys() - others <= {*dir(WorkerTotals)}
 
 
 def test_pickles_name_the_package():
