@@ -359,7 +359,9 @@ class Player:
             self.settings = changed(self.settings, changes)
             self.make()
         self.shadow = None
-        if self.shadow_state is not None and not place.finished and self.settings.num_workers == number:
+        if self.settings.num_workers != number:
+            self.shadow_state = None
+        if self.shadow_state is not None and not place.finished:
             self.shadow = shadow.make(self.settings, resumed=True)
         self.place = place = place.copy(first=len(place.log))
         if not self.settings.keeps_order:

@@ -95,6 +95,9 @@ class Shadow:
         the draws of the next one, and the sampler at its last batch.
         """
         skipped = {*SEEDS}
+        if self.settings.dispatch == "shared_queue":
+            # Any worker may make a batch.
+            skipped |= {"_last_yielded_worker_id"}
         if self.iterator is None or state["_iterator_finished"]:
             skipped |= {*OF_DATASET, *OF_SAMPLER}
         if self.settings.num_workers and not self.settings.is_map:
