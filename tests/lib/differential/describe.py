@@ -179,6 +179,8 @@ def normal(text):
     """A text with process IDs and addresses masked, and without the library's own frames."""
     text = re.sub(r"\bpid(\(s\))? [\d, ]+", r"pid\1 N", str(text))
     text = re.sub(r"0x[0-9a-f]{6,}", "0xN", text)
+    # Since Python 3.14, notes of pickle's errors name the class of each object.
+    text = re.sub(r"\b(?:torch\.utils\.data|rustloader)\.dataloader\.DataLoader\b", "DataLoader", text)
     return re.sub(r'  File "([^"]*)", line \d+, in (\S+)\n((?:    .*\n)*)', _frame, text)
 
 

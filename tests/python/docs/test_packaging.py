@@ -13,6 +13,7 @@ import zipfile
 from base64 import urlsafe_b64encode
 
 import pytest
+from packaging.tags import Tag, cpython_tags
 from support import ROOT, TORCH_MODE
 
 if not TORCH_MODE:
@@ -154,6 +155,16 @@ def test_the_classifiers_are_the_pythons_that_are_tested():
     named = re.findall(r"Python :: (3\.\d+)$", "\n".join(project["classifiers"]), re.MULTILINE)
     tests = (ROOT / ".github" / "workflows" / "tests.yml").read_text()
     assert named == sorted({*re.findall(r'"(3\.\d+)"', "\n".join(re.findall(r"python: .*", tests)))})
+
+
+@pytest.mark.parametrize("version", [(3, 14), (3, 15)])
+def test_free_threaded_python_takes_no_wheel(version):
+    def accepts(abi):
+        tags = cpython_tags(version, abis=[abi], platforms=["manylinux_2_28_x86_64"])
+        return Tag("cp311", "abi3", "manylinux_2_28_x86_64") in tags
+
+    regular = f"cp{version[0]}{version[1]}"
+    assert accepts(regular) and not accepts(f"{regular}t")
 
 
 # The test reads the source: PyO3 omits the slot from an extension for the stable ABI of 3.11, which no free-threaded

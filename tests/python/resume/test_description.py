@@ -1,9 +1,8 @@
-"""`describe` describes states of rustloader and torchdata, and never fails on a malformed one."""
+"""`describe` describes states of rustloader and torchdata, and says why a malformed one cannot be loaded."""
 
 import collections
 import copy
 import doctest
-import random
 import types
 import warnings
 
@@ -104,17 +103,7 @@ def state_with_workers(snapshots, at=120, steps=0, finished=False, **changes):
     }
 
 
-# A rank whose epoch was resharded at batch 10: each of the 4 ranks has 129 of the 515 remaining samples.
-RESHARDED = {
-    "rank": 1,
-    "num_replicas": 4,
-    "epoch": 2,
-    "seed": 0,
-    "dataset_length": 2000,
-    "consumed": 1485,
-    "first": 10,
-    "drop_last": False,
-}
+RESHARDED = {"rank": 0, "num_replicas": 2, "epoch": 2, "consumed": 64}
 
 
 def line(state, name):
@@ -129,7 +118,7 @@ def test_a_state_without_workers():
         [
             "written by: StatefulDataLoader of rustloader, without workers",
             "position: epoch 3, 120 batches delivered of 500; the next one is batch 120",
-            "sampler: RandomSampler, 16,000 indices in batches of 32, order from seed 77",
+            "sampler: RandomSampler, 16,000 samples in batches of 32, order from seed 77",
             "dataset: map-style, 16,000 samples, without a state",
             "random numbers: base seed 12345",
         ]
@@ -141,7 +130,7 @@ def test_a_state_with_workers_and_states_of_the_dataset():
         {"delivered": 60, "replay": 0, "batches": 60, "samples": 0},
         {"delivered": 1, "replay": 2, "batches": 60, "samples": 0},
     ]
-    snapshots = [snapshot(0, dataset=b"x" * 5000), snapshot(1, iterator=b"x" * 2_000_000, ended=True)]
+    snapshots = [snapshot(0, dataset=b"x" * 5000), snapshot(1, iterator=b"x" * 2_000_000)]
     state = state_with_workers(
         snapshots,
         workers=workers,
@@ -153,11 +142,11 @@ def test_a_state_with_workers_and_states_of_the_dataset():
         [
             "written by: StatefulDataLoader of rustloader, with 2 workers",
             "position: epoch 3, 120 batches delivered; the next one is batch 120",
-            "sampler: none (the dataset is iterable) in batches of 32, without an incomplete last batch",
+            "sampler: none in batches of 32, without an incomplete last batch",
             "dataset: iterable, with a state",
             "random numbers: base seed 12345; seed_by with base seed 9, epoch 4",
             "worker 0: state of the dataset: 5.0 kB",
-            "worker 1: state of the iterator: 2.0 MB, 2 batches to fetch again, at its end",
+            "worker 1: state of the iterator: 2.0 MB, 2 batches to fetch again",
         ]
     )
 
@@ -166,42 +155,16 @@ def test_a_state_with_workers_and_states_of_the_dataset():
     "changes, at, words",
     [
         ({}, 499, "499 batches delivered of 500; the next one is batch 499"),
-        (
-            {},
-            500,
-            "500 batches delivered of 500; the loop had not ended, and the next iter() yields no batches",
-        ),
-        ({"drop_last": False, "length": 16001}, 500, "500 batches delivered of 501; the next one is batch 500"),
+        ({}, 500, "500 batches delivered of 500; the loop had not ended, and the next iter() yields no batches"),
         ({"drop_last": True, "length": 16001}, 500, "500 batches delivered of 500; the loop had not ended"),
         ({"batch_size": None, "length": 500}, 1, "1 batch delivered of 500; the next one is batch 1"),
-        ({"batch_size": "many"}, 1, "1 batch delivered; the next one is batch 1"),
-        ({"batch_size": 0}, 1, "1 batch delivered; the next one is batch 1"),
-        ({"length": None}, 1, "1 batch delivered; the next one is batch 1"),
         # The length of a batch sampler counts batches.
         ({"kind": "other"}, 1, "1 batch delivered; the next one is batch 1"),
-        ({"kind": "stateful"}, 1, "1 batch delivered; the next one is batch 1"),
-        ({"kind": "stateful", "batch_size": None}, 1, "1 batch delivered of 16,000; the next one is batch 1"),
-        ({"kind": "distributed", "start": RESHARDED}, 1, "1 batch delivered of 15; the next one is batch 1"),
-        (
-            {"kind": "distributed", "start": RESHARDED | {"drop_last": True}, "drop_last": True},
-            1,
-            "1 batch delivered of 14;",
-        ),
-        ({"kind": "distributed", "start": RESHARDED | {"consumed": 10**6}}, 1, "1 batch delivered of 10; the next"),
-        (
-            {"kind": "distributed", "start": RESHARDED | {"first": None}},
-            1,
-            "1 batch delivered; the next one is batch 1",
-        ),
-        (
-            {"kind": "distributed", "start": RESHARDED | {"num_replicas": 0}},
-            1,
-            "1 batch delivered; the next one is batch",
-        ),
+        ({"kind": "distributed", "start": RESHARDED}, 1, "1 batch delivered; the next one is batch 1"),
     ],
 )
 @pytest.mark.parametrize("workers", [False, True])
-def test_the_position_among_all_batches(changes, at, words, workers):
+def test_position_counts_batches(changes, at, words, workers):
     sampler = own_part()["sampler"] | changes
     if workers:
         state = state_with_workers([snapshot(0)], at=at - 1, steps=1, sampler=sampler)
@@ -210,89 +173,41 @@ def test_the_position_among_all_batches(changes, at, words, workers):
     assert line(state, "position").startswith(f"epoch 3, {words}")
 
 
-def test_an_epoch_that_has_ended_says_what_comes_next():
-    state = state_without_workers(500, finished=True, next={"base_seed": 5, "sampler": {"seed": 6}})
-    ended = "epoch 3, 500 batches delivered of 500; the epoch has ended, and the next iter() begins another one"
-    assert line(state, "position") == ended
-    assert line(state, "next epoch") == "base seed 5, order from seed 6"
-
-
-def test_a_position_that_a_program_has_moved():
-    """accelerate subtracts the batches that it has read ahead."""
-    state = state_without_workers()
-    state["_sampler_iter_yielded"] -= 1
-    assert line(state, "position").endswith("the next one is batch 119 (edited: it was batch 120)")
-
-
-@pytest.mark.parametrize(
-    "ahead, words",
-    [
-        ([], None),
-        ([122], "batch 122 was delivered already (in_order=False)"),
-        (
-            list(range(121, 129)),
-            "batches 121, 122, 123, 124, 125, 126, 127, 128 were delivered already (in_order=False)",
-        ),
-        (list(range(121, 131)), "batches 121, 122, 123, 124, 125, 126, 127, 128 and 2 more were delivered already (in"),
-    ],
-)
-def test_batches_ahead_of_the_position(ahead, words):
-    text = line(state_without_workers(ahead=ahead), "ahead")
-    assert text is None if words is None else text.startswith(words)
-
-
 @pytest.mark.parametrize(
     "sampler, words",
     [
-        ({"kind": "sequential", "length": 1}, "SequentialSampler, 1 index"),
+        ({"kind": "sequential", "length": 1}, "SequentialSampler, 1 sample"),
         (
-            {"kind": "random", "start": {"generator": torch.zeros(8)}},
-            "RandomSampler, order from the state of its generator",
+            {"kind": "random", "length": 2, "start": {"generator": torch.zeros(8)}},
+            "RandomSampler, 2 samples, order from the state of its generator",
         ),
-        ({"kind": "subset", "start": {}}, "SubsetRandomSampler"),
-        ({"kind": "weighted"}, "WeightedRandomSampler"),
-        ({"kind": "stateful"}, "one with a state"),
-        ({"kind": "other", "length": 7}, "one without a state, iterated again up to the position, length 7"),
-        ({"kind": "of a later version"}, "'of a later version'"),
+        ({"kind": "stateful"}, "stateful"),
+        ({"kind": "of a later version"}, "of a later version"),
         (
-            {"kind": "distributed", "start": {"rank": 1, "num_replicas": 4, "epoch": 2, "seed": 0, "consumed": 0}},
-            "DistributedSampler, rank 1 of 4, sampler epoch 2",
-        ),
-        (
-            {"kind": "distributed", "start": {"rank": 0, "num_replicas": 2, "epoch": 2, "seed": 0, "consumed": 64}},
-            "DistributedSampler, rank 0 of 2, sampler epoch 2, after 64 samples delivered before the reshard",
+            {"kind": "distributed", "length": 9, "start": RESHARDED},
+            "DistributedSampler, 9 samples, rank 0 of 2, sampler epoch 2, after 64 samples before the reshard",
         ),
     ],
 )
 def test_samplers(sampler, words):
-    assert line(state_without_workers(sampler=sampler), "sampler") == words
+    assert (
+        line(
+            state_without_workers(
+                ahead=[122],
+                sampler=sampler,
+            ),
+            "sampler",
+        )
+        == words
+    )
 
 
-def test_the_states_of_a_sampler():
-    state = state_without_workers()
-    state["_sampler_iter_state"] = {"samples_yielded": 3840, "sampler_iter_state": {"yielded": 3840}}
-    assert line(state, "sampler's state").startswith("_sampler_iter_state, ")
-    assert line(state, "sampler's state").endswith(" B, 3,840 samples drawn")
-    state["_sampler_iter_state"] = {"samples_yielded": 3840}
-    assert line(state, "sampler's state") is None
-    state = state_with_workers([snapshot(0)])
-    state["_snapshot"]["_main_snapshot"]["_index_sampler_state"] = b"x" * 3000
-    assert line(state, "sampler's state") == "_index_sampler_state, 3.0 kB"
+def test_state_of_a_later_version():
+    text = describe(state_without_workers(version=7))
+    assert text.startswith("cannot be loaded: the state has format 7, and this version of rustloader reads format 1")
 
 
-def test_a_state_of_a_later_version():
-    words = "StatefulDataLoader of rustloader in format 7, which is newer than this rustloader's, 1, without workers"
-    assert line(state_without_workers(version=7), "written by") == words
-
-
-def test_keys_of_a_program():
-    state = state_without_workers() | {"dp_rank": 3, 4: 5}
-    assert line(state, "other keys") == "'dp_rank', 4"
-    many = {f"key {k}": k for k in range(10)}
-    assert line(state_without_workers() | many, "other keys").endswith("'key 7' and 2 more")
-
-
-def test_a_state_that_cannot_be_pickled_has_no_size():
+def test_state_that_cannot_be_pickled_has_no_size():
     state = state_without_workers(dataset=lambda: None)
     assert line(state, "main process") == "state of the dataset: cannot be pickled"
 
@@ -309,12 +224,7 @@ def test_states_of_torchdata(workers):
     kind = "with 2 workers" if workers else "without workers"
     assert line(state, "written by") == f"StatefulDataLoader of torchdata, {kind}"
     assert line(state, "position") == "3 batches delivered; the next one is batch 3"
-    # The state of its sampler contains that of a generator: 5,056 bytes.
-    drawn = 6 if workers else 9
-    assert line(state, "sampler's state") == f"_sampler_iter_state, 5.5 kB, {drawn} samples drawn"
-    assert line(state, "since these snapshots") == ("1 batch" if workers else None)
-    assert line(state, "workers") == ("no states" if workers else None)
-    assert line(state, "problems") is line(state, "other keys") is line(state, "dataset") is None
+    assert line(state, "dataset") is None
     assert sum(1 for _ in batches) == 4
     assert "the epoch has ended" in line(loader.state_dict(), "position")
 
@@ -330,110 +240,40 @@ def test_states_of_torchdata_of_a_dataset_with_a_state(workers):
 
 
 @pytest.mark.parametrize("value", [None, [], "state", 3, b"", object()])
-def test_what_is_no_dict_is_a_type_error(value):
+def test_other_types_are_type_errors(value):
     with pytest.raises(TypeError, match=r"describe\(\) takes the dict that state_dict\(\) returned, got "):
         describe(value)
 
 
 def test_other_dicts():
     assert describe({}) == "an empty state: load_state_dict() makes the loader start from scratch"
-    assert describe({"a": 1, 2: 3}) == (
-        "not a state of a StatefulDataLoader: it has 'a', 2, but neither '_snapshot' nor '_num_yielded'"
-    )
+    assert describe({"a": 1}).startswith("cannot be loaded: the state has no '_iterator_finished': load what")
     for kind in (collections.OrderedDict, collections.UserDict, types.MappingProxyType):
         assert describe(kind(state_without_workers())) == describe(state_without_workers())
 
 
 @pytest.mark.parametrize("state", [state_without_workers(), state_with_workers([snapshot(0)])])
-def test_it_changes_nothing(state):
+def test_state_is_not_changed(state):
     before = copy.deepcopy(state)
     describe(state)
     assert state == before
 
 
-@pytest.mark.parametrize(
-    "path, problem",
-    [
-        ("_iterator_finished", "_iterator_finished is missing"),
-        ("_steps_since_snapshot", "_steps_since_snapshot is missing"),
-        ("_snapshot/_snapshot_step", "_snapshot._snapshot_step is missing"),
-        ("_snapshot/_main_snapshot/_num_workers", "_snapshot._main_snapshot._num_workers is missing"),
-        ("_snapshot/_worker_snapshots", "_snapshot._worker_snapshots is missing"),
-        ("_rustloader/version", "_rustloader.version is missing"),
-        ("_rustloader/delivered", "_rustloader.delivered is missing"),
-        ("_rustloader/sampler/kind", "_rustloader.sampler.kind is missing"),
-    ],
-)
-def test_what_is_missing_or_of_another_type_is_named(path, problem):
-    state = state_with_workers([snapshot(0), snapshot(1)])
+@pytest.mark.parametrize("path", ["_iterator_finished", "_snapshot/_snapshot_step", "_rustloader/version"])
+def test_damage_is_named(path):
+    class Hostile:
+        def __repr__(self):
+            raise RuntimeError("no text")
+
+    state = part = state_with_workers([snapshot(0), snapshot(1)])
     *parents, last = path.split("/")
-    part = state
     for name in parents:
         part = part[name]
-    value = part.pop(last)
-    assert line(state, "problems") == problem
-    part[last] = object()
-    type_name = {int: "int", bool: "bool", dict: "dict", str: "str"}[type(value)]
-    assert line(state, "problems") == problem.replace("is missing", f"must be of type {type_name}, is object")
-
-
-@pytest.mark.parametrize("number", [-1, 10**19, -(10**5000)], ids=["negative", "large", "without a text"])
-def test_numbers_out_of_range_are_named(number):
-    state = state_without_workers()
-    state["_num_yielded"] = number
-    assert line(state, "problems").startswith(f"_num_yielded must be a number from 0 to {2**63 - 1}, is ")
-    assert line(state, "position").startswith("epoch 3, an unknown number of batches delivered of 500")
-
-
-class Hostile:
-    """Can be neither printed nor pickled."""
-
-    def __repr__(self):
-        raise RuntimeError("no text")
-
-    __str__ = __reduce__ = __repr__
-
-    def __deepcopy__(self, memo):
-        return self
-
-
-JUNK = [None, -1, 0, 1, 2.5, True, 10**19, 10**5000, "", "x" * 1000, b"\0", [], [[]], {}, {3: 4}, (), (None, 1)]
-JUNK += [object(), Hostile(), [Hostile()], {Hostile(): Hostile()}, float("nan"), torch.zeros(3), int, print]
-
-
-def entries_of(value):
-    """Yields (container, key) of every value in a state."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in list(items):
-        yield value, key
-        yield from entries_of(inner)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_it_never_fails(seed):
-    draw = random.Random(seed)
-    states = [
-        state_without_workers(ahead=[122, 130], next={"base_seed": 1, "sampler": {"seed": 2}}),
-        state_without_workers(sampler=own_part()["sampler"] | {"kind": "distributed", "start": RESHARDED}),
-        state_with_workers(
-            [snapshot(0, dataset={"a": 1}), snapshot(1, iterator=[2])],
-            seeds={"base_seed": 1, "epoch": 2},
-            workers=[{"delivered": 3, "replay": 4}] * 2,
-        ),
-    ]
-    for _ in range(100):
-        state = copy.deepcopy(draw.choice(states))
-        for _ in range(draw.randint(1, 4)):
-            part, key = draw.choice(list(entries_of(state)))
-            match draw.randrange(3):
-                case 0:
-                    del part[key]
-                case 1:
-                    part[key] = copy.deepcopy(draw.choice(JUNK))
-                case 2 if isinstance(part, dict):
-                    part[draw.choice(["more", 7, None, "_rustloader", "_snapshot"])] = copy.deepcopy(draw.choice(JUNK))
-        text = describe(state)
-        assert text and "object at 0x" not in text.partition("\nproblems: ")[0].partition("\nother keys: ")[0], text
+    del part[last]
+    assert describe(state).startswith(f"cannot be loaded: the state has no {last!r}")
+    for value in ("x", Hostile()):
+        part[last] = value
+        assert describe(state).startswith("cannot be loaded: ")
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -451,9 +291,8 @@ def test_states_of_a_loader(workers, shuffle):
     for state in states:
         assert line(state, "written by").endswith("with 2 workers" if workers else "without workers")
         name = "RandomSampler" if shuffle else "SequentialSampler"
-        assert line(state, "sampler").startswith(f"{name}, 20 indices in batches of 3")
+        assert line(state, "sampler").startswith(f"{name}, 20 samples in batches of 3")
         assert line(state, "dataset") == "map-style, 20 samples, without a state"
-        assert line(state, "problems") is line(state, "other keys") is None
     assert ("order from seed" in line(states[1], "sampler")) is shuffle
     assert line(states[-1], "next epoch").startswith("base seed ")
 
