@@ -240,7 +240,7 @@ def check_script(words):
         # Options that scripts share are defined in modules next to them, and in the harness.
         siblings = (ROOT / script).parent.glob("*.py")
         files = [path for path in siblings if re.search(rf"^(from|import) {path.stem}\b", source, re.M)]
-        files += (ROOT / "python/rustloader/tools/harness").glob("*.py") if "tools.harness" in source else []
+        files += (ROOT / "benches/harness").glob("*.py") if "from harness" in source else []
         source += "".join(path.read_text() for path in files)
         assert all(word.partition("=")[0] in source for word in rest if word.startswith("-")), words
 
