@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data.dataloader import _DatasetKind
 
 from rustloader.iterator.epochs import Epochs
-from rustloader.order.stream import predicted, stream
+from rustloader.order.stream import is_exact, predicted, stream
 from rustloader.remote.context import is_remote
 from rustloader.settings import loader_state
 from rustloader.settings.config import LoaderConfig, original
@@ -33,7 +33,7 @@ class EpochPredictor:
 
     Attributes:
         is_right: Whether the last epoch was predicted correctly; None if the workers did not start it early.
-        has_stopped: Whether no more epochs are predicted: one prediction was wrong, or the sampler is not torch's.
+        has_stopped: Whether no more epochs are predicted, because one prediction was wrong.
     """
 
     is_right: bool | None = None
@@ -55,7 +55,6 @@ class EpochPredictor:
         self._was_called = True
         try:
             message, sampler = self._epochs.next_message(), predicted(self._sampler)
-            self.has_stopped = sampler is None
             if message is None or sampler is None:
                 return None
             self._batches = iter(stream(sampler, iter(sampler)))
@@ -122,6 +121,8 @@ def _why_not(it: WorkersIterator, loader: LoaderLike, config: LoaderConfig, is_t
     """Returns the reason why a loader's epochs cannot overlap; None if they can."""
     if it._dataset_kind != _DatasetKind.Map:
         return "an iterable dataset begins its next epoch in iter(dataset)"
+    if not is_exact(it._index_sampler):
+        return "its sampler is not torch's own, so the order of its next epoch is unknown"
     if config.snapshots:
         return "its dataset is stateful, or worker_init_fn may make it so, and its state changes with each batch"
     if config.max_restarts:

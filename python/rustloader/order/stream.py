@@ -83,12 +83,17 @@ def from_position(order: Order, torch_iterator: Iterator[Any], position: int) ->
     return batched(order.batches, order)
 
 
+def is_exact(index_sampler: Any) -> bool:
+    """Returns True if an index sampler is of torch's class, so that its next epoch can be predicted."""
+    return type(index_sampler) in _TORCH_CLASSES and order_of(index_sampler).is_exact
+
+
 def predicted(index_sampler: Any) -> Any:
     """Returns a copy of an index sampler as the next epoch finds it, if the program only calls ``set_epoch`` with the
     next number until then. Returns None if the order cannot be predicted."""
-    order = order_of(index_sampler) if type(index_sampler) in _TORCH_CLASSES else Order(index_sampler)
-    if not order.is_exact:
+    if not is_exact(index_sampler):
         return None
+    order = order_of(index_sampler)
     inner, batches = copy.copy(order.inner), copy.copy(order.batches)
     order.advance(inner)
     if batches is None:

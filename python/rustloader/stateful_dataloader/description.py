@@ -41,7 +41,7 @@ def describe(state: Any) -> str:
     try:
         return "\n".join(_lines(State.from_torchdata(state), SNAPSHOT in state))
     except Exception as error:
-        return f"cannot be loaded: {error}"
+        return f"cannot be {'loaded' if isinstance(error, ValueError) else 'described'}: {error}"
 
 
 def _lines(state: State, has_workers: bool) -> Iterator[str]:
@@ -64,7 +64,8 @@ def _lines(state: State, has_workers: bool) -> Iterator[str]:
         if words := _worker_words(start):
             yield f"{f'worker {number}' if has_workers else 'main process'}: {words}"
     if state.next is not None:
-        yield f"next epoch: base seed {state.next.base_seed}{_start_words(state.next.sampler)}"
+        which = "next" if state.finished else "first"
+        yield f"{which} epoch: base seed {state.next.base_seed}{_start_words(state.next.sampler)}"
 
 
 def _position(state: State) -> str:
@@ -79,10 +80,10 @@ def _position(state: State) -> str:
 
 def _total(sampler: SamplerState | None) -> int | None:
     """Returns the number of batches in an epoch; None if it is unknown, as after a ``reshard``."""
-    if sampler is None or sampler.kind not in TORCH_SAMPLERS or (sampler.start or {}).get("consumed"):
+    if sampler is None or sampler.length is None or sampler.kind not in TORCH_SAMPLERS:
         return None
     batches, rest = divmod(int(sampler.length), sampler.batch_size or 1)
-    return batches + bool(rest and not sampler.drop_last)
+    return None if (sampler.start or {}).get("consumed") else batches + bool(rest and not sampler.drop_last)
 
 
 def _sampler_words(sampler: SamplerState) -> str:
@@ -113,7 +114,6 @@ def _worker_words(start: WorkerStart) -> str:
 
 
 def _pickled_size(value: Any) -> str:
-    """Returns the pickled size of a value, in words."""
     try:
         return size(len(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)))
     except Exception:

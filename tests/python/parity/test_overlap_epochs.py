@@ -118,7 +118,8 @@ class Odd(Sampler):
 
 def was_predicted(loader):
     """True if the last epoch of a loader was predicted correctly; None if it was not predicted."""
-    return loader._iterator._mode._predictor.is_right
+    predictor = loader._iterator._mode._predictor
+    return None if predictor is None else predictor.is_right
 
 
 # --- programs
@@ -515,6 +516,22 @@ def test_one_wrong_prediction_ends_them(between, has_generator, caplog):
     assert predictions == ([None, True, True, True] if is_right else [None, False, None, None])
     assert shown == ([True] * 4 if is_right else [True, False, False, False])
     assert sum("did not begin as predicted" in record.getMessage() for record in caplog.records) == (not is_right)
+
+
+def test_sampler_of_another_class_is_not_predicted(caplog):
+    class Own(RandomSampler):
+        pass
+
+    caplog.set_level(logging.INFO, "rustloader")
+    dataset = Numbers(9)
+    options = dict(num_workers=2, persistent_workers=True, overlap_epochs=True)
+    loader = DataLoader(dataset, sampler=Own(dataset), **options)
+    for _ in range(2):
+        epoch(loader)
+        assert not rustloader.stats(loader).scheduling.overlap_epochs
+    logged = [record.getMessage() for record in caplog.records if "overlap_epochs" in record.getMessage()]
+    reason = "its sampler is not torch's own, so the order of its next epoch is unknown"
+    assert logged == [f"a DataLoader: overlap_epochs has no effect: {reason}"]
 
 
 # --- errors, deaths, interrupts

@@ -271,9 +271,10 @@ def test_damage_is_named(path):
         part = part[name]
     del part[last]
     assert describe(state).startswith(f"cannot be loaded: the state has no {last!r}")
-    for value in ("x", Hostile()):
-        part[last] = value
-        assert describe(state).startswith("cannot be loaded: ")
+    part[last] = "x"
+    assert describe(state).startswith(f"cannot be loaded: the state's {last!r} must be of type")
+    part[last] = Hostile()
+    assert describe(state) == "cannot be described: no text"
 
 
 @pytest.mark.parametrize("workers", [0, 2])

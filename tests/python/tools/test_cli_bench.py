@@ -296,8 +296,8 @@ def test_a_cache_is_another_factory(folder, capfd):
     cached = point["others"]["loaders.py:cached"]
     assert [epoch["batches"] for epoch in cached["epochs"]] == [24] * 3
     # The warm-up has filled the cache.
-    usage = cached["verdict"]["stats"]["cache"]
-    assert usage["misses"] == 96 and usage["hits"] >= 3 * 96
+    assert cached["verdict"]["cached_share"] == 1.0 and point["verdict"]["cached_share"] is None
+    assert (cached["loader"]["batch_size"], cached["loader"]["remote"]) == (4, False)
 
 
 @pytest.mark.parametrize("engine, is_kept", [("torch", False), ("rustloader", True)])

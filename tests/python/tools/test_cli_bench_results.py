@@ -581,13 +581,14 @@ def test_a_verdict_advises_no_workers_that_were_measured_and_are_slower():
         assert ("num_workers=2" in one.verdict["sentence"]) == (needed is not None)
 
 
-def others(point, **rates):
+def others(point, about=None, **rates):
     """Adds the loaders of other factories to a point."""
     for name, measured in rates.items():
-        point.others[f"train.py:{name}"] = results.SideRates([a_pass(rate) for rate in measured], 1e6, 50_000_000)
+        passes = [a_pass(rate) for rate in measured]
+        point.others[f"train.py:{name}"] = results.SideRates(passes, 1e6, 50_000_000, about=about or {})
         point.verdicts[f"train.py:{name}"] = VERDICT | {
             "sentence": f"The {name} loader is the bottleneck.",
-            "stats": {"cache": {"hits": 90, "misses": 10}} if name == "cached" else {},
+            "cached_share": 0.9 if name == "cached" else None,
         }
     return point
 
@@ -602,13 +603,14 @@ def test_loaders_of_other_factories_are_compared_with_the_first_one():
     )
     assert FACTORY in lines[first] and max(map(len, lines)) <= 100
     head, plain, cached, *_ = lines[first + 2 :]
-    assert head.split()[:5] == ["batches/s", "lowest", "to", "highest", "ratio"]
-    assert plain.split()[:6] == [FACTORY, "37.5", "30.0", "to", "45.0", "-"]
-    assert cached.split()[:6] == ["train.py:cached", "75.0", "60.0", "to", "90.0", "2.00x"]
+    assert head.split()[:6] == ["workers", "batch", "batches/s", "ratio", "CPU/batch", "first"]
+    assert plain.split()[:5] == [FACTORY, "2", "-", "37.5", "-"]
+    assert cached.split()[:5] == ["train.py:cached", "2", "-", "75.0", "2.00x"]
     text = words_of(report)
     assert f"train.py:cached is 2.00x as fast as {FACTORY} (between 2.00x and 2.00x; 6 pairs" in text
-    assert text.count("90% of its samples came from the cache") == text.count("came from the cache") == 1
-    assert "Verdict on train.py:cached: The cached loader is the bottleneck." in text
+    assert text.count("came from the cache") == 1
+    verdict = "The cached loader is the bottleneck. After the warm-up, 90% of the samples came from the cache."
+    assert f"Verdict on train.py:cached: {verdict}" in text
     parsed = json.loads(json.dumps(report.as_dict()))
     assert parsed["factories"] == [FACTORY, "train.py:cached", "train.py:same"]
     other = parsed["results"][0]["others"]["train.py:cached"]
@@ -618,11 +620,41 @@ def test_loaders_of_other_factories_are_compared_with_the_first_one():
     assert "as fast" not in busy_text and "Verdict on train.py:cached" in busy_text
 
 
-def test_a_sweep_names_the_setting_of_each_factory():
+def test_batches_of_different_sizes_are_compared_by_samples():
+    point = others(a_point(2, (10.0, 11, 12), (30.0, 33, 36)), {"batch_size": 64}, large=(15.0, 16.5, 18))
+    point.rustloader.about = {"batch_size": 32}
+    comparison = point.comparisons(FACTORY)["train.py:large"]
+    assert (comparison.ratio, comparison.verdict) == (1.0, "no measurable difference")
+
+
+def test_remote_workers_are_in_no_figure_of_this_machine():
+    point = others(a_point(2, (10.0, 11, 12), (30.0, 33, 36)), {"remote": True}, remote=(60.0, 66, 72))
+    side = point.others["train.py:remote"]
+    side.passes = [dataclasses.replace(it, others_share=0.9) for it in side.passes]
+    assert point.others_share == 0.0
+    row = results.factories_table([point], FACTORY).splitlines()[2].split()
+    assert (row[0], row[-1], row.count("-")) == ("train.py:remote", "-", 3)
+
+
+def test_verdicts_on_other_factories_are_revised():
     points = [others(a_point(n, (10.0, 11, 12), (30.0, 33, 36)), cached=(60.0, 66, 72)) for n in (1, 2)]
+    worker = WorkerStats(0, tasks=100, fetch_seconds=5.0, cpu_seconds=5.0, queued_seconds=0.0)
+    worker = dataclasses.replace(worker, fetch_cpu_seconds=5.0, fetch_measured_seconds=5.0)
+    times = dict(next_seconds=4.0, waited_seconds=4.0, step_seconds=1.0)
+    points[0].judged_others["train.py:cached"] = Stats(
+        num_workers=1, cores=2, epochs=1, batches=100, workers=(worker,), **times
+    )
+    results.revise_verdicts(points)
+    sentence = points[0].verdicts["train.py:cached"]["sentence"]
+    assert "A measurement showed that more workers do not help." in sentence
+
+
+def test_a_sweep_names_the_setting_of_each_factory():
+    swept = (("dispatch", "shared_queue"),)
+    points = [others(a_point(n, (10.0, 11, 12), (30.0, 33, 36), options=swept), cached=(60.0, 66, 72)) for n in (1, 2)]
     lines = results.factories_table([alone(6.0, 6.5, 7), *points], FACTORY).splitlines()
-    names = [f"{n}: {name}" for n in ("1 worker", "2 workers") for name in (FACTORY, "train.py:cached")]
-    assert [line.split("  ")[0] for line in lines[1:]] == names
+    names = [[f"{name},", "dispatch=shared_queue", n] for n in "12" for name in (FACTORY, "train.py:cached")]
+    assert [line.split()[:3] for line in lines[1:]] == names
     assert results.factories_table([a_point(2, (10.0,), (30.0,))], FACTORY) == ""
 
 

@@ -8,6 +8,7 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
+from rustloader.metrics.fields import StatsFields
 from rustloader.system.cores import usable_cores
 from rustloader.tools.bench.passes import Limits, Pass
 from rustloader.tools.bench.plan import BenchPlan
@@ -52,7 +53,8 @@ class _Bench:
         self._limits = Limits(options.batches, self._plan.seconds, options.step)
         self._about: dict[str, Any] = {}
         self._spent = 0.0  # seconds of measurements
-        self._probes = 0
+        # The factories that have had a process, which has shown Python's warnings.
+        self._seen: set[str] = set()
 
     def run(self) -> None:
         """Measures, and prints the summary."""
@@ -97,9 +99,9 @@ class _Bench:
             where = f"{setting}: " if str(setting) else ""
             progress.say(f"{where}creating the loaders")
             probes = {name: stack.enter_context(self._probe(*side, setting)) for name, side in wanted.items()}
-            about, *_ = [probe.answer() for probe in probes.values()]
+            sides = {name: SideRates(about=probe.answer()) for name, probe in probes.items()}
+            about = sides["rustloader" if "rustloader" in sides else "torch"].about
             self._about = self._about or about
-            sides = {name: SideRates() for name in probes}
             for name, probe in probes.items():
                 progress.say(f"{where}{name}, warming up")
                 self._warm_up(probe, sides[name])
@@ -112,13 +114,9 @@ class _Bench:
             self._epochs(point, probes, sides, begin, share, where, progress)
             self._spent += time.monotonic() - begin
             if not point.torch_only:
-                started = {} if about["persistent_workers"] else starting_verdict(point.rustloader)
-                point.verdict = probes["rustloader"].ask("verdict") | started
-                judged = point.verdict.pop("judged")
-                point.judged = None if started else judged
-            for factory in others:
-                point.verdicts[factory] = probes[factory].ask("verdict")
-                del point.verdicts[factory]["judged"]
+                point.verdict, point.judged = _verdict(probes["rustloader"], point.rustloader)
+            for factory, side in others.items():
+                point.verdicts[factory], point.judged_others[factory] = _verdict(probes[factory], side)
         return point
 
     def _epochs(
@@ -180,8 +178,16 @@ class _Bench:
             side.memory_bytes = max(0, peak.bytes - before)
 
     def _probe(self, factory: str, engine: str, setting: Setting) -> Probe:
-        side = BenchSide(factory, engine, setting, quiet=self._probes > 0)
-        self._probes += 1
+        side = BenchSide(factory, engine, setting, factory in self._seen, is_named=bool(self._others))
+        self._seen.add(factory)
         probe = Probe(side, self._options.timeout + self._options.step)
         probe.request("about")
         return probe
+
+
+def _verdict(probe: Probe, side: SideRates) -> tuple[dict[str, Any], StatsFields | None]:
+    """Returns the verdict on a loader on the engine, and the statistics by which it may be revised."""
+    verdict = probe.ask("verdict")
+    judged = verdict.pop("judged")
+    started = {} if side.about["persistent_workers"] else starting_verdict(side)
+    return verdict | started, None if started else judged

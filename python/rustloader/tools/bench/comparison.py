@@ -68,6 +68,7 @@ class Comparison(NamedTuple):
         return self.verdict != "too few to tell"
 
     def __str__(self) -> str:
+        about = "" if self.name == "rustloader" else f" whether {self.name} is faster"
         name, speed = self.name, f"{times(self.ratio)} as fast as {self.baseline}"
         speed += f" (between {times(self.low)} and {times(self.high)}; {self.pairs} pairs of epochs, "
         speed += f"{self.confidence:.0%} confidence)."
@@ -75,14 +76,14 @@ class Comparison(NamedTuple):
             "faster": f"{name} is {speed}",
             "slower": f"{name} is slower: {speed}",
             "no measurable difference": f"No measurable difference: {name} is {speed}",
-            "too few to tell": f"Too few to tell: {self.reason}.",
+            "too few to tell": f"Too few to tell{about}: {self.reason}.",
         }[self.verdict]
 
 
 def compare(
     theirs: Sequence[float], ours: Sequence[float], batches: int, name: str = "rustloader", baseline: str = "torch"
 ) -> Comparison:
-    """Compares two loaders by pairs of epochs that were measured one after the other.
+    """Compares two loaders by pairs of epochs that were measured in the same round.
 
     One loader is faster only if two conditions hold: the confidence interval of the ratio is outside the range that
     counts as equal, and the intervals of the two loaders' rates do not overlap. With up to 8 epochs, an interval spans
@@ -90,8 +91,8 @@ def compare(
     counts as equal. Otherwise there are too few measurements to tell.
 
     Args:
-        theirs: batches per second of the baseline in each epoch.
-        ours: batches per second of the loader in each epoch.
+        theirs: rate of the baseline in each epoch.
+        ours: rate of the loader in each epoch.
         batches: number of batches measured on the loader that has fewer.
         name: name of the loader.
         baseline: name of the baseline.

@@ -12,8 +12,8 @@ from rustloader.tools.probe.factory import Unusable
 
 # Default maximum duration in seconds of an epoch, and of all epochs with one setting.
 _DEFAULT_SECONDS, _DEFAULT_BUDGET = 3.0, 60.0
-# Default budgets and default durations of epochs leave time for at least this many epochs per setting: eight pairs.
-_MIN_EPOCHS = 16
+# Default budgets and default durations of epochs leave time for at least this many epochs of each loader.
+_MIN_EPOCHS = 8
 # With several settings: minimum seconds per setting, and the seconds per setting that the error message suggests.
 _MIN_SECONDS, _ENOUGH_SECONDS = 5.0, 12.0
 
@@ -43,9 +43,11 @@ class BenchPlan:
         self.epochs: int | None = options.epochs
         self.seconds: float = options.seconds or _DEFAULT_SECONDS
         self.budget: float | None = None
+        # Epochs per setting: torch's, and those of each factory on the engine.
+        least = _MIN_EPOCHS * (1 + len(options.factories))
         self._batches: int | None = options.batches
         if self.epochs is None and options.budget is None:
-            self.budget = max(_DEFAULT_BUDGET, _MIN_EPOCHS * self.seconds) * len(self.settings)
+            self.budget = max(_DEFAULT_BUDGET, least * self.seconds) * len(self.settings)
         elif self.epochs is None:
             self.budget = float(options.budget)
             if self.requested > 1 and self.budget < _MIN_SECONDS * self.requested:
@@ -53,7 +55,7 @@ class BenchPlan:
                 raise Unusable(
                     f"{self.budget:g} s is not enough for {self.requested} settings; pass --budget {enough:g}"
                 )
-            self.seconds = options.seconds or min(_DEFAULT_SECONDS, self.budget / len(self.settings) / _MIN_EPOCHS)
+            self.seconds = options.seconds or min(_DEFAULT_SECONDS, self.budget / len(self.settings) / least)
 
     @property
     def steps(self) -> int:

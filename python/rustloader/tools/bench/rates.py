@@ -20,12 +20,24 @@ class SideRates:
         batch_bytes: mean size of a batch in bytes.
         memory_bytes: peak memory of the loader's processes, minus their memory before ``iter()``; None if unknown.
         steady: whether rates and CPU time exclude the start of the workers; see ``make_sides_comparable()``.
+        about: description of the loader; see ``BenchSide.about``.
     """
 
     passes: list[Pass] = field(default_factory=list)
     batch_bytes: float = 0.0
     memory_bytes: int | None = None
     steady: bool = False
+    about: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_remote(self) -> bool:
+        """True if the workers run on other machines, so that CPU time and memory do not include them."""
+        return bool(self.about.get("remote"))
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per batch; 1 if unknown."""
+        return self.about.get("batch_size") or 1
 
     def median(self, name: str) -> float:
         """Returns the median of an attribute of ``Pass``; if ``steady`` is set, of its steady variant, if any."""

@@ -28,6 +28,7 @@ class Point:
         options: values of the swept options.
         others: measurements of the other factories' loaders on the engine, by factory; empty without workers.
         verdicts: verdicts on these loaders, by factory.
+        judged_others: ``judged`` of these loaders, by factory.
         judged: statistics that the verdict is based on; None without workers, or if the verdict must not be revised.
     """
 
@@ -38,6 +39,7 @@ class Point:
     options: tuple[tuple[str, Any], ...] = ()
     others: dict[str, SideRates] = field(default_factory=dict)
     verdicts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    judged_others: dict[str, StatsFields | None] = field(default_factory=dict)
     judged: StatsFields | None = None
 
     @property
@@ -52,8 +54,11 @@ class Point:
 
     @property
     def others_share(self) -> float:
-        """The share of the cores that other processes used, the largest of the loaders' values; 0 if unknown."""
-        return max(side.others_share for side in self.sides)
+        """The share of the cores that other processes used, the largest of the loaders' values; 0 if unknown.
+
+        Remote workers count as other processes if they run on this machine, so their loaders are left out.
+        """
+        return max((side.others_share for side in self.sides if not side.is_remote), default=0.0)
 
     @property
     def sides(self) -> list[SideRates]:
@@ -66,7 +71,10 @@ class Point:
         return None if self.torch_only else _compared(self.torch, self.rustloader)
 
     def comparisons(self, factory: str) -> dict[str, Comparison]:
-        """Compares the loaders of the other factories with the loader of ``factory``, both on the engine."""
+        """Compares the loaders of the other factories with the loader of ``factory``, both on the engine.
+
+        The comparison counts samples, because the batches may have different sizes.
+        """
         return {name: _compared(self.rustloader, side, name, factory) for name, side in self.others.items()}
 
     @property
@@ -86,6 +94,7 @@ class Point:
             "batches_per_second": comparison.ratio if comparison else 1.0,
             **{name: ratio(theirs.median(name), ours.median(name)) for name in medians},
             "memory_bytes": ratio(theirs.memory_bytes, ours.memory_bytes),
+            **(dict.fromkeys(("cpu_seconds_per_batch", "memory_bytes")) if ours.is_remote else {}),
         }
 
     def as_dict(self, factory: str) -> dict[str, Any]:
@@ -101,14 +110,16 @@ class Point:
             "others_share": self.others_share,
             "verdict": self.verdict,
             "others": {
-                name: side.as_dict() | {"comparison": others[name]._asdict(), "verdict": self.verdicts.get(name)}
+                name: side.as_dict()
+                | {"loader": side.about, "comparison": others[name]._asdict(), "verdict": self.verdicts.get(name)}
                 for name, side in self.others.items()
             },
         }
 
 
 def _compared(theirs: SideRates, ours: SideRates, *names: str) -> Comparison:
-    return compare(theirs.rates, ours.rates, min(theirs.batches, ours.batches), *names)
+    before, now = ([rate * side.batch_size for rate in side.rates] for side in (theirs, ours))
+    return compare(before, now, min(theirs.batches, ours.batches), *names)
 
 
 def make_comparable(points: Iterable[Point]) -> None:
@@ -137,11 +148,24 @@ def revise_verdicts(points: list[Point]) -> None:
     """Changes verdicts that advise more workers if more workers were measured and were not faster."""
     for point in points:
         more = [other for other in points if other.workers > point.workers and other.options == point.options]
-        sides = [other.rustloader for other in (point, *more)]
-        if point.judged is None or not more or any(side.too_few for side in sides):
-            continue
-        if all(side.interval.low <= point.rustloader.interval.high for side in sides[1:]):
-            point.verdict = (point.verdict or {}) | asdict(judge(point.judged, more_do_not_help=True))
+        if _more_do_not_help(point.judged, [it.rustloader for it in (point, *more)]):
+            point.verdict = (point.verdict or {}) | _without_more_workers(point.judged)
+        for name, judged in point.judged_others.items():
+            if _more_do_not_help(judged, [it.others[name] for it in (point, *more)]):
+                point.verdicts[name] |= _without_more_workers(judged)
+
+
+def _more_do_not_help(judged: StatsFields | None, sides: list[SideRates]) -> bool:
+    """Returns True if the sides after the first, which have more workers, were not faster."""
+    first, *more = sides
+    if judged is None or not more or any(side.too_few for side in sides):
+        return False
+    return all(side.interval.low <= first.interval.high for side in more)
+
+
+def _without_more_workers(judged: StatsFields | None) -> dict[str, Any]:
+    assert judged is not None
+    return asdict(judge(judged, more_do_not_help=True))
 
 
 def merge_by_workers(points: Iterable[Point]) -> list[Point]:
@@ -179,7 +203,8 @@ def _rows(point: Point) -> Iterator[tuple[str, str, str, str]]:
     megabytes = [number(side.rate * side.batch_bytes / 1e6) for side in (theirs, ours)]
     yield "MB/s", megabytes[0], megabytes[1], rate
     for title, name in (("CPU per batch", "cpu_seconds_per_batch"), ("first batch", "first_batch_seconds")):
-        yield title, duration(theirs.median(name)), duration(ours.median(name)), times(ratios[name])
+        form = _cpu if name == "cpu_seconds_per_batch" else _first_batch
+        yield title, form(theirs), form(ours), times(ratios[name])
     yield "memory", _memory(theirs), _memory(ours), times(ratios["memory_bytes"])
 
 
@@ -199,18 +224,18 @@ def sweep_table(points: Iterable[Point], chosen: Setting) -> str:
         for point in points
         for name in (("both",) if point.torch_only else ("torch", "rustloader"))
     ]
-    columns = list(rows[0])
-    table = _aligned(rows, columns, swept)
-    for left_out in _OPTIONAL_COLUMNS:
-        if max(map(len, table.splitlines())) <= WIDTH:
-            break
-        columns.remove(left_out)
-        table = _aligned(rows, columns, swept)
-    return table
+    return _fitting(rows, 2 + len(swept))
 
 
-def _aligned(rows: list[dict[str, str]], columns: list[str], swept: dict[str, str]) -> str:
-    return aligned([columns, *([row[name] for name in columns] for row in rows)], left=2 + len(swept), gap=2)
+def _fitting(rows: list[dict[str, str]], left: int) -> str:
+    """Formats rows of cells by heading, the first ``left`` columns aligned left. A table that is too wide loses
+    columns."""
+    columns, optional = list(rows[0]), list(_OPTIONAL_COLUMNS)
+    while True:
+        table = aligned([columns, *([row[name] for name in columns] for row in rows)], left=left, gap=2)
+        if max(map(len, table.splitlines())) <= WIDTH or not optional:
+            return table
+        columns.remove(optional.pop(0))
 
 
 def _sweep_row(point: Point, name: str, swept: dict[str, str], chosen: bool) -> dict[str, str]:
@@ -225,8 +250,8 @@ def _sweep_row(point: Point, name: str, swept: dict[str, str], chosen: bool) -> 
         "batches/s": number(side.rate),
         "lowest to highest": _interval_text(min(side.rates), max(side.rates)),
         "ratio": _ratio(point) if name == "rustloader" else "",
-        "CPU/batch": duration(side.median("cpu_seconds_per_batch")),
-        "first batch": duration(side.median("first_batch_seconds")),
+        "CPU/batch": _cpu(side),
+        "first batch": _first_batch(side),
         "memory": _memory(side),
         "": "<-" if chosen and name != "torch" else "",
     }
@@ -241,32 +266,40 @@ def _ratio(point: Point) -> str:
 def factories_table(points: Iterable[Point], factory: str) -> str:
     """Formats the table that compares the loaders of all factories on the engine, with a line per setting and factory.
 
-    The ratio is that to the loader of ``factory``, the first one. Returns an empty string without other factories.
+    The ratio, in samples per second, is that to the loader of ``factory``, the first one. Returns an empty string
+    without other factories.
     """
-    points = [point for point in points if point.others]
-    several = len(points) > 1
-    rows = [("", "batches/s", "lowest to highest", "ratio", "MB/s", "CPU/batch", "first batch", "memory")]
+    rows = []
     for point in points:
         comparisons = point.comparisons(factory)
-        for name, side in {factory: point.rustloader, **point.others}.items():
+        for name, side in {factory: point.rustloader, **point.others}.items() if point.others else ():
             compared = comparisons.get(name)
             rows.append(
-                (
-                    f"{point.setting}: {name}" if several else name,
-                    number(side.rate),
-                    _interval_text(min(side.rates), max(side.rates)),
-                    times(compared.ratio if compared is not None and compared.is_known else None),
-                    number(side.rate * side.batch_bytes / 1e6),
-                    duration(side.median("cpu_seconds_per_batch")),
-                    duration(side.median("first_batch_seconds")),
-                    _memory(side),
-                )
+                {
+                    "": ", ".join((name, *(f"{option}={value}" for option, value in point.options))),
+                    "workers": str(side.about.get("num_workers", point.workers)),
+                    "batch": str(side.about.get("batch_size", "-")),
+                    "batches/s": number(side.rate),
+                    "lowest to highest": _interval_text(min(side.rates), max(side.rates)),
+                    "ratio": times(compared.ratio if compared is not None and compared.is_known else None),
+                    "CPU/batch": _cpu(side),
+                    "first batch": _first_batch(side),
+                    "memory": _memory(side),
+                }
             )
-    return aligned(rows, gap=2) if points else ""
+    return _fitting(rows, 1) if rows else ""
+
+
+def _cpu(side: SideRates) -> str:
+    return "-" if side.is_remote else duration(side.median("cpu_seconds_per_batch"))
+
+
+def _first_batch(side: SideRates) -> str:
+    return duration(side.median("first_batch_seconds"))
 
 
 def _memory(side: SideRates) -> str:
-    return "-" if side.memory_bytes is None else size(side.memory_bytes)
+    return "-" if side.memory_bytes is None or side.is_remote else size(side.memory_bytes)
 
 
 def _interval_text(low: float, high: float, form: Callable[[float], str] = number) -> str:

@@ -37,12 +37,24 @@ class BenchSide(Side):
         engine: name of the engine.
         setting: replaces the factory's num_workers and options.
         quiet: whether to hide Python's warnings.
+        is_named: whether messages name the factory, because there are several.
     """
 
-    def __init__(self, target: str, engine: str, setting: Setting = _FROM_FACTORY, quiet: bool = False) -> None:
+    def __init__(
+        self,
+        target: str,
+        engine: str,
+        setting: Setting = _FROM_FACTORY,
+        quiet: bool = False,
+        is_named: bool = False,
+    ) -> None:
         super().__init__(target, engine, quiet)
+        if is_named:
+            self.title += f" ({target})"
         self._setting = setting
         self._cut_short = self._has_step = False
+        # Hits and misses of the dataset's cache at the end of the warm-up.
+        self._warm = 0, 0
 
     def close(self) -> None:
         """Shuts down the workers that are still running."""
@@ -69,6 +81,7 @@ class BenchSide(Side):
             "persistent_workers": bool(loader.persistent_workers),
             "pin_memory": bool(loader.pin_memory),
             "start_method": method() if method else type(context).__name__,
+            "remote": is_remote(loader.multiprocessing_context),
         }
 
     def run(self, number: int, limits: Limits, count_bytes: bool) -> dict[str, Any]:
@@ -84,10 +97,20 @@ class BenchSide(Side):
             outstanding = self.loader.num_workers * (self.loader.prefetch_factor or 0)
             time.sleep(min(limits.seconds, _MAX_SETTLING, outstanding / result.batches_per_second))
         self._has_step |= limits.step > 0
+        if count_bytes:
+            self._warm = self._cache_counts()
         return asdict(result)
 
+    def _cache_counts(self) -> tuple[int, int]:
+        """Returns the hits and misses of the dataset's cache so far; zeros without a cache."""
+        import rustloader
+
+        cache = rustloader.stats(self.loader).cache
+        return (0, 0) if cache is None else (cache.hits, cache.misses)
+
     def verdict(self) -> dict[str, Any]:
-        """Returns the verdict on all passes, with the statistics on which it is based."""
+        """Returns the verdict on all passes, with the statistics on which it is based, and the share of the samples
+        that came from a cache after the warm-up (None without a cache)."""
         import rustloader
 
         stats = rustloader.stats(self.loader)
@@ -96,7 +119,9 @@ class BenchSide(Side):
         if not self._has_step:  # the time between two batches is only the overhead of the measurement
             changes["step_seconds"] = 0.0
         judged = replace(stats, **changes, halves=tuple(replace(half, **changes) for half in stats.halves))
-        return {**asdict(judged.verdict()), "stats": stats.as_dict(), "judged": judged}
+        hits, misses = (now - warm for now, warm in zip(self._cache_counts(), self._warm, strict=True))
+        cached = hits / (hits + misses) if hits + misses else None
+        return {**asdict(judged.verdict()), "cached_share": cached, "stats": stats.as_dict(), "judged": judged}
 
     @contextlib.contextmanager
     def _pass(self, number: int) -> Iterator[None]:

@@ -78,10 +78,7 @@ class Summary:
             if not (is_busy and comparison.is_known):
                 yield wrapped(str(comparison), "  ")
             verdict = point.verdicts[name]
-            if cache := verdict["stats"].get("cache"):
-                share = cache["hits"] / max(1, cache["hits"] + cache["misses"])
-                yield wrapped(f"{share:.0%} of its samples came from the cache, which the warm-up filled.", "  ")
-            yield wrapped(f"Verdict on {name}: {verdict['sentence']}", "  ")
+            yield wrapped(f"Verdict on {name}: {verdict['sentence']}{_cached_text(verdict)}", "  ")
         yield ""
 
     def _recommendation(self) -> Iterator[str]:
@@ -110,7 +107,10 @@ class Summary:
         if text := self._without_workers(point, others):
             yield wrapped(text, "  ")
         if point.verdict is not None:
-            yield wrapped(f"Verdict on rustloader's iterator: {point.verdict['sentence']}", "  ")
+            if point.rustloader.is_remote:
+                yield wrapped("torch has no workers on other machines, so its workers ran on this one.", "  ")
+            text = f"{point.verdict['sentence']}{_cached_text(point.verdict)}"
+            yield wrapped(f"Verdict on rustloader's iterator: {text}", "  ")
             yield wrapped(f"  {point.verdict['reason']}", "  ")
         if not options.step:
             what = "The verdict and the recommendation apply" if self._choices else "The verdict applies"
@@ -141,8 +141,8 @@ class Summary:
         return (
             f"Rates and CPU {excluding if point.rustloader.steady else including} "
             "CPU and memory are totals of the main process and the workers; memory is the peak, minus the memory "
-            "before iter(). A ratio above 1 means that rustloader is better; the ratio of the rates is the median over "
-            "the pairs of epochs."
+            "before iter(). A ratio above 1 means that rustloader is better, or the loader of the line in the last "
+            "table; the ratio of the rates is the median over the rounds of epochs."
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -181,3 +181,9 @@ class Summary:
     @property
     def _rule(self) -> str:
         return f"{RULE}; {RULE_OF_OPTIONS}" if self._sweeps_options else RULE
+
+
+def _cached_text(verdict: dict[str, Any]) -> str:
+    """Describes the share of the samples that came from a cache; an empty string without a cache."""
+    share = verdict.get("cached_share")
+    return "" if share is None else f" After the warm-up, {share:.0%} of the samples came from the cache."

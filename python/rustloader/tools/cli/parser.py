@@ -170,7 +170,8 @@ def make_parser() -> argparse.ArgumentParser:
 
     bench = command("bench", "measure a loader on both engines", _BENCH, _BENCH_EXAMPLES + _FACTORY_EXAMPLE)
     add = bench.add_argument
-    add("factories", nargs="+", metavar="factory", help=f"{_FACTORY}; the first is the baseline of the others")
+    factories_help = f"{_FACTORY}; all of them stand together, and the first is the baseline of the others"
+    add("factories", nargs="+", metavar="factory", help=factories_help)
     add("--workers", type=counts, metavar="N,...", help="measure with each num_workers, and recommend one")
     for name in SWEPT:
         option, values = option_of(name), f"{option_of(name).metavar},..."

@@ -15,7 +15,7 @@ from typing import Any, Self
 from rustloader.system.procfs import members
 from rustloader.tools.probe.deaths import UNNOTICED_SECONDS, advice, exit_text, failed_workers, hang_details, kill
 from rustloader.tools.probe.factory import Unusable
-from rustloader.tools.probe.side import ENGINE_TEXTS, Side
+from rustloader.tools.probe.side import Side
 
 # Until `serve` installs its handler, an interrupt ends the process without a traceback: there is nothing to clean up.
 _CODE = """\
@@ -43,7 +43,7 @@ class Probe:
     """
 
     def __init__(self, side: Side, timeout: float, environment: Mapping[str, str] | None = None) -> None:
-        self.engine, self.target, self.timeout = side.engine, side.target, timeout
+        self.engine, self.target, self.title, self.timeout = side.engine, side.target, side.title, timeout
         # The request that the process is answering; "ready" until the process has started.
         self._awaited = "ready"
         # The last request.
@@ -118,7 +118,7 @@ class Probe:
                 raise self.death_error(*value)
             elif name == "unsent":
                 self._stuck = True
-                raise Unusable(f"with {ENGINE_TEXTS[self.engine]}, a worker cannot send its batch: {value}")
+                raise Unusable(f"with {self.title}, a worker cannot send its batch: {value}")
             elif name == "unusable":
                 raise value
             elif name != "progress":
@@ -133,11 +133,11 @@ class Probe:
     def hang_texts(self, awaited: str) -> tuple[str, str]:
         """Returns the message for a request that hangs, and the remedy."""
         what = f"{self.target} did not return a loader" if awaited in ("ready", "about") else "no batch arrived"
-        return f"with {ENGINE_TEXTS[self.engine]}, {what} within {self.timeout:g} s", MORE_TIME
+        return f"with {self.title}, {what} within {self.timeout:g} s", MORE_TIME
 
     def death_error(self, worker: str, details: str = "") -> Unusable:
         """Returns the error for a dead worker. ``worker`` is the result of ``deaths.describe_death``."""
-        return Unusable(f"with {ENGINE_TEXTS[self.engine]}, {worker}\n  {advice(worker)}", details)
+        return Unusable(f"with {self.title}, {worker}\n  {advice(worker)}", details)
 
     def _hang_error(self) -> Unusable:
         self._stuck = True
@@ -207,4 +207,4 @@ class Probe:
         else:
             end_text = exit_text(-ended.si_status)
             end_text += " (the system may have been out of memory)" if ended.si_status == signal.SIGKILL else ""
-        return Unusable(f"the process with {ENGINE_TEXTS[self.engine]} {end_text}")
+        return Unusable(f"the process with {self.title} {end_text}")

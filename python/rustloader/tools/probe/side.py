@@ -73,6 +73,8 @@ class Side:
 
     def __init__(self, target: str, engine: str, quiet: bool = False) -> None:
         self.target, self.engine, self.quiet = target, engine, quiet
+        # What messages call the side.
+        self.title = ENGINE_TEXTS[engine]
         # Sends a note (name, value) to the command before the answer. Set in `_answer`.
         self.send_note: Callable[[str, Any], None] = _no_command
         # Description of a worker's death that caused an error; None if there was none.
@@ -210,7 +212,7 @@ def _note_of(side: Side, error: BaseException) -> tuple[str, Any]:
     described = failure(error)
     if side.death is not None:
         return "died", (side.death, described.details)
-    return "unusable", Unusable(f"with {ENGINE_TEXTS[side.engine]}: {described}", described.details)
+    return "unusable", Unusable(f"with {side.title}: {described}", described.details)
 
 
 def _interrupt(*_: object) -> None:
