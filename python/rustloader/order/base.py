@@ -131,8 +131,8 @@ class Order:
         has no generator. ``use`` maps the sampler's generator to the one to draw from."""
         return None
 
-    def advance(self, sampler: Any) -> None:
-        """Brings a copy of the sampler to the state in which the next epoch is expected to find it."""
+    def advance(self, following: Any) -> None:
+        """Brings ``following``, a copy of the sampler, to the state in which the next epoch is expected to find it."""
 
     def entries(self) -> dict[str, Any]:
         """Returns the entries of a state that describe the sampler before an epoch. Draws nothing."""

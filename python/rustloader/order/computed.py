@@ -100,8 +100,8 @@ class Distributed(Order):
         start = shard_start(self.inner)
         return iter(self.inner) if torch_iterator is None else torch_iterator, start
 
-    def advance(self, sampler: Any) -> None:
-        sampler.epoch += 1
+    def advance(self, following: Any) -> None:
+        following.epoch += 1
 
     def check_start(self, start: Mapping[str, Any]) -> None:
         check_shard_start(start)

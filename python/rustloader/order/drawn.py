@@ -85,8 +85,8 @@ class _Drawn(Order):
             next(iter(drawing), None)
         return start
 
-    def advance(self, sampler: Any) -> None:
-        sampler.generator = copied(self.inner.generator)
+    def advance(self, following: Any) -> None:
+        following.generator = copied(self.inner.generator)
 
     def check_start(self, start: Mapping[str, Any]) -> None:
         seed, states = start.get("seed"), [start.get(name) for name in ("generator", "global_generator")]
@@ -181,10 +181,10 @@ class Random(_Drawn):
     def draw_next(self, use: Callable[[Generator], Generator]) -> Start | None:
         return {"seed": random_seed(use(None))} if self.inner.generator is None else super().draw_next(use)
 
-    def advance(self, sampler: Any) -> None:
-        super().advance(sampler)
+    def advance(self, following: Any) -> None:
+        super().advance(following)
         if self.inner.generator is None:
-            sampler.generator = torch.Generator().manual_seed(random_seed(sampler.generator))
+            following.generator = torch.Generator().manual_seed(random_seed(following.generator))
 
 
 class Subset(_Drawn):

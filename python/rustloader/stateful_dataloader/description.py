@@ -107,8 +107,8 @@ def _start_words(start: Mapping[str, Any] | None) -> str:
 
 
 def _worker_words(start: WorkerStart) -> str:
-    parts = {"dataset": start.dataset_state, "iterator": start.iterator_state}
-    words = [f"state of the {owner}: {_pickled_size(part)}" for owner, part in parts.items() if part is not None]
+    parts = ("dataset", start.dataset_state), ("iterator", start.iterator_state)
+    words = [f"state of the {owner}: {_pickled_size(part)}" for owner, part in parts if part is not None]
     words += [f"{count_of(start.replayed, 'batch')} to fetch again"] * bool(start.replayed)
     return ", ".join(words + ["at its end"] * start.ended)
 

@@ -297,22 +297,6 @@ PATCHES = (
         _NEVER,
     ),
     Change(
-        "torch.utils.data._DatasetKind.create_fetcher",
-        "tools.bench.timeline",
-        COMMAND,
-        "the picture of `rustloader bench` shows when workers fetch and collate",
-        "in the workers of the pass that the picture shows",
-        _NEVER,
-    ),
-    Change(
-        "PIL.JpegImagePlugin.JpegImageFile.load",
-        "tools.bench.images",
-        COMMAND,
-        "`rustloader bench` reports images that are decoded at a larger size than samples keep",
-        "in the workers of the first pass, if they have imported Pillow",
-        "after 16 images",
-    ),
-    Change(
         "the handlers of SIGINT, of SIGALRM, and of a signal that writes the stack; warnings.filters",
         "tools.probe",
         COMMAND,
