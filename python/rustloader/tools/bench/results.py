@@ -148,23 +148,19 @@ def revise_verdicts(points: list[Point]) -> None:
     """Changes verdicts that advise more workers if more workers were measured and were not faster."""
     for point in points:
         more = [other for other in points if other.workers > point.workers and other.options == point.options]
-        if _more_do_not_help(point.judged, [it.rustloader for it in (point, *more)]):
-            point.verdict = (point.verdict or {}) | _without_more_workers(point.judged)
+        if point.verdict is not None:
+            point.verdict |= _revision(point.judged, [it.rustloader for it in (point, *more)])
         for name, judged in point.judged_others.items():
-            if _more_do_not_help(judged, [it.others[name] for it in (point, *more)]):
-                point.verdicts[name] |= _without_more_workers(judged)
+            point.verdicts[name] |= _revision(judged, [it.others[name] for it in (point, *more)])
 
 
-def _more_do_not_help(judged: StatsFields | None, sides: list[SideRates]) -> bool:
-    """Returns True if the sides after the first, which have more workers, were not faster."""
+def _revision(judged: StatsFields | None, sides: list[SideRates]) -> dict[str, Any]:
+    """Returns the new verdict if the sides after the first, which have more workers, were not faster; else nothing."""
     first, *more = sides
     if judged is None or not more or any(side.too_few for side in sides):
-        return False
-    return all(side.interval.low <= first.interval.high for side in more)
-
-
-def _without_more_workers(judged: StatsFields | None) -> dict[str, Any]:
-    assert judged is not None
+        return {}
+    if any(side.interval.low > first.interval.high for side in more):
+        return {}
     return asdict(judge(judged, more_do_not_help=True))
 
 
@@ -202,9 +198,8 @@ def _rows(point: Point) -> Iterator[tuple[str, str, str, str]]:
     yield title, _interval_text(*theirs.interval[:2]), _interval_text(*interval[:2]), ratio_interval
     megabytes = [number(side.rate * side.batch_bytes / 1e6) for side in (theirs, ours)]
     yield "MB/s", megabytes[0], megabytes[1], rate
-    for title, name in (("CPU per batch", "cpu_seconds_per_batch"), ("first batch", "first_batch_seconds")):
-        form = _cpu if name == "cpu_seconds_per_batch" else _first_batch
-        yield title, form(theirs), form(ours), times(ratios[name])
+    yield "CPU per batch", _cpu(theirs), _cpu(ours), times(ratios["cpu_seconds_per_batch"])
+    yield "first batch", _first_batch(theirs), _first_batch(ours), times(ratios["first_batch_seconds"])
     yield "memory", _memory(theirs), _memory(ours), times(ratios["memory_bytes"])
 
 
@@ -249,7 +244,7 @@ def _sweep_row(point: Point, name: str, swept: dict[str, str], chosen: bool) -> 
         **{head: str(options.get(option, "")) for option, head in swept.items()},
         "batches/s": number(side.rate),
         "lowest to highest": _interval_text(min(side.rates), max(side.rates)),
-        "ratio": _ratio(point) if name == "rustloader" else "",
+        "ratio": _ratio(point.comparison) if name == "rustloader" else "",
         "CPU/batch": _cpu(side),
         "first batch": _first_batch(side),
         "memory": _memory(side),
@@ -257,9 +252,8 @@ def _sweep_row(point: Point, name: str, swept: dict[str, str], chosen: bool) -> 
     }
 
 
-def _ratio(point: Point) -> str:
-    """Formats the ratio of the rates; "-" if there are too few measurements to tell."""
-    comparison = point.comparison
+def _ratio(comparison: Comparison | None) -> str:
+    """Formats the ratio of the rates; "-" if there is none, or too few measurements to tell."""
     return times(comparison.ratio if comparison is not None and comparison.is_known else None)
 
 
@@ -273,15 +267,14 @@ def factories_table(points: Iterable[Point], factory: str) -> str:
     for point in points:
         comparisons = point.comparisons(factory)
         for name, side in {factory: point.rustloader, **point.others}.items() if point.others else ():
-            compared = comparisons.get(name)
             rows.append(
                 {
-                    "": ", ".join((name, *(f"{option}={value}" for option, value in point.options))),
+                    "": ", ".join(filter(None, (name, str(Setting(None, point.options))))),
                     "workers": str(side.about.get("num_workers", point.workers)),
                     "batch": str(side.about.get("batch_size", "-")),
                     "batches/s": number(side.rate),
                     "lowest to highest": _interval_text(min(side.rates), max(side.rates)),
-                    "ratio": times(compared.ratio if compared is not None and compared.is_known else None),
+                    "ratio": _ratio(comparisons.get(name)),
                     "CPU/batch": _cpu(side),
                     "first batch": _first_batch(side),
                     "memory": _memory(side),

@@ -98,15 +98,8 @@ class BenchSide(Side):
             time.sleep(min(limits.seconds, _MAX_SETTLING, outstanding / result.batches_per_second))
         self._has_step |= limits.step > 0
         if count_bytes:
-            self._warm = self._cache_counts()
+            self._warm = _cache_counts(self.loader.dataset)
         return asdict(result)
-
-    def _cache_counts(self) -> tuple[int, int]:
-        """Returns the hits and misses of the dataset's cache so far; zeros without a cache."""
-        import rustloader
-
-        cache = rustloader.stats(self.loader).cache
-        return (0, 0) if cache is None else (cache.hits, cache.misses)
 
     def verdict(self) -> dict[str, Any]:
         """Returns the verdict on all passes, with the statistics on which it is based, and the share of the samples
@@ -119,7 +112,7 @@ class BenchSide(Side):
         if not self._has_step:  # the time between two batches is only the overhead of the measurement
             changes["step_seconds"] = 0.0
         judged = replace(stats, **changes, halves=tuple(replace(half, **changes) for half in stats.halves))
-        hits, misses = (now - warm for now, warm in zip(self._cache_counts(), self._warm, strict=True))
+        hits, misses = (now - warm for now, warm in zip(_cache_counts(self.loader.dataset), self._warm, strict=True))
         cached = hits / (hits + misses) if hits + misses else None
         return {**asdict(judged.verdict()), "cached_share": cached, "stats": stats.as_dict(), "judged": judged}
 
@@ -140,6 +133,14 @@ class BenchSide(Side):
             self.refuse_engine()
         elif not served and self.loader.num_workers > 0:
             raise Unusable(f"nothing to compare: {line or 'the Rust engine delivered no batches'}")
+
+
+def _cache_counts(dataset: Any) -> tuple[int, int]:
+    """Returns the hits and misses of a dataset's cache so far; zeros without a cache."""
+    from rustloader.metrics import caches
+
+    usage = caches.usage(dataset)
+    return (0, 0) if usage is None else (usage.hits, usage.misses)
 
 
 def _prepare_remote(loader: DataLoader[Any], engine: str, target: str) -> None:
