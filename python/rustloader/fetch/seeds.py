@@ -14,7 +14,10 @@ from typing import Any
 import torch
 
 from rustloader._core import seed_words
+from rustloader.settings import loader_state
+from rustloader.settings.config import LoaderConfig, original
 from rustloader.system.generators import loaded_numpy_random
+from rustloader.system.protocols import LoaderLike
 
 # The largest seed. It fits in a signed 64-bit integer, so that a tensor can hold it.
 MAX_SEED = (1 << 63) - 1
@@ -43,6 +46,28 @@ class Seeding:
     epoch: int
     first_ordinal: int = 0
     ahead: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(loader: LoaderLike, config: LoaderConfig, drawn: int) -> Seeding | None:
+        """Returns the seeds of a loader's next epoch; None if they are torch's.
+
+        ``drawn`` is the base seed that torch drew for the iterator. It is used only if this is the loader's first
+        epoch.
+        """
+        if config.seed_by == "worker":
+            return None
+        return Seeding(config.seed_by == "sample", drawn, 0).of_next_epoch(loader)
+
+    def of_next_epoch(self, loader: LoaderLike) -> Seeding:
+        """Returns the seeds of a loader's next epoch. If no epoch of the loader has started yet, their base seed is
+        that of these seeds."""
+        base_seed, epoch = loader_state.epochs(original(loader)) or (self.base_seed, 0)
+        return Seeding(self.by_sample, base_seed, epoch)
+
+    def note_begun(self, loader: LoaderLike) -> None:
+        """Counts the epoch of a loader, which has started with these seeds. An epoch whose start failed or was
+        interrupted is not counted, so the next epoch gets the same number."""
+        loader_state.set_epochs(original(loader), self.base_seed, self.epoch + 1)
 
 
 def ordinal_of(number: int, first_ordinal: int, ahead: Sequence[int]) -> int:

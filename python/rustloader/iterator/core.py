@@ -6,18 +6,18 @@ import functools
 import time
 from typing import Any
 
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from rustloader._core import Engine, observed
 from rustloader.auto import tuner
 from rustloader.auto.tuner import Tuner
-from rustloader.iterator import compat, fallback, fetching
+from rustloader.iterator import compat, fallback
 from rustloader.iterator.epochs import Epochs
 from rustloader.iterator.passthrough import TorchMode
 from rustloader.iterator.session import Session
 from rustloader.metrics import ledger
 from rustloader.settings import config as settings
-from rustloader.settings import loader_state
+from rustloader.settings import loader_state, options
 from rustloader.settings.config import LoaderConfig
 from rustloader.system.protocols import LoaderLike
 from rustloader.system.torch_side import IterType, TorchIter
@@ -69,7 +69,8 @@ class _MultiProcessingDataLoaderIter(TorchIter, _IndexStreams, metaclass=IterTyp
         tuned = tuner.follow(loader, config)
         if tuned is not None:
             config = config.changed(num_workers=tuned.count)
-        fetching.check(loader)
+        if loader._dataset_kind == _DatasetKind.Iterable:
+            options.check_iterable(loader)
         self._set_up(settings.view_for_torch(loader, config), config, self._epochs or Epochs(), tuned)
         settings.keep_iterator(loader, config, self)
         self._note_turnaround(begin)

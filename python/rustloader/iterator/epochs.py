@@ -9,7 +9,7 @@ from torch.utils.data.dataloader import _DatasetKind
 
 from rustloader._core import Death, Engine
 from rustloader.fetch.seeds import Seeding
-from rustloader.iterator import fallback, fetching
+from rustloader.iterator import adaptation
 from rustloader.iterator.failures import FailureCount
 from rustloader.order.stream import stream
 from rustloader.settings.config import LoaderConfig
@@ -50,8 +50,8 @@ class Epochs:
         """Returns the settings for the engine and the workers: ``config`` without the options that have no effect for
         this loader. Logs once which options these are."""
         if loader._dataset_kind == _DatasetKind.Iterable:
-            config = fallback.round_robin(loader, config, "an iterable dataset")
-        return fetching.adapted(loader, config)
+            config = adaptation.round_robin(loader, config, "an iterable dataset")
+        return adaptation.adapted(loader, config)
 
     def init_torch_iterator(self, it: WorkersIterator, init: Callable[[Any], None], loader: LoaderLike) -> None:
         """Calls torch's constructor, ``init``, which draws the base seed."""
@@ -59,7 +59,7 @@ class Epochs:
 
     def seed(self, it: WorkersIterator, loader: LoaderLike, config: LoaderConfig) -> None:
         """Sets the seeds of the first epoch."""
-        self.seeding = fetching.seeding(loader, config, int(it._base_seed))
+        self.seeding = Seeding.of(loader, config, int(it._base_seed))
 
     # The calls at the start of an epoch are `beginning`, `index_batches`, `message` (except for an iterator's first
     # epoch), `Engine.begin`, `engine_begun` and `begun`, in this order. After an error in any of them except
@@ -80,7 +80,7 @@ class Epochs:
     def message(self, loader: LoaderLike) -> dict[str, Any]:
         """Sets the seeds of the new epoch, and returns the message that starts it in a persistent loader's workers."""
         if self.seeding is not None:
-            self.seeding = fetching.next_epoch(loader, self.seeding)
+            self.seeding = self.seeding.of_next_epoch(loader)
             return {"epoch": self.seeding.epoch}
         return {} if self.failures is None else {"epoch": self.failures.epoch}
 

@@ -17,7 +17,7 @@ from rustloader._core import Engine
 from rustloader.metrics import ledger
 from rustloader.remote.context import is_remote
 from rustloader.settings import loader_state, names, options
-from rustloader.settings.config import LoaderConfig, original
+from rustloader.settings.config import LoaderConfig
 from rustloader.settings.limits import stall_limits
 from rustloader.supervision import stalls
 from rustloader.system import interrupts
@@ -27,8 +27,6 @@ from rustloader.workers import serialize
 from rustloader.workers.process import process_class
 
 logger = logging.getLogger("rustloader")
-
-_NO_QUEUE_TEXT = "dispatch='shared_queue' does not apply to {}; its workers use round robin"
 
 _LOST_OPTIONS_TEXT = "%s of a DataLoader %s no effect: it runs on torch's own iterator"
 
@@ -137,16 +135,6 @@ def warn_of_lost_options(source: object, config: LoaderConfig) -> None:
     lost = [name for name, option in known if option.warns_if_lost and getattr(config, name) != option.default]
     if lost and loader_state.of(source).first_time(_LOST_OPTIONS_TEXT):
         logger.warning(_LOST_OPTIONS_TEXT, ", ".join(lost), "has" if len(lost) == 1 else "have")
-
-
-def round_robin(loader: LoaderLike, config: LoaderConfig, kind: str) -> LoaderConfig:
-    """Returns the settings with ``dispatch="round_robin"``, for a dataset to which a shared queue does not apply. Logs
-    once per loader if this changes the settings. ``kind`` describes the dataset in the log message."""
-    if config.dispatch == "round_robin":
-        return config
-    if loader_state.of(original(loader)).first_time(_NO_QUEUE_TEXT):
-        logger.info(_NO_QUEUE_TEXT.format(kind))
-    return config.changed(dispatch="round_robin")
 
 
 def make_engine(config: LoaderConfig) -> tuple[Engine | None, str | None]:

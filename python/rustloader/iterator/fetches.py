@@ -7,7 +7,6 @@ import weakref
 from typing import Any
 
 from rustloader._core import TRACE_MAIN
-from rustloader.iterator import fetching
 from rustloader.metrics import ledger
 from rustloader.settings import loader_state, names
 from rustloader.settings.config import LoaderConfig
@@ -21,7 +20,7 @@ def observe(iterator: SingleIterator, loader: LoaderLike, config: LoaderConfig) 
     sink, source = tracing.sink_and_source(loader_state.of(loader), names.of(loader))
     meter = None
     if ledger.new_ledger_hooks:  # metrics are served
-        meter = ledger.of(loader).count_fetches(iterator, fetching.scheduling(loader, iterator, config))
+        meter = ledger.of(loader).count_fetches(iterator, ledger.settings(loader, iterator, config))
     if sink is None and meter is None:
         return
     fetcher = iterator._dataset_fetcher

@@ -17,7 +17,7 @@ from rustloader.auto import tuner
 from rustloader.auto.tuner import Tuner
 from rustloader.device import pinning
 from rustloader.fetch.failures import BatchWithFailures, EmptyBatch, EmptyBatchError, Failure, add_note
-from rustloader.iterator import early_epochs, failures, fallback, fetching
+from rustloader.iterator import early_epochs, failures, fallback
 from rustloader.iterator.epochs import Epochs
 from rustloader.iterator.failures import FailureCount
 from rustloader.iterator.torch_messages import TOO_LONG_WITH_WORKERS, timed_out, warn_of_length
@@ -86,7 +86,7 @@ class Session:
         self.last: Callable[[], BaseException] | None = None
         self.rescued: list[Any] | None = None
         self._adopt(it, engine)
-        self.counters.serve(fetching.scheduling(loader, it, config, None if auto_tuner is None else auto_tuner.count))
+        self.counters.serve(ledger.settings(loader, it, config, None if auto_tuner is None else auto_tuner.count))
         epochs.seed(it, loader, config)
         if not config.raises:
             epochs.failures = failures.of(loader, config.max_errors, self.counters.faults)
@@ -259,7 +259,7 @@ class Session:
             self.counters.note_settings(overlap_epochs=not predictor.has_stopped)
         epochs.engine_begun(it, engine, is_first)
         if epochs.seeding is not None:
-            fetching.note_begun(loader, epochs.seeding)
+            epochs.seeding.note_begun(loader)
         if count is not None:
             count.next_epoch += 1
         it._workers_status = [True] * it._num_workers

@@ -14,7 +14,7 @@ from rustloader.fetch.guard import Guard
 from rustloader.fetch.inline import StepFetcher
 from rustloader.fetch.seeds import Seeding, Seeds
 from rustloader.fetch.step import Step
-from rustloader.iterator import failures, fetches, fetching
+from rustloader.iterator import adaptation, failures, fetches
 from rustloader.metrics import ledger
 from rustloader.order.stream import stream
 from rustloader.settings.config import LoaderConfig, resolve
@@ -28,8 +28,8 @@ def prepare(iterator: _BaseDataLoaderIter, loader: LoaderLike) -> None:
     if type(iterator) is not _SingleProcessDataLoaderIter:
         return
     iterator._sampler_iter = stream(iterator._index_sampler, iterator._sampler_iter)
-    config = fetching.adapted(loader, resolve(loader).changed(worker_threads=1))
-    seeding = fetching.seeding(loader, config, int(iterator._base_seed))
+    config = adaptation.adapted(loader, resolve(loader).changed(worker_threads=1))
+    seeding = Seeding.of(loader, config, int(iterator._base_seed))
     guard_and_count = prepare_fetcher(iterator, loader, config, seeding)
     if guard_and_count is not None:
         guard, count = guard_and_count
@@ -65,7 +65,7 @@ def prepare_fetcher(
     step = Step(iterator._dataset, kind, iterator._auto_collation, seeds, guard)
     iterator._dataset_fetcher = StepFetcher(step, iterator._dataset_fetcher, lambda: _gather_rows(iterator))
     if seeding is not None:
-        fetching.note_begun(loader, seeding)
+        seeding.note_begun(loader)
     return guard_and_count
 
 

@@ -14,13 +14,17 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch.utils.data import BatchSampler, _DatasetKind
+
 from rustloader._core import Meter, Totals
 from rustloader._core import figures as totals_of
 from rustloader.metrics.cpu_time import Workers, WorkTime, sum_by_worker
 from rustloader.metrics.faults import Faults
 from rustloader.metrics.fields import SchedulingStats
 from rustloader.metrics.memory import Allowance
+from rustloader.remote.context import is_remote
 from rustloader.settings import names
+from rustloader.settings.config import LoaderConfig
 from rustloader.system.forks import at_fork
 from rustloader.system.protocols import IteratorLike, LoaderLike
 from rustloader.system.weak_table import WeakTable
@@ -221,6 +225,30 @@ def loader_ledgers() -> Iterator[tuple[LoaderLike | None, Ledger]]:
 def open_for(iterator: IteratorLike, loader: LoaderLike) -> None:
     """Creates the ledger of an iterator."""
     _ledgers.keep(iterator, Ledger(of(loader)))
+
+
+def settings(
+    loader: LoaderLike, iterator: IteratorLike, config: LoaderConfig, auto_workers: int | None = None
+) -> SchedulingStats:
+    """Returns the settings that the statistics show. Values that torch's constructor copied from the loader are read
+    from the iterator, because the program may have defined the loader's attributes as properties."""
+    map_style = loader._dataset_kind == _DatasetKind.Map
+    sampler = iterator._index_sampler
+    batch_size = sampler.batch_size if type(sampler) is BatchSampler else None
+    return SchedulingStats(
+        prefetch_factor=int(config.prefetch_factor or 0),  # torch's is None without workers
+        in_order=bool(config.in_order),
+        # An iterable dataset always uses round robin and one thread.
+        dispatch=config.dispatch if map_style else "round_robin",
+        reorder_window=config.reorder_window,
+        worker_threads=config.worker_threads if map_style else 1,
+        map_style=map_style,
+        batch_size=batch_size if isinstance(batch_size, int) else None,
+        # Looked up on the class, because reading an attribute of the dataset itself may run the program's code.
+        per_sample=map_style and bool(iterator._auto_collation) and not hasattr(type(loader.dataset), "__getitems__"),
+        auto_workers=auto_workers,
+        remote=is_remote(loader.multiprocessing_context),
+    )
 
 
 def end_workers(iterator: IteratorLike) -> None:

@@ -68,6 +68,8 @@ class Option:
         needs_workers: A verb phrase that completes "there is no worker to ..." in the error for a loader without
             workers; empty if the option also works without workers.
         needs_persistent: Whether the option works only with persistent workers.
+        not_iterable: Why the option cannot be used with an iterable dataset, and the way out: the end of the error.
+            Empty if it can.
     """
 
     text: str
@@ -83,6 +85,7 @@ class Option:
     warns_if_lost: bool = False
     needs_workers: str = ""
     needs_persistent: bool = False
+    not_iterable: str = ""
 
 
 def _context(value: Any) -> Any:
@@ -195,6 +198,7 @@ class Options:
         metavar="N",
         keyword=True,
         default=1,
+        not_iterable="whose samples come one after another; leave worker_threads at 1 and set a larger num_workers",
     )
     max_restarts: int | None = _field(
         "Number of worker deaths that an epoch survives: a dead worker is restarted, and its batches are made again "
@@ -277,6 +281,7 @@ class Options:
         default=False,
         needs_workers="begin the next epoch early",
         needs_persistent=True,
+        not_iterable="whose next epoch begins with iter(dataset); leave overlap_epochs out",
     )
     stateful: bool | None = _field(
         "True puts ``rustloader.StatefulDataLoader`` into ``torchdata.stateful_dataloader``, for frameworks that use "
@@ -333,6 +338,17 @@ def check_workers(given: dict[str, Any], num_workers: int, persistent: bool) -> 
             raise ValueError(
                 f"{name}={value} needs workers: with num_workers=0 the program's own process makes the samples, and "
                 f"there is no worker to {action}; set num_workers to 1 or more, or omit {name}"
+            )
+
+
+def check_iterable(loader: LoaderLike) -> None:
+    """Raises ValueError if an option of a loader with an iterable dataset needs a map-style one. Ignores the options of
+    ``install()``, which have no effect there."""
+    for name in keywords():
+        option = option_of(name)
+        if option.not_iterable and (value := in_force(loader, name)) != option.default:
+            raise ValueError(
+                f"{name} needs a map-style dataset, got {value} for an iterable one, {option.not_iterable}"
             )
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from torch.utils.data.dataloader import _DatasetKind
 
 from rustloader._core import BACK_BATCHES, Death, Engine, Snapshot
-from rustloader.iterator import fallback, fetching
+from rustloader.fetch.seeds import Seeding
+from rustloader.iterator import adaptation
 from rustloader.iterator.epochs import Epochs
 from rustloader.iterator.torch_messages import timed_out
 from rustloader.settings.config import LoaderConfig
@@ -59,11 +60,11 @@ class StatefulEpochs(Positioned, Epochs):
     def adapted(self, loader: LoaderLike, config: LoaderConfig) -> LoaderConfig:
         config = super().adapted(loader, config)
         if self.dataset.stateful:
-            config = fallback.round_robin(loader, config, "a stateful dataset")
+            config = adaptation.round_robin(loader, config, "a stateful dataset")
         return config.changed(snapshots=self._wants_snapshots)
 
     def seed(self, it: WorkersIterator, loader: LoaderLike, config: LoaderConfig) -> None:
-        self.seed_from(fetching.seeding(loader, config, int(it._base_seed)))
+        self.seed_from(Seeding.of(loader, config, int(it._base_seed)))
 
     # An epoch begins.
 

@@ -15,7 +15,8 @@ from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIt
 from rustloader._core import BACK_BATCHES, call_into, observed
 from rustloader.fetch.failures import EmptyBatchError
 from rustloader.fetch.inline import StepFetcher
-from rustloader.iterator import fetches, fetching
+from rustloader.fetch.seeds import Seeding
+from rustloader.iterator import adaptation, fetches
 from rustloader.iterator.single import prepare_fetcher
 from rustloader.iterator.torch_messages import warn_of_length
 from rustloader.settings.config import resolve
@@ -50,8 +51,8 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         self._epoch.init_torch_iterator(self, super().__init__, loader)
         loading.load_iterator(self._dataset_fetcher)
         self._snapshot_maker = Snapshots(SnapshotPolicy(self._epoch.every, plan.low), 1, self._dataset_kind)
-        config = fetching.adapted(loader, resolve(loader).changed(worker_threads=1))
-        self._epoch.seed_from(fetching.seeding(loader, config, int(self._base_seed)))
+        config = adaptation.adapted(loader, resolve(loader).changed(worker_threads=1))
+        self._epoch.seed_from(Seeding.of(loader, config, int(self._base_seed)))
         # The guard, which decides what happens to failed samples, and their count; None if `on_error` is "raise".
         self._guard_and_count = prepare_fetcher(self, loader, config, self._epoch.seeding, plan.epoch)
         if self._guard_and_count is not None:
