@@ -40,6 +40,7 @@ def install(values: dict[str, Any]) -> None:
     Raises:
         TypeError: An option has the wrong type.
         ValueError: An option has an invalid value.
+        ImportError: ``stateful=True``, and torchdata is not installed.
         RuntimeError: The program has replaced torch's iterator class. With ``stateful=True``: the program has replaced
             torchdata's loader, or torchdata cannot be imported.
 
@@ -63,7 +64,7 @@ def install(values: dict[str, Any]) -> None:
         options.add(values)
         try:
             _follow_stateful()
-        except RuntimeError:
+        except (ImportError, RuntimeError):
             options.replace(before)
             raise
         if IterType.stand_in is None:
@@ -123,6 +124,7 @@ def installed(values: dict[str, Any]) -> Installed:
     Raises:
         TypeError: On entry, if an option has the wrong type. Also if the context manager is used as a truth value.
         ValueError: On entry, if an option has an invalid value.
+        ImportError: On entry, in the same case as ``install()``.
         RuntimeError: On entry, in the same cases as ``install()``.
 
     Examples:

@@ -75,9 +75,10 @@ def _is_command() -> bool:
 
 
 def _install(options: dict[str, Any]) -> None:
+    install = importlib.import_module("rustloader").install
     try:
-        importlib.import_module("rustloader").install(**options)
-    except RuntimeError as error:
+        install(**options)
+    except (ImportError, RuntimeError) as error:
         logger.warning("%s has no effect: %s", INSTALL, error)
 
 

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import IterDataPipe
+from torch.utils.data import IterDataPipe, RandomSampler
 
 from rustloader.order.base import Generator, length_of
 from rustloader.order.drawn import copied, or_global, random_seed
 from rustloader.stateful_dataloader.recording import Recorder, may_be_stateful, resumable
-from rustloader.stateful_dataloader.sampler import RandomSampler
 from rustloader.stateful_dataloader.sampling import start_of
 from rustloader.stateful_dataloader.schema import Draws, SamplerState
 from rustloader.system.protocols import LoaderLike
@@ -172,11 +171,10 @@ def run_out(index_sampler: Any, saved: SamplerState | None, position: int = 0, h
         return
     if order.torch_class is not None:
         if restore(index_sampler, start_of(order, saved)):
-            inner = order.inner
             if saved.kind is None:
-                # The state is torchdata's, whose sampler leaves the generator in another state after an epoch.
-                inner = RandomSampler(inner.data_source, inner.replacement, inner.num_samples, inner.generator)
-            _exhaust(inner)
+                _draw_as_torchdata(order.inner)
+            else:
+                _exhaust(order.inner)
         return
     torch_iterator = iter(index_sampler)
     if may_be_stateful(order, torch_iterator):
@@ -186,6 +184,17 @@ def run_out(index_sampler: Any, saved: SamplerState | None, position: int = 0, h
             return
         # Limited, because a program can declare the epoch of an endless sampler finished.
         _exhaust(itertools.islice(recorder, max(recorder.to_skip, length_of(index_sampler) or 0) + 1))
+
+
+def _draw_as_torchdata(sampler: RandomSampler) -> None:
+    """Draws what torchdata's RandomSampler draws in an epoch: 32 indices at a time, or whole permutations."""
+    size = len(sampler.data_source)
+    count = 32 if sampler.replacement else max(size, 1)
+    for _ in range(0, sampler.num_samples, count):
+        if sampler.replacement:
+            torch.randint(size, (count,), generator=sampler.generator)
+        else:
+            torch.randperm(size, generator=sampler.generator)
 
 
 def _exhaust(iterable: Iterable[Any]) -> None:

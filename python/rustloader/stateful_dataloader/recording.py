@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from rustloader._core import call_into
 from rustloader.order.base import Order
 from rustloader.order.stream import batched, order_of
 from rustloader.settings.limits import SNAPSHOT_ALLOWANCE, SNAPSHOT_SHARE
-from rustloader.stateful_dataloader.sampler import as_stateful, batch_state, load_batch_state
+from rustloader.stateful_dataloader.inner import Inner, as_stateful, batch_state
 from rustloader.stateful_dataloader.schema import SAMPLES_YIELDED, SamplerState, copied
 from rustloader.stateful_dataloader.stateful import Stateful
 
@@ -34,36 +33,6 @@ class Entry(NamedTuple):
     position: int
     index_sampler_state: Any
     sampler_iter_state: Any
-
-
-class Inner:
-    """The sampler in torch's BatchSampler, and the single iterator over it that torch's code uses."""
-
-    def __init__(self, sampler: Any, saved: Mapping[str, Any] | None) -> None:
-        self._sampler = sampler
-        self._saved = saved
-        self._iterators: list[Iterator[Any]] = []
-
-    def begin(self) -> Iterator[Any]:
-        """Returns the iterator, which the first call creates."""
-        if not self._iterators:
-            if self._saved is None:
-                call_into(self._iterators, iter, self._sampler)
-            else:
-                call_into(self._iterators, load_batch_state, self._saved, self._sampler)
-        return self._iterators[0]
-
-    def __iter__(self) -> Iterator[Any]:
-        iterator = self.begin()
-        # torch's code calls `iter` for each batch. A sampler that is its own iterator might start over each time.
-        return map(next, itertools.repeat(iterator)) if isinstance(iterator, Stateful) else iterator
-
-    def state(self, samples_yielded: int) -> dict[str, Any] | None:
-        """Returns a state like that of ``sampler.BatchSampler``; None if neither sampler nor iterator has a state."""
-        iterator = self.begin()
-        if isinstance(self._sampler, Stateful) or isinstance(iterator, Stateful):
-            return batch_state(samples_yielded, self._sampler, iterator)
-        return None
 
 
 class _WithState(Order):

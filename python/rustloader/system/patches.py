@@ -66,14 +66,6 @@ PATCHES = (
         "uninstall(), install(stateful=False), or the end of installed(); what the program has put there since stays",
     ),
     Change(
-        "sys.modules: torchdata and its stateful_dataloader",
-        "installation.stateful",
-        PROGRAM,
-        "programs can import torchdata's names although torchdata is not installed",
-        "install(stateful=True)",
-        "uninstall(); a module that the program has put there since stays",
-    ),
-    Change(
         "multiprocessing.spawn.get_preparation_data",
         "installation.environment",
         PROGRAM,

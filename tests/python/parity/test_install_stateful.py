@@ -159,10 +159,9 @@ def test_it_says_once_what_it_did(caplog, module, monkeypatch):
     assert f"{PACKAGE}.stateful_dataloader.StatefulDataLoader" in message and "a_users_module.held" in message
 
 
-# A process without torchdata: a finder hides it.
-HIDDEN = """
-    import logging, sys
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+# A process without torchdata, or with one that lacks the package.
+MISSING = """
+    import sys, types
 
     class Hide:
         def find_spec(self, name, path, target=None):
@@ -170,73 +169,62 @@ HIDDEN = """
                 raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     sys.meta_path.insert(0, Hide())
-    import rustloader
+"""
+OLD = """
+    import sys, types
+    sys.modules["torchdata"] = types.ModuleType("torchdata")
+    sys.modules["torchdata"].__path__ = []
 """
 
 
-def test_without_torchdata_its_names_lead_to_ours_until_uninstall():
+@pytest.mark.parametrize("torchdata", [MISSING, OLD], ids=["missing", "old"])
+def test_without_torchdata_install_raises_import_error_and_installs_nothing(torchdata):
     status, out, err = run_script(
-        HIDDEN
+        torchdata
         + """
-    rustloader.install(stateful=True)
-    rustloader.install(stateful=True)
-    import importlib.util
-    import torchdata.stateful_dataloader as package
-    import torchdata.stateful_dataloader.sampler as sampler
-    from torchdata.stateful_dataloader import Stateful, StatefulDataLoader
-    from torchdata.stateful_dataloader.stateful import Stateful as AlsoStateful
-    from torchdata.stateful_dataloader.stateful_dataloader import StatefulDataLoader as Also
-    from rustloader.stateful_dataloader import stateful as ours
-    from rustloader.stateful_dataloader import sampler as our_sampler
-
-    assert StatefulDataLoader is Also is rustloader.stateful_dataloader.StatefulDataLoader
-    assert Stateful is AlsoStateful is ours.Stateful
-    assert sampler is our_sampler and sorted(package.__all__) == ["Stateful", "StatefulDataLoader"]
-    assert importlib.util.find_spec("torchdata.stateful_dataloader") is package.__spec__
-    assert sys.modules["torchdata"].stateful_dataloader is package
-    try:
-        import torchdata.nodes
-    except ModuleNotFoundError:
-        pass
-    else:
-        raise AssertionError("only the package of the loader is provided")
+    import rustloader
+    for call in (lambda: rustloader.install(stateful=True), rustloader.installed(stateful=True).__enter__):
+        try:
+            call()
+        except ImportError as error:
+            print(error)
+    assert not rustloader.is_installed() and rustloader.settings.options.current() == {}
     rustloader.uninstall()
-    assert not [name for name in sys.modules if name.startswith("torchdata")]
-    try:
-        import torchdata.stateful_dataloader
-    except ModuleNotFoundError:
-        pass
-    else:
-        raise AssertionError("it is gone")
-    rustloader.install(stateful=True)
-    from torchdata.stateful_dataloader import StatefulDataLoader as Again
-    assert Again is Also
     """,
         head="",
     )
     assert status == 0, err
-    messages = [line for line in out.splitlines() if "torchdata" in line]
-    assert messages == [f"torchdata is not installed: {PACKAGE} is rustloader's"]
+    line = (
+        f"stateful=True replaces a class of {PACKAGE}, which is not installed: run `pip install -U torchdata`, or omit "
+        "stateful=True and import StatefulDataLoader from rustloader"
+    )
+    assert out.splitlines() == [line] * 2
 
 
-def test_an_old_torchdata_without_the_package_gets_it_and_loses_it():
+def test_without_torchdata_the_environment_has_no_effect_and_samplers_name_torchs():
     status, out, err = run_script(
-        """
-    import sys, types
-    old = types.ModuleType("torchdata")
-    old.__path__ = []
-    sys.modules["torchdata"] = old
+        MISSING
+        + """
+    import os
+    os.environ["RUSTLOADER_INSTALL"] = "stateful=1"
     import rustloader
-    with rustloader.installed(stateful=True):
-        from torchdata.stateful_dataloader import StatefulDataLoader
-        assert StatefulDataLoader is rustloader.stateful_dataloader.StatefulDataLoader
-        assert sys.modules["torchdata"] is old
-        assert old.stateful_dataloader is sys.modules["torchdata.stateful_dataloader"]
-    assert sys.modules["torchdata"] is old and not hasattr(old, "stateful_dataloader")
+    import torch
+    assert not rustloader.is_installed()
+    rustloader.StatefulDataLoader(range(4))
+    try:
+        import rustloader.stateful_dataloader.sampler
+    except ImportError as error:
+        print(error)
     """,
         head="",
     )
-    assert (status, out, err) == (0, "", "")
+    assert status == 0, err
+    assert err.startswith("RUSTLOADER_INSTALL has no effect: stateful=True replaces a class of torchdata.")
+    assert out == (
+        "rustloader.stateful_dataloader.sampler has torchdata's samplers, and torchdata is not installed: run `pip "
+        "install torchdata`, or use the RandomSampler, BatchSampler and DistributedSampler of torch.utils.data, which "
+        "a StatefulDataLoader resumes\n"
+    )
 
 
 @pytest.mark.parametrize("at", ["torchdata", "torchdata.stateful_dataloader"])

@@ -1,4 +1,4 @@
-"""Samplers with a state: those of this package, of torchdata and of a program."""
+"""Samplers with a state, those of torchdata and of a program, in an epoch of a loader."""
 
 import copy
 import dataclasses
@@ -7,11 +7,10 @@ import random
 
 import pytest
 import torch
-import torchdata.stateful_dataloader.sampler as torchdata_sampler
 from support import outcome
 from torch.utils.data import BatchSampler as TorchBatchSampler
-from torch.utils.data import DistributedSampler, Sampler, SequentialSampler
 from torch.utils.data import RandomSampler as TorchRandomSampler
+from torch.utils.data import Sampler, SequentialSampler
 
 from rustloader.stateful_dataloader import recording
 from rustloader.stateful_dataloader.compatibility import check
@@ -19,7 +18,6 @@ from rustloader.stateful_dataloader.next_epoch import draw, run_out
 from rustloader.stateful_dataloader.sampler import BatchSampler, RandomSampler, StatefulDistributedSampler
 from rustloader.stateful_dataloader.sampling import sampling
 from rustloader.stateful_dataloader.schema import Draws, SamplerState, copied
-from rustloader.stateful_dataloader.stateful import Stateful
 
 pytestmark = pytest.mark.ours
 
@@ -38,61 +36,23 @@ def plain(value):
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-# The classes on their own, compared with torchdata's
-
-
 def random_settings(rng):
     size = rng.randint(1, 80)
     return size, dict(replacement=rng.random() < 0.5, num_samples=rng.choice([None, rng.randint(1, 3 * size)]))
 
 
-def test_random_samplers_match_those_of_torchdata():
-    rng = random.Random(0)
-    for case in range(100):
-        size, kw = random_settings(rng)
-        results = []
-        at = rng.randint(0, 2 * size)
-        for module in (torchdata_sampler, None):
-            cls = RandomSampler if module is None else module.RandomSampler
-            torch.manual_seed(case)
-            sampler = cls(range(size), generator=generator(case) if case % 2 else None, **kw)
-            observed = [torch.get_rng_state().tolist(), len(sampler), sampler.num_samples]
-            for _ in range(2):
-                iterator = iter(sampler)
-                assert isinstance(iterator, Stateful)
-                observed.append(sampler.generator.get_state().tolist())
-                observed.append([*itertools.islice(iterator, at)])
-                observed.append(plain(iterator.state_dict()))
-                observed.append([*iterator])
-                observed.append(sampler.generator.get_state().tolist())
-            results.append(observed)
-        assert results[0] == results[1], (size, kw)
+def typed(saved):
+    return saved and SamplerState.of(saved, saved)
 
 
-def test_states_of_random_samplers_load_in_both():
-    rng = random.Random(1)
-    for case in range(100):
-        size, kw = random_settings(rng)
-        classes = [torchdata_sampler.RandomSampler, RandomSampler]
-        source, target = rng.choice(classes), rng.choice(classes)
-        iterator = iter(source(range(size), generator=generator(case), **kw))
-        drawn = [*itertools.islice(iterator, rng.randint(0, 2 * size))]
-        state = copy.deepcopy(iterator.state_dict())
-        sampler = target(range(size), generator=generator(77), **kw)
-        other = iter(sampler)
-        if target is RandomSampler:  # torchdata's must be new
-            next(other)
-        other.load_state_dict(state)
-        assert plain(other.state_dict()) == plain(state)
-        assert [*other] == [*iterator], (source, target, kw, len(drawn))
+def begin(index_sampler, saved=None, position=0, ahead=(), every=1):
+    return sampling(index_sampler, iter(index_sampler), typed(saved), position, ahead, every, map_style=True)
 
 
-def test_wrong_settings_of_random_samplers():
-    for kw in (dict(replacement=1), dict(num_samples=0), dict(num_samples=-1), dict(num_samples=2.5), dict()):
-        size = 5 if kw else 0
-        expected = outcome(lambda kw=kw, size=size: torchdata_sampler.RandomSampler(range(size), **kw))
-        assert expected[0] != "value"
-        assert outcome(lambda kw=kw, size=size: RandomSampler(range(size), **kw)) == expected
+def merged(state):
+    saved = dict(state.own)
+    saved |= {"_index_sampler_state": state.index_sampler_state, "_sampler_iter_state": state.sampler_iter_state}
+    return copy.deepcopy({name: value for name, value in saved.items() if value is not None or name == "start"})
 
 
 class Counted(Sampler):
@@ -115,189 +75,6 @@ class Counted(Sampler):
 
     def load_state_dict(self, state_dict):
         self.at = state_dict["at"]
-
-
-INNER = {
-    "random": lambda module: (module.RandomSampler if module else RandomSampler)(range(11), generator=generator(3)),
-    "distributed": lambda module: (module.StatefulDistributedSampler if module else StatefulDistributedSampler)(
-        range(23), num_replicas=2, rank=1
-    ),
-    "sequential": lambda module: SequentialSampler(range(11)),
-    "a list": lambda module: [5, 4, 3, 2, 1],
-    "its own": lambda module: Counted(11),
-}
-
-
-@pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("batch_size", [1, 3, 4, 11, 40])
-def test_batch_samplers_match_those_of_torchdata(inner, drop_last, batch_size):
-    count = len([*BatchSampler(INNER[inner](None), batch_size, drop_last)])
-    for at in range(count + 1):
-        results = []
-        for module in (torchdata_sampler, None):
-            cls = BatchSampler if module is None else module.BatchSampler
-            sampler = cls(INNER[inner](module), batch_size, drop_last)
-            iterator = iter(sampler)
-            assert isinstance(sampler, TorchBatchSampler) and isinstance(iterator, Stateful)
-            observed = [len(sampler), [*itertools.islice(iterator, at)]]
-            state = copy.deepcopy(iterator.state_dict())
-            observed.append(plain(state))
-            # The state loads into the samplers of both modules.
-            for other_module, other_cls in ((torchdata_sampler, torchdata_sampler.BatchSampler), (None, BatchSampler)):
-                fresh = iter(other_cls(INNER[inner](other_module), batch_size, drop_last))
-                fresh.load_state_dict(copy.deepcopy(state))
-                observed.append([*fresh])
-            observed.append([*iterator])
-            results.append(observed)
-        assert results[0] == results[1]
-        # At its end, this sampler starts over.
-        if inner != "its own" or at < count:
-            assert results[1][-1] == results[1][-2] == results[1][-3]
-
-
-def test_wrong_settings_of_batch_samplers():
-    for settings in ((range(4), 0, False), (range(4), 2.5, False), (range(4), 2, 1)):
-        assert outcome(BatchSampler, *settings) == outcome(TorchBatchSampler, *settings)
-
-
-def test_a_state_of_a_sampler_that_has_none_here():
-    for state in ({"sampler_state": {}}, {"sampler_iter_state": {}}):
-        iterator = iter(BatchSampler(SequentialSampler(range(5)), 2, False))
-        with pytest.raises(ValueError, match="lacks state_dict or load_state_dict"):
-            iterator.load_state_dict({"samples_yielded": 2} | state)
-
-
-class Interrupting:
-    """Yields numbers; one call raises KeyboardInterrupt, as Ctrl-C would."""
-
-    def __init__(self, size, at):
-        self.size, self.at, self.count = size, at, 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.at == self.count:
-            self.at = None
-            raise KeyboardInterrupt
-        if self.count == self.size:
-            raise StopIteration
-        self.count += 1
-        return self.count - 1
-
-
-def test_a_batch_goes_on_after_an_interrupt():
-    for at in range(6):
-        iterator = iter(BatchSampler(Interrupting(5, at), 2, False))
-        batches = []
-        while len(batches) < 3:
-            try:
-                batches.append(next(iterator))
-            except KeyboardInterrupt:
-                continue
-        assert batches == [[0, 1], [2, 3], [4]]
-        assert next(iterator, None) is None
-
-
-def test_a_load_drops_what_an_interrupt_left():
-    iterator = iter(BatchSampler(Interrupting(9, 1), 2, False))
-    with pytest.raises(KeyboardInterrupt):
-        next(iterator)
-    iterator.load_state_dict({"samples_yielded": 2})
-    # This sampler continues where it is, so two more indices are skipped.
-    assert next(iterator) == [3, 4]
-
-
-def test_distributed_samplers_match_those_of_torch():
-    rng = random.Random(2)
-    for _ in range(60):
-        size, replicas = rng.randint(1, 60), rng.randint(1, 6)
-        kw = dict(num_replicas=replicas, rank=rng.randrange(replicas), shuffle=rng.random() < 0.5)
-        kw |= dict(seed=rng.randrange(3), drop_last=rng.random() < 0.5)
-        reference, sampler = DistributedSampler(range(size), **kw), StatefulDistributedSampler(range(size), **kw)
-        for epoch in range(2):
-            reference.set_epoch(epoch)
-            sampler.set_epoch(epoch)
-            assert [*sampler] == [*reference] and len(sampler) == len(reference)
-            assert sampler.yielded == len(reference) and sampler.next_yielded is None
-            at = rng.randint(0, len(reference))
-            iterator = iter(sampler)
-            assert sampler.yielded == 0
-            assert [*itertools.islice(iterator, at)] == [*reference][:at]
-            assert sampler.state_dict() == {"yielded": at} and sampler.yielded == at
-            fresh = StatefulDistributedSampler(range(size), **kw)
-            fresh.set_epoch(epoch)
-            fresh.load_state_dict(sampler.state_dict())
-            assert fresh.next_yielded == at and fresh.state_dict() == {"yielded": at}
-            assert [*fresh] == [*reference][at:]
-            assert fresh.yielded == len(reference) and fresh.next_yielded is None
-            # The epoch after a resumed one is whole.
-            assert [*fresh] == [*reference]
-
-
-def test_states_of_distributed_samplers():
-    sampler = StatefulDistributedSampler(range(20), num_replicas=2, rank=0)
-    assert sampler.yielded == 0 and sampler.next_yielded is None and sampler._YIELDED == "yielded"
-    sampler.load_state_dict({"yielded": 3})
-    assert sampler.next_yielded == 3 and sampler.yielded == 0
-    for state in ({}, {"yielded": -1}, {"other": 3}):
-        with pytest.raises(ValueError):
-            sampler.load_state_dict(state)
-    assert sampler.next_yielded == 3
-    sampler.load_state_dict({"yielded": 0})
-    assert sampler.next_yielded == 0
-    sampler.yielded = 5
-    sampler.next_yielded = None
-    assert sampler.state_dict() == {"yielded": 5}
-
-
-def test_the_epoch_in_a_state_of_a_newer_torchdata_is_set():
-    keys = StatefulDistributedSampler._YIELDED, StatefulDistributedSampler._EPOCH
-    sampler = StatefulDistributedSampler(range(20), num_replicas=2, rank=0)
-    sampler.set_epoch(3)
-    rest = list(sampler)[4:]
-    other = StatefulDistributedSampler(range(20), num_replicas=2, rank=0)
-    other.load_state_dict(dict(zip(keys, (4, 3), strict=True)))
-    assert (other.epoch, list(other)) == (3, rest)
-    other.load_state_dict({"yielded": 0})
-    assert other.epoch == 3
-
-
-def test_a_loaded_position_waits_for_the_first_index():
-    """torch's iterators with workers create a sampler iterator that they do not use."""
-    sampler = StatefulDistributedSampler(range(20), num_replicas=2, rank=0, shuffle=False)
-    sampler.load_state_dict({"yielded": 4})
-    unused = iter(sampler)
-    assert sampler.next_yielded == 4
-    assert [*sampler] == [8, 10, 12, 14, 16, 18]
-    del unused
-
-
-def test_a_load_leaves_a_running_iterator_alone():
-    sampler = StatefulDistributedSampler(range(20), num_replicas=2, rank=0, shuffle=False)
-    iterator = iter(sampler)
-    assert [next(iterator), next(iterator)] == [0, 2]
-    sampler.load_state_dict({"yielded": 7})
-    assert next(iterator) == 4 and sampler.yielded == 3
-    assert [*sampler] == [14, 16, 18]
-
-
-# In an epoch of a loader
-
-
-def typed(saved):
-    return saved and SamplerState.of(saved, saved)
-
-
-def begin(index_sampler, saved=None, position=0, ahead=(), every=1):
-    return sampling(index_sampler, iter(index_sampler), typed(saved), position, ahead, every, map_style=True)
-
-
-def merged(state):
-    saved = dict(state.own)
-    saved |= {"_index_sampler_state": state.index_sampler_state, "_sampler_iter_state": state.sampler_iter_state}
-    return copy.deepcopy({name: value for name, value in saved.items() if value is not None or name == "start"})
 
 
 class Walker(Sampler):
@@ -384,20 +161,14 @@ class Growing(Sampler):
 
 
 SAMPLERS = {
-    "our BatchSampler": lambda seed: BatchSampler(RandomSampler(range(23), generator=generator(seed)), 3, False),
-    "torch's BatchSampler over our sampler": lambda seed: TorchBatchSampler(
+    "torchdata's batches": lambda seed: BatchSampler(RandomSampler(range(23), generator=generator(seed)), 3, False),
+    "torchdata's sampler in torch's batches": lambda seed: TorchBatchSampler(
         RandomSampler(range(23), replacement=True, generator=generator(seed)), 3, True
     ),
-    "torchdata's": lambda seed: torchdata_sampler.BatchSampler(
-        torchdata_sampler.RandomSampler(range(23), generator=generator(seed)), 3, False
-    ),
-    "torchdata's in torch's batches": lambda seed: TorchBatchSampler(
-        torchdata_sampler.RandomSampler(range(23), generator=generator(seed)), 3, False
-    ),
-    "ours without batches": lambda seed: RandomSampler(range(23), generator=generator(seed)),
+    "torchdata's sampler without batches": lambda seed: RandomSampler(range(23), generator=generator(seed)),
     "distributed": lambda seed: TorchBatchSampler(StatefulDistributedSampler(range(23), 2, 1), 3, False),
     "distributed without batches": lambda seed: StatefulDistributedSampler(range(23), 2, 1),
-    "our BatchSampler over torch's sampler": lambda seed: BatchSampler(SequentialSampler(range(23)), 3, False),
+    "torchdata's batches of torch's sampler": lambda seed: BatchSampler(SequentialSampler(range(23)), 3, False),
     "a stateful iterator": lambda seed: TorchBatchSampler(Walker(23), 3, False),
     "a stateful iterator without batches": lambda seed: Walker(23),
     "a stateful sampler": lambda seed: TorchBatchSampler(Counted(23), 3, True),
@@ -619,12 +390,12 @@ def test_a_torchdata_state_in_torchs_sampler():
             return inner if size is None else cls(inner, size, False)
 
         data = range(size)
-        inner = torchdata_sampler.RandomSampler(data, generator=generator(case), **kw)
-        iterator = iter(batches(torchdata_sampler.BatchSampler, inner))
+        inner = RandomSampler(data, generator=generator(case), **kw)
+        iterator = iter(batches(BatchSampler, inner))
         position = len([*itertools.islice(iterator, rng.randint(0, 9))])
         saved = {"_sampler_iter_state": copy.deepcopy(iterator.state_dict())}
         rest = [*iterator]
-        following = [*iter(batches(torchdata_sampler.BatchSampler, inner))]
+        following = [*iter(batches(BatchSampler, inner))]
         for own in (None, generator(5)):
             before = torch.get_rng_state()
             index_sampler = batches(TorchBatchSampler, TorchRandomSampler(data, generator=own, **kw))
@@ -635,8 +406,21 @@ def test_a_torchdata_state_in_torchs_sampler():
         assert [*begin(index_sampler).iterator] == following
 
 
+@pytest.mark.parametrize(
+    "name, state",
+    [
+        ("torchdata's batches", {"sampler_iter_state": {"yielded": 6, "generator": generator(1).get_state()}}),
+        ("distributed", {"sampler_state": {"yielded": 6}}),
+    ],
+)
+def test_checkpoints_of_the_samplers_of_rustloader_0_1_0_load(name, state):
+    whole = [*SAMPLERS[name](1)]
+    saved = {"kind": "stateful", "state_position": 2, "_sampler_iter_state": {"samples_yielded": 6, **state}}
+    assert [*begin(SAMPLERS[name](50), saved, 2).iterator] == whole[2:]
+
+
 def test_a_torchdata_state_of_other_samplers():
-    iterator = iter(torchdata_sampler.BatchSampler(SequentialSampler(range(20)), 3, False))
+    iterator = iter(BatchSampler(SequentialSampler(range(20)), 3, False))
     drawn = [next(iterator), next(iterator)]
     saved = {"_sampler_iter_state": iterator.state_dict()}
     rest = [*iterator]
@@ -650,10 +434,10 @@ def test_a_torchdata_state_of_other_samplers():
 
 def test_a_position_that_a_program_set_back():
     """accelerate's dispatcher does this; torchdata takes the sampler's state as it is."""
-    first = begin(SAMPLERS["our BatchSampler"](1))
+    first = begin(SAMPLERS["torchdata's batches"](1))
     whole = [*first.iterator]
     saved = merged(first.state(4))
-    second = begin(SAMPLERS["our BatchSampler"](2), saved, 3)
+    second = begin(SAMPLERS["torchdata's batches"](2), saved, 3)
     assert [*second.iterator] == whole[4:]
 
 
@@ -875,7 +659,7 @@ def test_checks_of_samplers_with_a_state():
         next(first.iterator)
         check(first.state(1), Holder(make(2)))
         check(dataclasses.replace(first.state(1), kind="other"), Holder(make(2)))
-    saved = begin(SAMPLERS["our BatchSampler"](1)).state(0)
+    saved = begin(SAMPLERS["torchdata's batches"](1)).state(0)
     assert saved.batch_size == 3
     with pytest.raises(ValueError, match="batch_size=3"):
         check(saved, Holder(BatchSampler(RandomSampler(range(31)), 4, False)))

@@ -1,7 +1,5 @@
 """Samplers and batch samplers, with and without a state, behave as they do with torchdata."""
 
-import itertools
-
 import pytest
 import torch
 from pairwise import pairs
@@ -124,65 +122,6 @@ def test_random_sampler(lib, replacement, own_generator, start, interrupt):
     assert ids(following) != ids(first + rest)
 
 
-def test_random_sampler_draws_what_torchdatas_does(lib):
-    """The numbers are pinned, so that states of torchdata's loaders give the same order here."""
-    sampler = lib.RandomSampler(range(10), generator=torch.Generator().manual_seed(3))
-    generator = torch.Generator().manual_seed(3)
-    assert list(sampler) == torch.randperm(10, generator=generator).tolist()
-    assert list(sampler) == torch.randperm(10, generator=generator).tolist()
-    sampler = lib.RandomSampler(range(10), True, 70, torch.Generator().manual_seed(3))
-    generator = torch.Generator().manual_seed(3)
-    drawn = [torch.randint(10, (32,), generator=generator).tolist() for _ in range(3)]
-    assert list(sampler) == list(itertools.chain(*drawn))[:70]
-    assert len(sampler) == sampler.num_samples == 70
-
-
-def test_the_state_of_a_random_samplers_iterator(lib):
-    sampler = lib.RandomSampler(range(50), generator=torch.Generator().manual_seed(3))
-    before = sampler.generator.get_state()
-    iterator = iter(sampler)
-    assert isinstance(iterator, lib.Stateful)
-    for _ in range(7):
-        next(iterator)
-    state = iterator.state_dict()
-    assert set(state) == {"yielded", "generator"}
-    assert state["yielded"] == 7 and torch.equal(state["generator"], before)
-    rest = list(iterator)
-    other = iter(lib.RandomSampler(range(50)))
-    other.load_state_dict(state)
-    assert list(other) == rest
-
-
-def test_arguments_of_random_sampler(lib):
-    with pytest.raises(TypeError, match="replacement"):
-        lib.RandomSampler(range(3), replacement=1)
-    with pytest.raises(ValueError, match="num_samples"):
-        lib.RandomSampler(range(3), num_samples=0)
-    with pytest.raises(ValueError, match="num_samples"):
-        lib.RandomSampler([])
-    assert len(lib.RandomSampler(range(3), num_samples=8)) == 8
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("kind", [*STATEFUL, "WithoutState"])
-def test_the_state_of_a_batch_samplers_iterator(lib, kind, drop_last):
-    def make():
-        return lib.BatchSampler(getattr(datasets, kind)(22), 4, drop_last)
-
-    everything = list(make())
-    assert len(everything) == len(make()) == (5 if drop_last else 6)
-    iterator = iter(make())
-    assert isinstance(iterator, lib.Stateful)
-    assert [next(iterator) for _ in range(3)] == everything[:3]
-    state = iterator.state_dict()
-    assert state["samples_yielded"] == 12
-    assert ("sampler_state" in state) == (kind in ("SamplerWithState", "OwnIteratorWithState"))
-    assert ("sampler_iter_state" in state) == (kind in ("IteratorWithState", "OwnIteratorWithState"))
-    other = iter(make())
-    other.load_state_dict(state)
-    assert list(other) == everything[3:]
-
-
 @pairs(start=STARTS, interrupt=INTERRUPTS)
 def test_batch_sampler_in_a_loader(lib, start, interrupt):
     def make():
@@ -199,62 +138,9 @@ def test_batch_sampler_in_a_loader(lib, start, interrupt):
     assert sorted(ids(first + from_state)) == list(range(SIZE))
 
 
-def test_a_batch_sampler_calls_iter_once(lib):
-    sampler = datasets.OwnIteratorWithState(22)
-    assert len(list(lib.BatchSampler(sampler, 4, False))) == 6
-    assert sampler.calls == 1
-
-
 def distributed(lib, **kw):
     kw = {"num_replicas": 1, "rank": 0, "shuffle": False, **kw}
     return lib.StatefulDistributedSampler(list(range(100)), **kw)
-
-
-def test_the_distributed_samplers_attributes(lib):
-    data = list(range(100))
-    sampler = lib.StatefulDistributedSampler(data, num_replicas=10, rank=2, shuffle=False, seed=42, drop_last=True)
-    assert isinstance(sampler, DistributedSampler) and isinstance(sampler, lib.Stateful)
-    assert sampler.dataset is data
-    assert (sampler.num_replicas, sampler.rank, sampler.shuffle, sampler.seed) == (10, 2, False, 42)
-    assert sampler.drop_last is True and sampler.yielded == 0 and sampler.next_yielded is None
-    assert sampler._YIELDED == "yielded"
-    assert list(sampler) == list(range(2, 100, 10)) and len(sampler) == 10
-
-
-def test_the_distributed_samplers_state(lib):
-    sampler = distributed(lib)
-    sampler.yielded = 5
-    assert sampler.state_dict() == {"yielded": 5}
-    sampler.load_state_dict({"yielded": 3})
-    assert sampler.next_yielded == 3
-    assert list(sampler) == list(range(3, 100))
-    assert sampler.next_yielded is None and sampler.yielded == 100
-    assert list(sampler) == list(range(100))
-    with pytest.raises(ValueError, match="negative"):
-        sampler.load_state_dict({"yielded": -1})
-    with pytest.raises(ValueError):
-        sampler.load_state_dict({"other": 1})
-
-
-def test_a_load_does_not_move_an_iterator_of_the_distributed_sampler(lib):
-    sampler = distributed(lib, shuffle=True, seed=42, num_replicas=2)
-    iterator = iter(sampler)
-    next(iterator)
-    assert sampler.yielded == 1 and sampler.next_yielded is None
-    sampler.load_state_dict({"yielded": 5})
-    assert sampler.next_yielded == 5
-    next(iterator)
-    assert sampler.yielded == 2 and sampler.next_yielded == 5
-    # rustloader returns the loaded state until it takes effect.
-    assert sampler.state_dict() == {"yielded": 2 if lib.name == "torchdata" else 5}
-
-
-@pytest.mark.parametrize("drop_last, length", [(True, 33), (False, 34)])
-def test_the_distributed_samplers_length(lib, drop_last, length):
-    samplers = [distributed(lib, num_replicas=3, rank=rank, drop_last=drop_last) for rank in range(3)]
-    parts = [list(sampler) for sampler in samplers]
-    assert [len(part) for part in parts] == [length] * 3 == [len(sampler) for sampler in samplers]
-    assert len(set(itertools.chain(*parts))) == min(100, 3 * length)
 
 
 def test_the_distributed_samplers_order_is_torchs(lib):

@@ -18,7 +18,6 @@ if rustloader is not None:
     from rustloader._core import call_into
     from rustloader.order.drawn import Random
     from rustloader.order.stream import stream
-    from rustloader.stateful_dataloader import sampler
     from rustloader.stateful_dataloader.sampling import sampling
 
     PACKAGE = Path(rustloader.__path__[0])
@@ -199,29 +198,13 @@ def recorded():
     return sampling(index_sampler, iter(index_sampler), None, 0, (), 1, map_style=True).iterator
 
 
-def drawn(replacement):
-    generator = torch.Generator().manual_seed(3)
-    size = sampler._RandomIterator._CHUNK + 3 if replacement else 3
-    return iter(sampler.RandomSampler(range(3), replacement, size, generator))
-
-
 def permutations():
     torch.manual_seed(3)
     draw = Random(RandomSampler(range(3), num_samples=7)).arrays()
     return iter(lambda: None if (array := draw()) is None else [*array], None)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        recorded,
-        lambda: drawn(False),
-        lambda: drawn(True),
-        lambda: iter(sampler.BatchSampler(range(5), 2, False)),
-        permutations,
-    ],
-    ids=["recorder", "permutation", "with replacement", "batches", "index stream"],
-)
+@pytest.mark.parametrize("make", [recorded, permutations], ids=["recorder", "index stream"])
 def test_no_index_is_lost(make):
     assert losses(make) == []
 
