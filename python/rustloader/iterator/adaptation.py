@@ -22,12 +22,12 @@ def adapted(loader: LoaderLike, config: LoaderConfig) -> LoaderConfig:
     and the reasons once per loader. Also logs if ``seed_by="sample"`` seeds whole batches."""
     changed: dict[str, Any] = {}
     if config.worker_threads > 1 and (reason := _why_not_concurrent(loader)) is not None:
-        _log_once(loader, f"worker_threads={config.worker_threads} has no effect: {reason}")
+        log_once(loader, f"worker_threads={config.worker_threads} has no effect: {reason}")
         changed["worker_threads"] = 1
     if config.seed_by == "sample" and (reason := _why_not_per_sample(loader)) is not None:
-        _log_once(loader, f'seed_by="sample" seeds each batch, not each sample: {reason}')
+        log_once(loader, f'seed_by="sample" seeds each batch, not each sample: {reason}')
     if not config.raises and not torch_fetcher.is_original(loader._dataset_kind):
-        _log_once(loader, "on_error has no effect: torch's fetcher was replaced", logging.WARNING)
+        log_once(loader, "on_error has no effect: torch's fetcher was replaced", logging.WARNING)
         changed["on_error"] = "raise"
     return config.changed(**changed) if changed else config
 
@@ -60,7 +60,7 @@ def _why_not_concurrent(loader: LoaderLike) -> str | None:
     return _why_not_per_sample(loader)
 
 
-def _log_once(loader: LoaderLike, text: str, level: int = logging.INFO) -> None:
+def log_once(loader: LoaderLike, text: str, level: int = logging.INFO) -> None:
     """Logs a message once per loader."""
     if loader_state.of(original(loader)).first_time(text):
         logger.log(level, "a DataLoader: %s", text)

@@ -9,11 +9,11 @@ from typing import Any
 
 from torch.utils.data.dataloader import _DatasetKind
 
+from rustloader.iterator.adaptation import log_once
 from rustloader.iterator.epochs import Epochs
 from rustloader.order.stream import is_exact, predicted, stream
 from rustloader.remote.context import is_remote
-from rustloader.settings import loader_state
-from rustloader.settings.config import LoaderConfig, original
+from rustloader.settings.config import LoaderConfig
 from rustloader.system.interrupts import is_interrupt
 from rustloader.system.protocols import LoaderLike, WorkersIterator
 
@@ -111,9 +111,7 @@ def predictor(
     reason = _why_not(it, loader, config, is_tuned)
     if reason is None:
         return EpochPredictor(it._index_sampler, epochs)
-    text = f"overlap_epochs has no effect: {reason}"
-    if loader_state.of(original(loader)).first_time(text):
-        logger.info("a DataLoader: %s", text)
+    log_once(loader, f"overlap_epochs has no effect: {reason}")
     return None
 
 

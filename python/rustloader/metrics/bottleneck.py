@@ -68,7 +68,8 @@ def _main(stats: StatsFields, loop: float, times: str) -> Finding:
     sentence = f"The main process is the bottleneck: {what}; more workers do not help."
     # Indices that come sooner, and plainer batches, also relieve the workers.
     left = loop - stats.waited_seconds - max(sampler, opening) * stats.batches
-    return Finding("main", sentence, reason, gain=loop / left if left > 0 else float("inf"))
+    gain = loop / left if left > 0 else float("inf")
+    return Finding("main", sentence, reason, gain=gain, gain_kind="unknown")
 
 
 def _starting(stats: StatsFields, loop: float, waits: float = 0.0) -> Finding:
@@ -85,7 +86,9 @@ def _starting(stats: StatsFields, loop: float, waits: float = 0.0) -> Finding:
     # The first epoch still starts the workers.
     gain = (starting + loop) / ((starting + waits) / stats.epochs + loop - waits)
     sentence = f"The start of each epoch is the bottleneck: {remedy}"
-    return Finding("starting", sentence, reason, gain=gain, is_limit=are_kept or waits > 0)
+    return Finding(
+        "starting", sentence, reason, gain=gain, gain_kind="limit" if are_kept or waits > 0 else "prediction"
+    )
 
 
 def _waiting(stats: StatsFields, loop: float, more_do_not_help: bool) -> Finding:
@@ -111,7 +114,7 @@ def _waiting(stats: StatsFields, loop: float, more_do_not_help: bool) -> Finding
         reason = f"{waits_text(stats)}, although the workers are busy for only {busy_share:.0%} of the time; "
         reason += f"a worker takes {duration(pace.work)} per batch"
         sentence = "Inter-process transport is the bottleneck; use fewer, larger batches."
-        return Finding("transport", sentence, reason, gain=pace.gain())
+        return Finding("transport", sentence, reason, gain=pace.gain(), gain_kind="unknown")
     return busy_workers.find(stats, pace, more_do_not_help)
 
 
@@ -161,7 +164,9 @@ def _head_of_line(stats: StatsFields, pace: Pace, busy_share: float) -> Finding:
         reason += f"; worker {worker.id} takes {took} per batch, the others {duration(usual)}"
         sentence = f"One slow worker is the bottleneck: worker {worker.id} (pid {worker.pid}). The others wait for "
         sentence += f"their turn: check what only this worker reads, or set {' or '.join(remedies)}."
-        return Finding("head_of_line", sentence, reason, gain=gain, is_limit=prediction is None)
+        return Finding(
+            "head_of_line", sentence, reason, gain=gain, gain_kind="limit" if prediction is None else "prediction"
+        )
     reason += f"; a batch takes {duration(pace.work)} on average"
     tasks = stats.blocking or [task for task in stats.slowest if task.seconds > work.SLOW * pace.work] or stats.slowest
     named = "; ".join(
@@ -172,7 +177,9 @@ def _head_of_line(stats: StatsFields, pace: Pace, busy_share: float) -> Finding:
         remedies.append("a larger prefetch_factor")
     sentence = f"A few slow batches are the bottleneck: all later ones wait for them. Use {', '.join(remedies)} or "
     sentence += f"faster samples{f'; the slowest: {named}' if named else ''}."
-    return Finding("head_of_line", sentence, reason, gain=gain, is_limit=prediction is None)
+    return Finding(
+        "head_of_line", sentence, reason, gain=gain, gain_kind="limit" if prediction is None else "prediction"
+    )
 
 
 def _has_shared_queue(stats: StatsFields) -> bool:

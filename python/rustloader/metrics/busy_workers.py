@@ -54,10 +54,11 @@ def find(stats: StatsFields, pace: Pace, more_do_not_help: bool) -> Finding:
     if pack > main_work:
         sentence = "Inter-process transport is the bottleneck: packing takes the workers most of their time. Let "
         sentence += "default_collate build the batches, or return tensors and arrays in dicts, lists or tuples."
-        return Finding("transport", sentence, reason, gain=pace.gain(pace.work - pack))
+        return Finding("transport", sentence, reason, gain=pace.gain(pace.work - pack), gain_kind="unknown")
     if queued is not None and queued > _QUEUED_SHARE and pace.workers <= stats.cores:
         limits = own > 0 and fetch > main_work and (asks_every is None or own / pace.workers > asks_every)
-        return Finding("cores", _cores(stats, own if limits else None), reason, gain=pace.gain(own))
+        sentence = _cores(stats, own if limits else None)
+        return Finding("cores", sentence, reason, gain=pace.gain(own), gain_kind="unknown")
     if collate > main_work:
         return _computing(stats, pace, needed, "collate", collate, reason, more_do_not_help)
     if shares is not None and shares.waiting * fetch > main_work and not work.saturated(stats, loop_seconds(stats)):
@@ -129,7 +130,7 @@ def _storage(
         more.append(f"num_workers={number}")
         again = " and measure again" if number < (needed or 0) else ""
         sentence = f"{waits}: use {' or '.join(more)}{again}, or {faster}.{hint}"
-    return Finding("storage", sentence, reason, number, gain, is_limit)
+    return Finding("storage", sentence, reason, number, gain, "limit" if is_limit else "prediction")
 
 
 def _computing(
@@ -178,4 +179,4 @@ def _computing(
         sentence += f" {_NO_NUMBER}"
     kind: Literal["collate", "workers", "dataset"] = "workers" if is_enough else "dataset"
     kind = "collate" if main_part == "collate" else kind
-    return Finding(kind, sentence, reason, number, gain, number is None)
+    return Finding(kind, sentence, reason, number, gain, "limit" if number is None else "prediction")

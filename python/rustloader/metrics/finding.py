@@ -46,7 +46,8 @@ class Finding:
         reason: The measurements on which the finding is based.
         workers_needed: The ``num_workers`` to try next; None if more workers do not help, or the number is unknown.
         gain: The predicted speed with the first remedy, as a multiple of the current speed.
-        is_limit: Whether ``gain`` is the most that the remedy can achieve, rather than a prediction.
+        gain_kind: Whether ``gain`` is a prediction, or the most that the remedy can achieve ("limit"). "unknown" if the
+            remedy also relieves other parts of the loop, so that the gain may be larger.
     """
 
     kind: VerdictKind
@@ -54,7 +55,7 @@ class Finding:
     reason: str
     workers_needed: int | None = None
     gain: float = 1.0
-    is_limit: bool = True
+    gain_kind: Literal["prediction", "limit", "unknown"] = "limit"
 
 
 def loop_seconds(stats: StatsFields) -> float:

@@ -17,8 +17,6 @@ MIN_BATCHES = 20
 _MAX_NAMED = 3
 # Largest gain that a sentence states.
 _MAX_STATED = 100.0
-# Findings whose remedies also relieve other parts of the loop, so that no largest gain is known.
-_WITHOUT_LIMIT = ("cores", "main", "transport")
 # Findings that name no remedy.
 _WITHOUT_REMEDY = ("step", "too_few", "unknown")
 
@@ -146,8 +144,9 @@ def _judge(stats: StatsFields, more_do_not_help: bool) -> Verdict:
         kinds = " and ".join(half.kind for half in halves)
         reason = f"{waits_text(stats)}; the halves of the batches, judged alone, have the verdicts {kinds}"
         return Verdict("too_few", sentence, reason)
-    gain, sentence = None if whole.is_limit else whole.gain, whole.sentence
-    if whole.gain < _MAX_STATED and whole.kind not in _WITHOUT_LIMIT:
-        label = "Largest possible gain" if whole.is_limit else "Predicted gain"
+    sentence = whole.sentence
+    if whole.gain < _MAX_STATED and whole.gain_kind != "unknown":
+        label = "Largest possible gain" if whole.gain_kind == "limit" else "Predicted gain"
         sentence += f" {label}: {whole.gain:.{1 if whole.gain < 10 else 0}f} times as fast."
-    return Verdict(whole.kind, sentence, whole.reason, whole.workers_needed, gain)
+    predicted = whole.gain if whole.gain_kind == "prediction" else None
+    return Verdict(whole.kind, sentence, whole.reason, whole.workers_needed, predicted)
