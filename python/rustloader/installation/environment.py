@@ -13,12 +13,16 @@ import sys
 from multiprocessing import spawn
 from typing import Any
 
-from rustloader.settings.limits import INSTALL, parse_install
+from rustloader.settings.option_values import NO, YES
+from rustloader.settings.options import Options, option_of
 from rustloader.system.after_import import AfterImport
 from rustloader.system.package import FOLDER
 from rustloader.system.patches import Patch
 
 logger = logging.getLogger("rustloader")
+
+# The environment variable that makes `import rustloader` install the engine.
+INSTALL = "RUSTLOADER_INSTALL"
 
 # The import hook that waits for torch; None until `follow` is called with a value that installs the engine.
 _following: _AfterTorch | None = None
@@ -47,6 +51,31 @@ def follow(setting: str) -> None:
     _following.options |= options
     if not _following.is_waiting:
         _install(options)
+
+
+def parse_install(setting: str) -> dict[str, Any] | None:
+    """Returns the options of ``install()`` that a value of ``RUSTLOADER_INSTALL`` sets, by name; an empty dict for "1",
+    which installs the engine without options. Returns None if the value installs nothing.
+
+    Raises:
+        ValueError: The value is neither 1 nor 0 nor a list of options.
+    """
+    text = setting.strip()
+    if text.lower() in ("", *NO):
+        return None
+    values = {}
+    for part in () if text.lower() in YES else text.split(","):
+        name, _, value = (piece.strip() for piece in part.partition("="))
+        name = name.lower()
+        try:
+            values[name] = option_of(name).kind.parse(value)
+        except (KeyError, ValueError):
+            known = ", ".join(f"{name} ({option_of(name).kind.expected})" for name in Options.__dataclass_fields__)
+            raise ValueError(
+                f"{INSTALL} must be 1, 0, or options of rustloader.install(), separated by commas, for example "
+                f"prefetch_factor=4,in_order=0; got {setting!r}. The options: {known}"
+            ) from None
+    return values
 
 
 def follow_variable() -> None:

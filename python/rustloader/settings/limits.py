@@ -7,10 +7,9 @@ latter. Importing this module imports neither torch nor the extension.
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rustloader.settings.option_values import NO, YES
-from rustloader.settings.options import Options, option_of
 
 # The oldest and the newest minor version of torch that the tests cover.
 TORCH_VERSIONS = ((2, 6), (2, 15))
@@ -122,32 +121,3 @@ class StallLimits(NamedTuple):
 def stall_limits() -> StallLimits:
     """Returns the limits that the environment sets, or their defaults. Raises ValueError if a value is invalid."""
     return StallLimits(STALL_START.get(), STALL_ITEM.get(), STALL_STACK.get())
-
-
-# The environment variable that makes `import rustloader` install the engine: see `parse_install`.
-INSTALL = "RUSTLOADER_INSTALL"
-
-
-def parse_install(setting: str) -> dict[str, Any] | None:
-    """Returns the options of ``install()`` that a value of ``RUSTLOADER_INSTALL`` sets, by name; an empty dict for "1",
-    which installs the engine without options. Returns None if the value installs nothing.
-
-    Raises:
-        ValueError: The value is neither 1 nor 0 nor a list of options.
-    """
-    text = setting.strip()
-    if text.lower() in ("", *NO):
-        return None
-    values = {}
-    for part in () if text.lower() in YES else text.split(","):
-        name, _, value = (piece.strip() for piece in part.partition("="))
-        name = name.lower()
-        try:
-            values[name] = option_of(name).kind.parse(value)
-        except (KeyError, ValueError):
-            known = ", ".join(f"{name} ({option_of(name).kind.expected})" for name in Options.__dataclass_fields__)
-            raise ValueError(
-                f"{INSTALL} must be 1, 0, or options of rustloader.install(), separated by commas, for example "
-                f"prefetch_factor=4,in_order=0; got {setting!r}. The options: {known}"
-            ) from None
-    return values

@@ -15,9 +15,9 @@ import pytest
 from support import TORCH_MODE, TorchDataLoader, run_script, rustloader
 from test_docs import PAGES, ROOT
 
+from rustloader.installation.environment import parse_install
 from rustloader.settings import option_values, options
 from rustloader.settings.config import resolve, view_for_torch
-from rustloader.settings.limits import parse_install
 from rustloader.system.install_handle import Installed
 from rustloader.tools.cli import parser as commands
 

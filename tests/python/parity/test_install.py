@@ -501,7 +501,7 @@ def test_our_own_loaders_are_what_they_were():
     ],
 )
 def test_the_environment_variable(setting, options):
-    from rustloader.settings.limits import parse_install
+    from rustloader.installation.environment import parse_install
 
     assert parse_install(setting) == options
 
@@ -520,7 +520,7 @@ def test_the_environment_variable(setting, options):
     ],
 )
 def test_an_environment_variable_that_says_something_else(setting):
-    from rustloader.settings.limits import parse_install
+    from rustloader.installation.environment import parse_install
 
     with pytest.raises(ValueError) as raised:
         parse_install(setting)

@@ -220,7 +220,7 @@ def test_what_is_ours_and_what_is_the_scripts():
 
 
 def test_options_of_run_become_the_variable(monkeypatch):
-    from rustloader.settings.limits import parse_install
+    from rustloader.installation.environment import parse_install
     from rustloader.tools.cli.run import _setting
 
     def setting(*arguments):

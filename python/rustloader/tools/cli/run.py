@@ -12,8 +12,10 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from rustloader.installation.environment import follow  # not `installation.api`, which imports torch
-from rustloader.settings.limits import INSTALL
+from rustloader.installation.environment import (
+    INSTALL,
+    follow,  # not `installation.api`, which imports torch
+)
 from rustloader.settings.option_values import text_of
 from rustloader.settings.options import Options
 from rustloader.system.package import FOLDER
