@@ -9,12 +9,13 @@ from support import config_of, run_script, rustloader
 from test_docs import PAGES, ROOT, known_variables
 
 from rustloader import _core
+from rustloader.installation.environment import INSTALL
 from rustloader.settings import limits as config
 
 pytestmark = pytest.mark.ours
 
 NAMES = [
-    config.INSTALL,
+    INSTALL,
     config.FORKSERVER_PRELOAD.name,
     config.NUMPY_ARENA.name,
     *(variable.name for variable in config.SECONDS),
@@ -25,7 +26,7 @@ TEST_VARIABLES = {"RUSTLOADER_FAILPOINT", "RUSTLOADER_MEMORY_ROOT"}
 def test_the_page_lists_every_variable_with_its_default():
     rows = re.findall(r"^\| `(RUSTLOADER_\w+)` \| (\S+) \|", PAGES["docs/options.md"].read_text(), re.MULTILINE)
     assert dict(rows) == {
-        config.INSTALL: "unset",
+        INSTALL: "unset",
         config.FORKSERVER_PRELOAD.name: "1",
         config.NUMPY_ARENA.name: "1",
     } | {variable.name: f"{variable.default:g}" for variable in config.SECONDS}
