@@ -10,6 +10,7 @@
 //! transport                tasks and batches over a connection to another machine
 //! metrics, store, cache, trace  counters; objects that processes share; samples that are made once; events
 //! scheduler, tree, wire    dispatch and delivery order; the bytes of a batch; the entries of the rings
+//! sequences                batches by the lengths of the samples
 //! shm                      the arena: rings, blocks, leases
 //! copy, sys                memory copies; every system call
 //! config, error, id, numbered, seeds, sync
@@ -25,6 +26,8 @@ pub mod id;
 mod numbered;
 pub mod scheduler;
 pub mod seeds;
+#[cfg(not(loom))]
+pub mod sequences;
 pub mod shm;
 pub mod sync;
 

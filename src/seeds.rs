@@ -1,4 +1,4 @@
-//! The random numbers of `seed_by`. The generator is counter-based, so that the numbers of a batch depend only on its
+//! The random numbers of `seed_by` and of plans for sequences. The generator is counter-based, so that the numbers of a batch depend only on its
 //! [`Place`], and not on earlier batches.
 //!
 //! The generator is Philox4x64-10, from J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw: "Parallel random numbers:
@@ -31,7 +31,8 @@ pub fn words(base_seed: u64, at: Place) -> [u64; 4] {
     philox([at.place, at.ordinal, at.worker, at.epoch], [base_seed, 0])
 }
 
-fn philox(mut counter: [u64; 4], mut key: [u64; 2]) -> [u64; 4] {
+/// Returns the four words of a counter and a key.
+pub fn philox(mut counter: [u64; 4], mut key: [u64; 2]) -> [u64; 4] {
     for round in 0..ROUNDS {
         if round > 0 {
             key = [key[0].wrapping_add(WEYL[0]), key[1].wrapping_add(WEYL[1])];

@@ -19,6 +19,11 @@ Devices:
     prefetch_to_device: Copies the batches of a loader to a device while the program computes.
     DeviceLoader: The result of ``prefetch_to_device``.
 
+Sequences:
+    TokenBudgetBatchSampler: Yields batches of samples of similar length, with at most a number of tokens.
+    PackingBatchSampler: Yields batches of samples that fill packs, which need no padding.
+    pack: Concatenates the samples of a batch; a ``collate_fn``.
+
 Random numbers:
     sample_seed: Returns the seed of the sample that is being made, for loaders with ``seed_by``.
 
@@ -138,6 +143,9 @@ if TYPE_CHECKING:
     from rustloader.metrics.stats import Stats as Stats
     from rustloader.metrics.transfers import TransferStats as TransferStats
     from rustloader.metrics.verdict import Verdict as Verdict
+    from rustloader.sequences.budget import TokenBudgetBatchSampler as TokenBudgetBatchSampler
+    from rustloader.sequences.packing import PackingBatchSampler as PackingBatchSampler
+    from rustloader.sequences.packing import pack as pack
     from rustloader.settings.options import Options as Options
     from rustloader.sharing.core import share as share
     from rustloader.stateful_dataloader.loader import StatefulDataLoader as StatefulDataLoader
@@ -175,6 +183,8 @@ _HOMES = {
     "metrics.transfers": ("TransferStats",),
     "metrics.finding": ("VerdictKind",),
     "metrics.verdict": ("Verdict",),
+    "sequences.budget": ("TokenBudgetBatchSampler",),
+    "sequences.packing": ("PackingBatchSampler", "pack"),
     "settings.options": ("Options",),
     "device.prefetch.loader": ("DeviceLoader", "prefetch_to_device"),
     "sharing.core": ("share",),
@@ -192,6 +202,8 @@ if not sys.platform.startswith("linux"):
         "metrics.report",
         "metrics.serving",
         "metrics.loader_stats",
+        "sequences.budget",
+        "sequences.packing",
         "sharing.core",
         "stateful_dataloader.loader",
         "tracing.core",

@@ -8,6 +8,7 @@ mod functions;
 mod gate;
 mod port;
 mod remote;
+mod sequences;
 mod sharing;
 mod signals;
 mod sizes;
@@ -31,6 +32,7 @@ mod _core {
         },
         port::PyPort,
         remote::PyLink,
+        sequences::{SequenceBatches, SequencePlan, int_tensor, summarize_lengths},
         sharing::{ShareBuilder, SharedData, SharedItems, SharedIterator, SharedPairs, SharedStore},
         signals::{DeferredSignals, call_into},
         trace::PyTraceSink,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from rustloader.caching.usage import CacheUsage
@@ -99,6 +99,22 @@ class StatefulDataLoader(DataLoader[Any]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(f"StatefulDataLoader: {_WHY}")
+
+
+class TokenBudgetBatchSampler(Sampler[list[int]]):
+    """A class that cannot be used: its constructor raises NotImplementedError, because plans need the engine."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(f"{type(self).__name__}: {_WHY}")
+
+
+class PackingBatchSampler(TokenBudgetBatchSampler):
+    """A class that cannot be used, as ``TokenBudgetBatchSampler``."""
+
+
+def pack(samples: Any, *, max_length: int | None = None) -> dict[str, Any]:
+    """Raises NotImplementedError: packing needs the engine."""
+    raise NotImplementedError(f"pack: {_WHY}")
 
 
 @options.takes(options.Options)

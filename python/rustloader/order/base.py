@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType
@@ -13,6 +14,8 @@ import torch
 from torch.utils.data import BatchSampler
 
 from rustloader._core import call_into
+
+logger = logging.getLogger("rustloader")
 
 # A function that returns the next array of indices, and None after the last one.
 NextArray = Callable[[], "np.ndarray | None"]
@@ -25,7 +28,8 @@ Begun = tuple[Iterator[Any], Start | None]
 class Order:
     """An index sampler, and the order of one epoch of it.
 
-    Each sampler class of torch has a subclass. This class itself serves samplers of which nothing is known.
+    Each sampler class of torch has a subclass, and so have the batch samplers for sequences. This class itself serves
+    samplers of which nothing is known.
 
     The start of an order determines the order, and can be saved. It is one of:
 
@@ -34,6 +38,7 @@ class Order:
     * ``{"generator": tensor}``: the state of the sampler's own generator before the sampler's first draw.
     * ``{"global_generator": tensor}``: the state of torch's global generator before the sampler's first draw.
     * The settings of a DistributedSampler, as ``computed.shard_start`` returns them.
+    * The place in a plan of batches, as ``SequenceBatchSampler`` returns it.
 
     Args:
         inner: The sampler of single indices, if torch's BatchSampler batches them; otherwise the index sampler itself.
@@ -42,7 +47,7 @@ class Order:
     Attributes:
         name: The kind of the sampler in states: that of a subclass, ``"none"`` for the sampler that torch gives an
             iterable dataset, ``"stateful"`` for a sampler with a state, or ``"other"``.
-        torch_class: torch's class of the sampler; None if the order cannot start at any position.
+        sampler_class: The class of the sampler; None if the order cannot start at any position.
         code: The code object of torch's ``__iter__``; None if rustloader does not know this version of the code.
         drawn_from: The attribute whose length is the number of indices that a random sampler draws from.
         given: The start that an earlier run saved; None if there is none.
@@ -52,7 +57,7 @@ class Order:
     """
 
     name = "other"
-    torch_class: Any = None
+    sampler_class: Any = None
     code: CodeType | None = None
     drawn_from: str | None = None
     given: Start | None = None
@@ -79,7 +84,7 @@ class Order:
     @property
     def is_exact(self) -> bool:
         """True if the sampler is of torch's class, rather than of a subclass with the same ``__iter__``."""
-        return type(self.inner) is self.torch_class
+        return type(self.inner) is self.sampler_class
 
     def arrays(self) -> NextArray | None:
         """Returns the source of an index stream's arrays; None if torch's generator must be used instead."""
@@ -149,6 +154,28 @@ class Order:
 
     def check_start(self, start: Mapping[str, Any]) -> None:
         """Raises ValueError if something is missing or wrong in the start in a state."""
+
+    def check_position(self, start: Any, position: int, loader: Any) -> None:
+        """Raises ValueError if an epoch of ``loader`` has fewer batches than a state says were delivered."""
+        # After a `reshard`, the remaining batches are counted from this ordinal.
+        first = start.get("first") if isinstance(start, Mapping) else None
+        delivered, total = position - (first if type(first) is int else 0), length_of(loader)
+        if total is not None and delivered > total:
+            raise ValueError(
+                f"the state was taken after {delivered} batches, but an epoch of this loader has {total}: load it into "
+                "a loader over the same dataset, with the same batch size"
+            )
+
+    def _warn_of_epoch(self) -> None:
+        """Logs a warning if the given start is of another epoch than the sampler's."""
+        assert self.given is not None
+        saved, epoch = self.given["epoch"], self.inner.epoch
+        if epoch != saved:
+            logger.warning(
+                "the loaded state is of epoch %s of the %s, whose epoch is now %s: the rest of epoch %s follows. Call "
+                "set_epoch(%s) before the loop to silence this",
+                *(saved, self.sampler_class.__name__, epoch, saved, saved),
+            )
 
 
 def _typed_attribute(cls: type, sampler: Any, name: str) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,8 +16,6 @@ from torch.utils.data.distributed import DistributedSampler
 
 from rustloader.order.base import Begun, NextArray, Order, Start, array_of
 from rustloader.system.torch_side import known_code
-
-logger = logging.getLogger("rustloader")
 
 # Number of indices in each array of a SequentialSampler's stream.
 _CHUNK = 8192
@@ -36,7 +33,7 @@ class Sequential(Order):
     """The order of a SequentialSampler."""
 
     name = "sequential"
-    torch_class = SequentialSampler
+    sampler_class = SequentialSampler
     code = known_code(SequentialSampler.__iter__, sampler, "iter range len data_source")
 
     def arrays(self) -> NextArray:
@@ -56,7 +53,7 @@ class Distributed(Order):
     """The order of a DistributedSampler. Its start consists of all settings that determine it."""
 
     name = "distributed"
-    torch_class = DistributedSampler
+    sampler_class = DistributedSampler
     code = known_code(
         DistributedSampler.__iter__,
         distributed,
@@ -79,13 +76,7 @@ class Distributed(Order):
         super().resume(start, owes_draws, position)
         if self.given is None:
             return position
-        saved, epoch = self.given["epoch"], self.inner.epoch
-        if epoch != saved:
-            logger.warning(
-                "the loaded state is of epoch %s of the DistributedSampler, whose epoch is now %s: the rest of epoch "
-                "%s follows. Call set_epoch(%s) before the loop to silence this",
-                *(saved, epoch, saved, saved),
-            )
+        self._warn_of_epoch()
         # Frameworks load the state of one rank on all ranks. This works because the position is the same for each rank.
         self.given["rank"] = self.inner.rank
         # A program may have moved the position back to a batch from before the reshard.

@@ -129,7 +129,7 @@ class Random(_Drawn):
     """
 
     name = "random"
-    torch_class = RandomSampler
+    sampler_class = RandomSampler
     code = known_code(
         RandomSampler.__iter__,
         sampler,
@@ -191,7 +191,7 @@ class Subset(_Drawn):
     """The order of a SubsetRandomSampler."""
 
     name = "subset"
-    torch_class = SubsetRandomSampler
+    sampler_class = SubsetRandomSampler
     code = known_code(SubsetRandomSampler.__iter__, sampler, "torch randperm len indices generator tolist")
 
     @property
@@ -204,7 +204,7 @@ class Weighted(_Drawn):
     """The order of a WeightedRandomSampler."""
 
     name = "weighted"
-    torch_class = WeightedRandomSampler
+    sampler_class = WeightedRandomSampler
     code = known_code(
         WeightedRandomSampler.__iter__,
         sampler,

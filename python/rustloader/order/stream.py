@@ -32,15 +32,16 @@ from rustloader._core import IndexStream
 from rustloader.order.base import NextArray, Order
 from rustloader.order.computed import Constant, Distributed, Sequential
 from rustloader.order.drawn import Random, Subset, Weighted
+from rustloader.order.planned import Planned
 from rustloader.system.interrupts import is_interrupt
 from rustloader.system.torch_side import known_code
 
-_CLASSES: tuple[type[Order], ...] = (Sequential, Random, Distributed, Subset, Weighted)
+_CLASSES: tuple[type[Order], ...] = (Sequential, Random, Distributed, Subset, Weighted, Planned)
 _CLASS_OF_CODE = {cls.code: cls for cls in _CLASSES if cls.code is not None}
-# torch's samplers whose order can start at any position: class names, by kind.
-TORCH_SAMPLERS: dict[str, str] = {cls.name: cls.torch_class.__name__ for cls in _CLASSES}
+# Samplers whose order can start at any position: class names, by kind.
+KNOWN_SAMPLERS: dict[str, str] = {cls.name: cls.sampler_class.__name__ for cls in _CLASSES}
 # Reading attributes of other classes may run the program's code.
-_TORCH_CLASSES = frozenset({BatchSampler, _InfiniteConstantSampler, *(cls.torch_class for cls in _CLASSES)})
+_TORCH_CLASSES = frozenset({BatchSampler, _InfiniteConstantSampler, *(cls.sampler_class for cls in _CLASSES)})
 BATCHES = known_code(BatchSampler.__iter__, sampler, "iter sampler drop_last batch_size zip itertools islice")
 
 

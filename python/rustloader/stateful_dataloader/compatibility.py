@@ -9,14 +9,14 @@ from torch.utils.data.dataloader import _DatasetKind
 
 from rustloader.order.base import Order, length_of
 from rustloader.order.computed import shard_start
-from rustloader.order.stream import TORCH_SAMPLERS
+from rustloader.order.stream import KNOWN_SAMPLERS
 from rustloader.stateful_dataloader.recording import resumable
 from rustloader.stateful_dataloader.schema import DatasetState, SamplerState
 from rustloader.system.protocols import LoaderLike
 from rustloader.workers.snapshots import is_stateful
 
 _DATASETS = {"map": "a map-style dataset", "iterable": "an iterable dataset"}
-_SAMPLERS = {kind: f"a {cls}" for kind, cls in TORCH_SAMPLERS.items()} | {
+_SAMPLERS = {kind: f"a {cls}" for kind, cls in KNOWN_SAMPLERS.items()} | {
     "none": "an iterable dataset, which has no sampler",
     "stateful": "a sampler of another class",
     "other": "a sampler of another class",

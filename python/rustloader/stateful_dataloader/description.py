@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rustloader.order.stream import TORCH_SAMPLERS
+from rustloader.order.stream import KNOWN_SAMPLERS
 from rustloader.stateful_dataloader.schema import SNAPSHOT, SamplerState, State
 from rustloader.system.formatting import count_of, size, type_name
 from rustloader.workers.snapshots import WorkerStart
@@ -80,15 +80,15 @@ def _position(state: State) -> str:
 
 def _total(sampler: SamplerState | None) -> int | None:
     """Returns the number of batches in an epoch; None if it is unknown, as after a ``reshard``."""
-    if sampler is None or sampler.length is None or sampler.kind not in TORCH_SAMPLERS:
+    if sampler is None or sampler.length is None or sampler.kind not in KNOWN_SAMPLERS:
         return None
     batches, rest = divmod(int(sampler.length), sampler.batch_size or 1)
     return None if (sampler.start or {}).get("consumed") else batches + bool(rest and not sampler.drop_last)
 
 
 def _sampler_words(sampler: SamplerState) -> str:
-    text = TORCH_SAMPLERS.get(sampler.kind, str(sampler.kind))
-    if sampler.length is not None and sampler.kind in TORCH_SAMPLERS:
+    text = KNOWN_SAMPLERS.get(sampler.kind, str(sampler.kind))
+    if sampler.length is not None and sampler.kind in KNOWN_SAMPLERS:
         text += f", {count_of(sampler.length, 'sample')}"
     text += f" in batches of {sampler.batch_size:,}" if sampler.batch_size else ""
     text += ", without an incomplete last batch" if sampler.drop_last else ""

@@ -169,7 +169,7 @@ def run_out(index_sampler: Any, saved: SamplerState | None, position: int = 0, h
     order = resumable(index_sampler)
     if saved is None:
         return
-    if order.torch_class is not None:
+    if order.sampler_class is not None:
         if restore(index_sampler, start_of(order, saved)):
             if saved.kind is None:
                 _draw_as_torchdata(order.inner)

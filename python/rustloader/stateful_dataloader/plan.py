@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data.dataloader import _DatasetKind
 
-from rustloader.order.base import length_of
-from rustloader.order.stream import TORCH_SAMPLERS
+from rustloader.order.stream import KNOWN_SAMPLERS
 from rustloader.settings import loader_state
 from rustloader.stateful_dataloader.compatibility import check, dataset_of
 from rustloader.stateful_dataloader.next_epoch import generators_after_draws
@@ -88,16 +86,8 @@ def _place_with_workers(plan: Plan, is_iterable: bool) -> None:
 
 def _check_position(plan: Plan, loader: LoaderLike) -> None:
     saved = plan.sampler or SamplerState()
-    # After a `reshard`, the remaining batches are counted from this ordinal.
-    first = saved.start.get("first") if isinstance(saved.start, Mapping) else None
-    delivered = plan.low - (first if type(first) is int else 0)
-    total = length_of(loader)
-    if total is not None and delivered > total:
-        raise ValueError(
-            f"the state was taken after {delivered} batches, but an epoch of this loader has {total}: load it into a "
-            "loader over the same dataset, with the same batch size"
-        )
-    if plan.low and saved.kind != "sequential" and saved.kind in TORCH_SAMPLERS and not saved.start:
+    resumable(loader._index_sampler).check_position(saved.start, plan.low, loader)
+    if plan.low and saved.kind != "sequential" and saved.kind in KNOWN_SAMPLERS and not saved.start:
         raise ValueError(
             "the state's sampler has no 'start', without which the order of the epoch is not known: load what "
             "state_dict() returned"

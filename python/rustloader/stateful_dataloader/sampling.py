@@ -117,7 +117,7 @@ def sampling(
     order = resumable(index_sampler)
     if not map_style:
         return Sampling(order, stream(index_sampler, torch_iterator))
-    if order.torch_class is not None:
+    if order.sampler_class is not None:
         skipped = order.resume(start_of(order, saved), saved is not None and saved.owes_draws, position)
         batches: Sampling = _FromStart(order, from_position(order, torch_iterator, skipped))
     elif may_be_stateful(order, torch_iterator):

@@ -91,9 +91,10 @@ def test_version():
 OWN_NAMES = (
     "ArenaStats CacheEstimate CacheUsage CachedDataset CopyStats CoreUsers DataLoader DeviceLoader "
     "ErrorLimitExceeded Failure Fallback FaultStats LargeAttribute LoaderTimeoutError MetricsServer Options "
-    "PinningStats RankReport RankStats SchedulingStats SlowBatch StatefulDataLoader Stats TransferStats "
-    "Verdict VerdictKind WorkerDiedError WorkerStalledError WorkerStats cache engine_batches install installed "
-    "is_installed prefetch_to_device report report_ranks sample_seed serve_metrics share stats trace uninstall"
+    "PackingBatchSampler PinningStats RankReport RankStats SchedulingStats SlowBatch StatefulDataLoader Stats "
+    "TokenBudgetBatchSampler TransferStats Verdict VerdictKind WorkerDiedError WorkerStalledError WorkerStats cache "
+    "engine_batches install installed is_installed pack prefetch_to_device report report_ranks sample_seed "
+    "serve_metrics share stats trace uninstall"
 ).split()
 
 

@@ -847,7 +847,7 @@ def test_the_known_code_is_that_of_the_installed_torch():
 
     assert stream.BATCHES is torch_sampler.BatchSampler.__iter__.__code__
     for cls in stream._CLASSES:
-        assert cls.code is cls.torch_class.__iter__.__code__
+        assert cls.code is cls.sampler_class.__iter__.__code__
 
 
 def test_unknown_code_keeps_torchs_iterator(monkeypatch):

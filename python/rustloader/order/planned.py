@@ -1,0 +1,42 @@
+"""Batch samplers for sequences, whose order follows from a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rustloader.order.base import Begun, Order
+from rustloader.sequences.base import SequenceBatchSampler
+
+
+class Planned(Order):
+    """The order of a batch sampler for sequences. Its start is that of ``SequenceBatchSampler``."""
+
+    name = "planned"
+    sampler_class = SequenceBatchSampler
+    code = SequenceBatchSampler.__iter__.__code__
+
+    def resume(self, start: Mapping[str, Any] | None, owes_draws: bool, position: int) -> int:
+        super().resume(start, owes_draws, position)
+        if self.given is None:
+            return position
+        self._warn_of_epoch()
+        self.given, skip = self.inner.resumed(self.given, position)
+        return int(skip)
+
+    def _first(self, torch_iterator: Iterator[Any] | None) -> Begun:
+        start = self.inner._start() if self.given is None else self.given
+        return self.inner.batches_from(start, self.skip), start
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.begun()[0]
+
+    def entries(self) -> dict[str, Any]:
+        # The number of batches depends on the number of ranks, which may change. `check_start` compares the rest.
+        return {"kind": self.name}
+
+    def check_start(self, start: Mapping[str, Any]) -> None:
+        self.inner.check_start(start)
+
+    def check_position(self, start: Any, position: int, loader: Any) -> None:
+        """Does nothing: a position past the end of the plan is its end."""

@@ -1,0 +1,1 @@
+"""Batches for sequences of different lengths: token budgets and packs."""

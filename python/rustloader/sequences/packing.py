@@ -1,0 +1,174 @@
+"""``PackingBatchSampler`` and ``pack``: sequences that are concatenated without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import get_worker_info
+
+from rustloader._core import SequencePlan, int_tensor
+from rustloader.sequences.base import SequenceBatchSampler
+from rustloader.sequences.lengths import Lengths, positive
+
+# Maximum capacity of a pack. Planning takes 4 bytes per token of the capacity.
+_MAX_CAPACITY = 1 << 24
+_TOO_LONG = ("error", "truncate", "skip")
+# The label of a sequence's first token, which no earlier token predicts. torch's losses ignore it.
+_NO_LABEL = -100
+
+
+class PackingBatchSampler(SequenceBatchSampler):
+    """Yields batches of samples that fill packs of at most ``capacity`` tokens, for ``pack`` as the ``collate_fn``.
+
+    The samples of an epoch are permuted and divided into windows. In each window they are packed by best fit, the
+    longest first (D. S. Johnson, 1973). Then the packs are permuted, and batches made of them, which the ranks take in
+    turn. Each rank gets equally many batches. The arguments that are not described here are those of
+    ``TokenBudgetBatchSampler``, and so is the order.
+
+    Args:
+        lengths: See ``TokenBudgetBatchSampler``.
+        capacity: Maximum number of tokens of a pack, at most 16,777,216.
+        packs_per_batch: Number of packs in a batch (default: 1). The last batch may have fewer.
+        too_long: What is done with samples of more than ``capacity`` tokens. ``"error"`` refuses them; ``"skip"``
+            leaves them out; ``"truncate"`` gives each a pack of its own, and expects that ``pack`` gets
+            ``max_length=capacity`` (default: ``"error"``).
+
+    Raises:
+        TypeError: See ``TokenBudgetBatchSampler``.
+        ValueError: A length is not positive, or exceeds ``capacity`` with ``too_long="error"``; an argument is out of
+            range.
+
+    Examples:
+        >>> batches = rustloader.PackingBatchSampler([3, 9, 4, 5, 1, 6], capacity=10, shuffle=False)
+        >>> list(batches)
+        [[1, 4], [5, 2], [3, 0]]
+        >>> loader = rustloader.DataLoader(range(6), batch_sampler=batches, collate_fn=rustloader.pack)
+    """
+
+    def __init__(
+        self,
+        lengths: Any,
+        capacity: int,
+        *,
+        packs_per_batch: int = 1,
+        too_long: Literal["error", "truncate", "skip"] = "error",
+        window: int = 8192,
+        shuffle: bool = True,
+        seed: int = 0,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        drop_last: bool = False,
+    ) -> None:
+        checked, room, packs = (
+            Lengths(lengths),
+            positive("capacity", capacity),
+            positive("packs_per_batch", packs_per_batch),
+        )
+        if room > _MAX_CAPACITY:
+            raise ValueError(f"capacity must be at most {_MAX_CAPACITY:,}, got {capacity!r}")
+        if too_long not in _TOO_LONG:
+            raise ValueError(f"too_long must be one of {', '.join(map(repr, _TOO_LONG))}, got {too_long!r}")
+        if too_long == "error":
+            remedy = "raise capacity, or pass too_long='truncate' or 'skip'"
+            checked.check_limit(room, int(checked.array[checked.longest]), "capacity", remedy)
+        self._packs = room, packs, too_long == "skip"
+        settings = {"capacity": room, "packs_per_batch": packs, "too_long": too_long}
+        super().__init__(
+            checked,
+            settings,
+            window=window,
+            shuffle=shuffle,
+            seed=seed,
+            num_replicas=num_replicas,
+            rank=rank,
+            drop_last=drop_last,
+        )
+
+    def _plan(self, order: tuple[bool, int, int, int]) -> SequencePlan:
+        return SequencePlan.packs(self._lengths.array, order, *self._packs)
+
+
+def pack(samples: Sequence[Any], *, max_length: int | None = None) -> dict[str, Any]:
+    """Concatenates sequences without padding: a ``collate_fn`` for the batches of ``PackingBatchSampler``.
+
+    The entries have the names and values of transformers' ``DataCollatorWithFlattening``, and FlashAttention's names
+    for the bounds of the sequences. In a worker, the tensors are written straight to the memory of the batch.
+
+    Args:
+        samples: The samples: dicts with ``"input_ids"`` and, if the labels differ from them, ``"labels"``; or only the
+            token IDs. Both are lists, one-dimensional arrays, or tensors of integers. Other entries are ignored.
+        max_length: Maximum number of tokens of a sequence, whose other tokens are left out (default: None, no maximum).
+
+    Returns:
+        A dict. N is the number of tokens, and S the number of sequences:
+
+        * ``input_ids``: token IDs, int64, shape ``(1, N)``;
+        * ``labels``: labels, int64, shape ``(1, N)``; -100 for the first token of each sequence;
+        * ``position_ids``: the place of each token in its sequence, int64, shape ``(1, N)``;
+        * ``cu_seqlens``: where each sequence begins, and N, int32, shape ``(S + 1,)``;
+        * ``max_seqlen``: the length of the longest sequence, an int.
+
+    Raises:
+        TypeError: A sample has no token IDs, or they are not integers.
+        ValueError: There is no sample; a sample is empty; or its labels and its token IDs differ in number.
+
+    Examples:
+        >>> batch = rustloader.pack([[5, 6, 7], [8, 9]])
+        >>> batch["labels"], batch["cu_seqlens"]
+        (tensor([[-100,    6,    7, -100,    9]]), tensor([0, 3, 5], dtype=torch.int32))
+    """
+    if not samples:
+        raise ValueError("pack needs at least one sample")
+    has_labels = isinstance(samples[0], Mapping) and "labels" in samples[0]
+    ids = [_sequence(sample, number, "input_ids", max_length) for number, sample in enumerate(samples)]
+    lengths = torch.tensor([0, *map(len, ids)])
+    ends = lengths.cumsum(0)
+    starts, total = ends[:-1], int(ends[-1])
+    input_ids = torch.cat(ids, out=_allocated(total))
+    if has_labels:
+        labels = [_sequence(sample, number, "labels", max_length) for number, sample in enumerate(samples)]
+        for number, (one, other) in enumerate(zip(ids, labels, strict=True)):
+            if len(one) != len(other):
+                raise ValueError(f"sample {number} of the batch has {len(one)} token IDs, but {len(other)} labels")
+        all_labels = torch.cat(labels, out=_allocated(total))
+    else:
+        all_labels = _allocated(total).copy_(input_ids)
+    all_labels[starts] = _NO_LABEL
+    # A sum of ones, from which the length of a sequence is subtracted where the next one begins.
+    positions = _allocated(total).fill_(1)
+    positions[0] = 0
+    positions[starts[1:]] -= lengths[1:-1]
+    torch.cumsum(positions, 0, out=positions)
+    rows = {"input_ids": input_ids, "labels": all_labels, "position_ids": positions}
+    return {name: row.unsqueeze(0) for name, row in rows.items()} | {
+        "cu_seqlens": ends.to(torch.int32),
+        "max_seqlen": int(lengths.max()),
+    }
+
+
+def _sequence(sample: Any, number: int, name: str, max_length: int | None) -> torch.Tensor:
+    """Returns an entry of a sample, or the sample itself, as a tensor."""
+    if isinstance(sample, Mapping):
+        if name not in sample:
+            raise TypeError(f"sample {number} of the batch has no {name!r}, only {', '.join(map(repr, sample))}")
+        sample = sample[name]
+    tensor = int_tensor(sample) if isinstance(sample, (list, tuple)) else None
+    tensor = torch.as_tensor(sample) if tensor is None else tensor
+    if tensor.ndim != 1 or not len(tensor):
+        raise ValueError(
+            f"{name!r} of sample {number} of the batch must be one-dimensional and not empty, got the shape "
+            f"{tuple(tensor.shape)}"
+        )
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise TypeError(f"{name!r} of sample {number} of the batch must be integers, got {tensor.dtype}")
+    return tensor[:max_length].to(torch.int64)
+
+
+def _allocated(count: int) -> torch.Tensor:
+    """Returns an uninitialized int64 tensor; in a worker, in the memory of its batches, as in ``default_collate``."""
+    if get_worker_info() is None:
+        return torch.empty(count, dtype=torch.int64)
+    storage = torch.UntypedStorage._new_shared(8 * count)
+    return torch.empty(0, dtype=torch.int64).set_(storage, 0, (count,), (1,))

@@ -1,0 +1,121 @@
+"""States of loaders with batch samplers for sequences: exact in workers, after restarts, and on other ranks."""
+
+import itertools
+import logging
+import os
+import random
+import signal
+
+import pytest
+import torch
+
+from rustloader import PackingBatchSampler, StatefulDataLoader, TokenBudgetBatchSampler
+
+pytestmark = pytest.mark.ours
+
+LENGTHS = [random.Random(1).randint(1, 40) for _ in range(240)]
+SAMPLERS = {
+    "budget": lambda **kw: TokenBudgetBatchSampler(LENGTHS, 80, window=60, **kw),
+    "packs": lambda **kw: PackingBatchSampler(LENGTHS, 64, window=60, **kw),
+}
+
+
+def make_loader(kind="budget", dataset=range(240), num_workers=0, epoch=0, ranks=None, **kw):
+    place = {} if ranks is None else {"num_replicas": ranks[0], "rank": ranks[1]}
+    sampler = SAMPLERS[kind](drop_last=True, **place)
+    sampler.set_epoch(epoch)
+    return StatefulDataLoader(dataset, batch_sampler=sampler, num_workers=num_workers, collate_fn=list, **kw)
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"dispatch": "shared_queue"}])
+@pytest.mark.parametrize("workers", [(0, 0), (2, 0), (0, 2), (2, 3)])
+def test_the_rest_of_an_epoch_follows(kind, options, workers):
+    settings = [{"num_workers": count, "epoch": 2} | (options if count else {}) for count in workers]
+    whole = [*make_loader(kind, epoch=2)]
+    loader = make_loader(kind, **settings[0])
+    iterator = iter(loader)
+    for number in range(12):
+        assert next(iterator) == whole[number]
+    state = loader.state_dict()
+    assert list(iterator) == whole[12:]
+    resumed = make_loader(kind, **settings[1])
+    resumed.load_state_dict(state)
+    iterator = iter(resumed)
+    assert list(itertools.islice(iterator, 3)) == whole[12:15]
+    again = make_loader(kind, **settings[1])
+    again.load_state_dict(resumed.state_dict())
+    assert list(again) == whole[15:] == list(iterator)
+    resumed.batch_sampler.set_epoch(3)
+    assert list(resumed) == [*make_loader(kind, epoch=3)] != whole
+
+
+@pytest.mark.parametrize("steps", [((4, 3), (2, 5)), ((2, 7), (4, 1), (3, 2), (1, 1)), ((1, 9), (8, 1), (1, 0))])
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_ranks_may_change_at_any_batch(kind, steps):
+    """Each step is a number of ranks, and the number of batches that each of them delivers."""
+    whole = [*make_loader(kind)]
+    delivered, state = [], None
+    for replicas, rounds in steps:
+        for rank in range(replicas):
+            loader = make_loader(kind, ranks=(replicas, rank), num_workers=rank % 2)
+            if state is not None:
+                loader.load_state_dict(state)
+            iterator = iter(loader)
+            delivered += itertools.islice(iterator, rounds)
+            # A framework saves the state of one rank and loads it on all.
+            following = loader.state_dict()
+            del iterator
+        state = following
+        assert sorted(delivered) == sorted(whole[: len(delivered)])
+    for rank in range(2):
+        loader = make_loader(kind, ranks=(2, rank))
+        loader.load_state_dict(state)
+        delivered += loader
+    assert len(whole) - len(delivered) in (0, 1) and sorted(delivered) == sorted(whole[: len(delivered)])
+
+
+class Fatal(torch.utils.data.Dataset):
+    """A dataset whose workers die in the middle of sample 100, as long as a file exists."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __len__(self):
+        return 240
+
+    def __getitem__(self, index):
+        if index == 100 and self.path.exists():
+            self.path.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+@pytest.mark.warns
+def test_a_restart_costs_no_batch(tmp_path):
+    path = tmp_path / "fatal"
+    path.touch()
+    loader = make_loader(dataset=Fatal(path), num_workers=2, max_restarts=1)
+    assert list(loader) == [*make_loader()] and not path.exists()
+
+
+def test_a_loader_refuses_the_state_of_another_sampler():
+    state = make_loader().state_dict()
+    with pytest.raises(ValueError, match="saved with a SequenceBatchSampler, but this loader has a RandomSampler"):
+        StatefulDataLoader(range(240), shuffle=True).load_state_dict(state)
+    loader = make_loader()
+    next(iter(loader))
+    other = TokenBudgetBatchSampler(LENGTHS, 90, window=60)
+    with pytest.raises(ValueError, match="saved with max_tokens=80, but this sampler has max_tokens=90"):
+        StatefulDataLoader(range(240), batch_sampler=other).load_state_dict(loader.state_dict())
+
+
+@pytest.mark.warns
+def test_a_state_of_another_epoch_is_announced(caplog):
+    loader = make_loader(epoch=4)
+    next(iter(loader))
+    resumed = make_loader()
+    resumed.load_state_dict(loader.state_dict())
+    with caplog.at_level(logging.WARNING, "rustloader"):
+        assert list(resumed) == [*make_loader(epoch=4)][1:]
+    assert "of epoch 4 of the SequenceBatchSampler, whose epoch is now 0" in caplog.text
