@@ -168,6 +168,7 @@ COMPARE.restarts := restarts # the cost of the options against faults
 COMPARE.resuming := resuming # the cost of states
 COMPARE.rows := compare # the rows of the comparison with torch, the default
 COMPARE.scheduling := scheduling # uneven batches, slow storage, large samplers, tables
+COMPARE.sequences := sequences # padding, plans, packs
 COMPARE.sharing := sharing # what rustloader.share saves and costs
 COMPARE.starts := starts # start-up times
 COMPARE.verdicts := verdicts # what the remedies of verdicts gain, and whether the verdicts of a loop agree

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -73,6 +74,13 @@ class SequenceBatchSampler(Sampler[list[int]]):
             self.epoch, self._loaded, self._current = int(epoch), None, None
 
     def __iter__(self) -> Iterator[list[int]]:
+        caller = type(sys._getframe(1).f_locals.get("self")).__name__
+        if caller == "BatchSamplerShard" and self._place()[0] > 1:
+            raise RuntimeError(
+                f"accelerate's prepare would deal the batches of a {type(self).__name__} to the ranks a second time, "
+                "and most samples would be lost: do not pass the loader to prepare, or make the sampler with "
+                "num_replicas=1 and rank=0, so that only accelerate deals them"
+            )
         return SequenceBatches(lambda batches: self._begin(self._start(), 0, batches))
 
     def __len__(self) -> int:

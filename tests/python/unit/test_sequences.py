@@ -122,6 +122,19 @@ def test_ranks_are_those_of_the_process_group(make, monkeypatch):
     assert [*sampler] == [whole[(2 * number + 1) % len(whole)] for number in range(rounds)] and len(sampler) == rounds
 
 
+def test_accelerate_does_not_deal_a_second_time(make):
+    class BatchSamplerShard:
+        def __init__(self, sampler):
+            self.sampler = sampler
+
+        def __iter__(self):
+            yield from self.sampler
+
+    with pytest.raises(RuntimeError, match=r"accelerate's prepare would deal the batches of a .* a second time"):
+        list(BatchSamplerShard(make(num_replicas=2, rank=0)))
+    assert [*BatchSamplerShard(make(num_replicas=1, rank=0))] == [*make()]
+
+
 @pytest.mark.parametrize("old, new, rounds", [(1, 1, 3), (4, 2, 3), (2, 4, 2), (3, 2, 1), (2, 3, 3)])
 def test_a_state_resumes_on_any_number_of_ranks(make, old, new, rounds):
     whole = [*make()]
