@@ -1,6 +1,8 @@
 """Drives a Jupyter kernel as a notebook does. Only for scripts, because its client has its own threads and sockets."""
 
 import contextlib
+import os
+import subprocess
 import tempfile
 
 from jupyter_client import KernelManager
@@ -42,7 +44,9 @@ def kernel():
     # The default place of the sockets is the current folder, which kernels of other tests share.
     with tempfile.TemporaryDirectory() as folder:
         manager = KernelManager(transport="ipc", ip=f"{folder}/kernel")
-        manager.start_kernel()
+        # With this variable, a kernel does not show what processes that are not forked print.
+        environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+        manager.start_kernel(env=environment, stdout=subprocess.DEVNULL)
         client = manager.client()
         client.start_channels()
         try:

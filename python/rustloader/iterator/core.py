@@ -22,6 +22,7 @@ from rustloader.settings.config import LoaderConfig
 from rustloader.system.protocols import LoaderLike
 from rustloader.system.torch_side import IterType, TorchIter
 from rustloader.workers.definitions import CloudpickleMissing
+from rustloader.workers.fork_server import UnguardedScript
 from rustloader.workers.group import interrupt_again
 
 
@@ -99,9 +100,9 @@ class _MultiProcessingDataLoaderIter(TorchIter, _IndexStreams, metaclass=IterTyp
             self._mode = Session(self, loader, config, engine, epochs, tuned)
         try:
             self._mode.start(self, loader)
-        except CloudpickleMissing as error:
-            # Its text says everything; the frames in between would hide it.
-            raise error.with_traceback(None) from None
+        except (CloudpickleMissing, UnguardedScript) as error:
+            # Its text says everything; the frames in between and pickle's notes would hide it.
+            raise type(error)(*error.args) from None
 
     def _require_mode(self) -> Session | TorchMode:
         if self._mode is None:

@@ -163,12 +163,14 @@ def data_of(array: Any) -> SharedData | None:
 
 def reduce_array(array: np.ndarray) -> Any:
     """Reduces a shared array: to a descriptor in the arguments of a new process, otherwise to its elements."""
-    data = data_of(array) if is_spawning() else None
-    if data is None:
+    data = data_of(array)
+    if data is None or not is_spawning():
         # ForkingPickler prefers this reducer to one that the program has added to copyreg's table, so that reducer is
         # called here.
-        reduce = copyreg.dispatch_table.get(np.ndarray)
-        return array.__reduce_ex__(pickle.DEFAULT_PROTOCOL) if reduce is None else reduce(array)
+        if (reduce := copyreg.dispatch_table.get(np.ndarray)) is not None:
+            return reduce(array)
+        # Protocol 5, Python's default from 3.14 on, would keep a shared array read-only.
+        return array.__reduce_ex__(pickle.DEFAULT_PROTOCOL if data is None else 4)
     view = array.__array_interface__["data"][0] - data.address, array.shape, array.strides
     return _view, (data, array.dtype, *view)
 

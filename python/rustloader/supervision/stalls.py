@@ -26,7 +26,7 @@ def up_to_fetcher(stack: str) -> str:
     """
     shown, below_fetcher = [], False
     for line in stack.splitlines():
-        below_fetcher = below_fetcher and line.startswith("  File ")
+        below_fetcher = below_fetcher and line.startswith("  ")
         if not below_fetcher:
             shown.append(line)
             below_fetcher = _FETCHER.fullmatch(line) is not None

@@ -74,6 +74,12 @@ def current() -> str | None:
     return getattr(_current, "name", None)
 
 
+def add_first_note(error: BaseException, note: str) -> None:
+    """Adds a note before the notes that an error has. From Python 3.14 on, pickle adds one per level of an object."""
+    error.add_note(note)
+    error.__notes__.insert(0, error.__notes__.pop())
+
+
 @contextlib.contextmanager
 def naming_argument() -> Iterator[None]:
     """If the body raises an error, adds a note that names the argument whose pickling failed."""
@@ -82,7 +88,7 @@ def naming_argument() -> Iterator[None]:
         yield
     except Exception as error:
         if (name := current()) is not None:
-            error.add_note(_UNPICKLABLE.format(name))
+            add_first_note(error, _UNPICKLABLE.format(name))
         raise
     finally:
         set_current(None)

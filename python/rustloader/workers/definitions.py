@@ -175,12 +175,12 @@ class Pickling:
             if table is not None:
                 raise
             if isinstance(self._refusal, _NamesMain):
-                error.add_note(_REFERENCED)
+                arguments.add_first_note(error, _REFERENCED)
                 raise
             arguments.set_current(self._refused_argument)
             # The frames in the error's traceback must not refer to the error.
             refusal, self._refusal = self._refusal, None
-            refusal.add_note(_NOT_BY_VALUE.format(type(error).__name__, error))
+            arguments.add_first_note(refusal, _NOT_BY_VALUE.format(type(error).__name__, error))
             try:
                 raise refusal from None
             finally:

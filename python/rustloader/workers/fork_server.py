@@ -14,6 +14,7 @@ import select
 import sys
 from collections.abc import Iterator
 from multiprocessing import forkserver
+from types import FrameType
 from typing import Any
 
 from rustloader.settings.limits import FORKSERVER_PRELOAD, STATUS_AFTER
@@ -25,6 +26,17 @@ _server: Any = forkserver._forkserver
 # Python's default list of modules to preload.
 _DEFAULT_MODULES = ["__main__"]
 _PRELOADED = "rustloader.workers.preloaded"
+# The exit code of a server whose import of the main script reaches a loader that starts workers.
+_UNGUARDED_CODE = 76
+_UNGUARDED = (
+    "Put the top-level code of the main script under `if __name__ == '__main__':`, or use "
+    "multiprocessing_context='fork': workers started by forkserver, Python's default from 3.14 on, import the script, "
+    "and it starts a DataLoader's workers again."
+)
+
+
+class UnguardedScript(RuntimeError):
+    """Raised if the import of the main script, which workers repeat, starts workers."""
 
 
 class _Exit:
@@ -39,7 +51,13 @@ def ensure_running() -> None:
 
     A signal handler can interrupt this wait by raising an error. Without this function, the start of the first worker
     would wait for the server, with signals deferred.
+
+    Raises:
+        UnguardedScript: The server ended because its import of the main script starts workers.
+        SystemExit: This process is that server.
     """
+    if _is_server_in_imports():
+        raise SystemExit(_UNGUARDED_CODE)
     pid = getattr(_server, "_forkserver_pid", None)
     with _preload():
         forkserver.ensure_running()
@@ -48,8 +66,9 @@ def ensure_running() -> None:
         try:
             _await_server()
         except (OSError, EOFError):
+            if _exit_code(started) == _UNGUARDED_CODE:
+                raise UnguardedScript(_UNGUARDED) from None
             # The server died during its imports. Python now starts another one, with the program's own list of modules.
-            _await_end(started)
             forkserver.ensure_running()
 
 
@@ -100,8 +119,9 @@ def _await_server() -> None:
         os.close(status)
 
 
-def _await_end(pid: int) -> None:
-    """Waits up to ``STATUS_AFTER`` seconds for the exit of a server that has closed its connections."""
+def _exit_code(pid: int) -> int | None:
+    """Waits up to ``STATUS_AFTER`` seconds for the exit of a server that has closed its connections, and returns its
+    exit code or the number of its signal. Returns None if it is unknown. ``multiprocessing`` still reaps the server."""
     with contextlib.suppress(OSError):
         fd = os.pidfd_open(pid)
         try:
@@ -110,3 +130,16 @@ def _await_end(pid: int) -> None:
             poll.poll(STATUS_AFTER * 1000)
         finally:
             os.close(fd)
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        return None if ended is None else ended.si_status
+    return None
+
+
+def _is_server_in_imports() -> bool:
+    """Returns True in a fork server that has not finished the imports before its first worker."""
+    if getattr(_server, "_forkserver_address", None) is not None:
+        return False
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not forkserver.main.__code__:
+        frame = frame.f_back
+    return frame is not None

@@ -62,8 +62,12 @@ def deferred_signals() -> Iterator[list[int]]:
     A handler must not raise in a worker that cannot catch the error yet. Errors that handlers raise in at-fork
     hooks are lost. A handler that raises just after a fork would leave an unregistered process running.
     """
-    with DeferredSignals([number for number in _DEFERRED if callable(signal.getsignal(number))]) as blocked:
-        yield blocked
+    deferred = DeferredSignals([number for number in _DEFERRED if callable(signal.getsignal(number))])
+    # Not a `with` statement: from Python 3.14 on, a handler may raise between its `__enter__` and its body.
+    try:
+        yield deferred.__enter__()
+    finally:
+        deferred.__exit__(None, None, None)
 
 
 def _handles_sigterm() -> bool:

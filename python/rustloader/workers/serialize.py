@@ -26,7 +26,7 @@ from torch.multiprocessing import reductions
 
 from rustloader._core import INLINE_LIMIT, is_plain_leaf
 from rustloader.sharing.pickling import reduce_array as reduce_shared_array
-from rustloader.workers import by_name
+from rustloader.workers import arguments, by_name
 
 # The first protocol with out-of-band buffers.
 _PROTOCOL = 5
@@ -299,7 +299,8 @@ def dumps_index(index: Any) -> bytes:
     try:
         return dumps_alone(index)
     except (TypeError, AttributeError, pickle.PicklingError) as error:
-        error.add_note("The DataLoader's sampler or batch_sampler yielded an index that cannot be pickled.")
+        note = "The DataLoader's sampler or batch_sampler yielded an index that cannot be pickled."
+        arguments.add_first_note(error, note)
         raise
 
 

@@ -9,6 +9,7 @@ import re
 import numpy as np
 import torch
 import torch.utils.data
+from roundtrip.intended import as_by_protocol_4
 from support import type_in_torch
 from torch.utils.data import dataloader as torch_dataloader
 
@@ -131,6 +132,8 @@ class _Walk:
 
     def array(self, a):
         more = self.attributes(a)
+        if type(a) is np.ndarray and not a.dtype.hasobject:
+            a = as_by_protocol_4(a)
         order = "C" if a.flags.c_contiguous else "F" if a.flags.f_contiguous else "-"
         facts = [str(a.dtype.descr), list(a.shape), order, list(a.strides) if a.size else [], a.flags.writeable]
         # Large arrays from torch's loader have a base, too.

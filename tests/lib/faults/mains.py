@@ -69,7 +69,8 @@ class Main:
         from support import children_of, gone
 
         server = multiprocessing.forkserver._forkserver._forkserver_pid
-        return {pid for pid in session(self.pid) | children_of(server) if not gone(pid)} - {self.pid}
+        found = {pid for pid in session(self.pid) | children_of(server) if not gone(pid)} - {self.pid}
+        return {pid for pid in found if not is_tracker(pid)}
 
     def patience(self, seconds):
         """Returns how long its workers may outlive it: `seconds`, or more if one of them is a fresh interpreter that
@@ -125,6 +126,13 @@ class Main:
         shutil.rmtree(self.folder)
         files += shared_memory_of([self.pid, *(pid for pids in self.reported("pids") for pid in pids)])
         return output, files
+
+
+def is_tracker(pid):
+    """Whether a process is multiprocessing's resource tracker. From Python 3.14 on, a forked process starts its own."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline") as file:
+        return "multiprocessing.resource_tracker" in file.read()
+    return False
 
 
 def run_all(trials, program, drive, check_output, show=False):

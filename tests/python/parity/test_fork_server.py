@@ -174,6 +174,20 @@ print(is_preloaded(), forkserver._forkserver._preload_modules)
     assert lines == ["False ['__main__']"]
 
 
+def test_a_script_without_a_guard_gets_the_remedy(tmp_path):
+    """The server of Python 3.14 imports the script, as each worker of earlier ones does."""
+    source = """
+    print(list(DataLoader(range(4), num_workers=2, multiprocessing_context="forkserver")))
+    """
+    status, out, err = run_script(source, 300, file=tmp_path / "script.py")
+    assert (status, out) == (1, "")
+    if sys.version_info < (3, 14):
+        assert "must guard its top-level code with" in err
+    else:
+        assert "UnguardedScript: Put the top-level code of the main script under `if" in err.splitlines()[-1]
+        assert err.count("Traceback") == 1 and "/multiprocessing/" not in err
+
+
 def test_ctrl_c_ends_the_wait_for_the_server(tmp_path):
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(300)")
     lines = script(

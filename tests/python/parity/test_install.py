@@ -3,6 +3,7 @@
 import collections.abc
 import contextlib
 import logging
+import multiprocessing
 import sys
 import types
 
@@ -32,6 +33,7 @@ pytestmark = pytest.mark.ours
 # In a dict: install() would rebind a name of this module.
 ORIGINAL = {"iterator": torch_dataloader._MultiProcessingDataLoaderIter}
 
+METHOD = multiprocessing.get_all_start_methods()[0]
 # Seconds that suffice for a script that imports torch in several processes, even on a busy machine.
 LONG = 400.0
 
@@ -448,7 +450,11 @@ def test_t10_persistent_workers_for_a_loader_that_lost_them():
         ({"prefetch_factor": 0}, ValueError, "prefetch_factor must be a positive integer, got 0"),
         ({"prefetch_factor": 2.0}, TypeError, "prefetch_factor must be a positive integer, got 2.0"),
         ({"prefetch_factor": True}, TypeError, "prefetch_factor must be a positive integer, got True"),
-        ({"multiprocessing_context": "thread"}, ValueError, "must be a start method of this system (fork, "),
+        (
+            {"multiprocessing_context": "thread"},
+            ValueError,
+            f"must be a start method of this system ({METHOD}, ",
+        ),
         ({"multiprocessing_context": 3}, TypeError, "must be a context or the name of a start method, got 3"),
         ({"num_workers": 3}, TypeError, "num_workers"),
     ],
@@ -526,7 +532,7 @@ def test_an_environment_variable_that_says_something_else(setting):
         parse_install(setting)
     message = str(raised.value)
     assert message.startswith("RUSTLOADER_INSTALL must be 1, 0, or options of rustloader.install()")
-    assert f"got {setting!r}." in message and "prefetch_factor=4,in_order=0" in message and "(fork, " in message
+    assert f"got {setting!r}." in message and "prefetch_factor=4,in_order=0" in message and f"({METHOD}, " in message
 
 
 @pytest.mark.timeout(LONG + 60)

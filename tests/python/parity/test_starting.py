@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import sys
 import threading
 import warnings
 from functools import partial
@@ -145,7 +146,8 @@ def test_what_a_worker_cannot_load_is_in_the_error(argument, arguments, workers,
         status == 0
         and len(re.findall(rf"DataLoader worker \(pid \d+\) exited unexpectedly with {lost} [01]", out)) == 2
     )
-    assert out.count("AttributeError: Can't get attribute") == 2 and "Details are lost" not in out
+    text = r"module '\w+' has no attribute" if sys.version_info >= (3, 14) else "Can't get attribute"
+    assert len(re.findall(f"AttributeError: {text}", out)) == 2 and "Details are lost" not in out
     assert out.count("move these into a module, or use multiprocessing_context='fork'.") == 2
 
 
@@ -159,7 +161,7 @@ def test_the_argument_that_cannot_be_pickled_is_in_a_note(argument, method):
     arguments = {"dataset": range(3), argument: bad}
     with pytest.raises(TypeError, match="cannot pickle 'generator'") as caught:
         iter(DataLoader(**arguments, num_workers=2, multiprocessing_context=method))
-    assert any(f"argument {argument} cannot be pickled" in note for note in caught.value.__notes__)
+    assert f"argument {argument} cannot be pickled" in caught.value.__notes__[0]
 
 
 def failed_start(loader):

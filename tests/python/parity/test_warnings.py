@@ -41,6 +41,7 @@ def records_of(fn, cls):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")
         warnings.filters.insert(0, ("always", None, UserWarning, modules, 0))
+        warnings.filterwarnings("ignore", ".*multi-threaded.*", DeprecationWarning)  # Python's own about forks
         fn(cls)
     return [(str(w.message), module, w.source) for w, module in zip(caught, modules, strict=True)]
 

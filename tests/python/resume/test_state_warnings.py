@@ -34,6 +34,7 @@ def warnings_of(function):
     """The warnings of a call, all of which must name a line of this file."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", ".*multi-threaded.*", DeprecationWarning)  # Python's own about forks
         function()
     assert all(warning.filename == __file__ for warning in caught), "a warning does not name the program's line"
     return [str(warning.message) for warning in caught]

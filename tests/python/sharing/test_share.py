@@ -460,7 +460,7 @@ def test_arrays(array):
         assert shared.flags.f_contiguous
     with pytest.raises(ValueError):
         shared.flags.writeable = True
-    for back in (pickle.loads(pickle.dumps(shared)), copy.deepcopy(shared)):
+    for back in (pickle.loads(pickle.dumps(shared, protocol=4)), copy.deepcopy(shared)):
         assert back.flags.writeable and (back == array).all()
 
 

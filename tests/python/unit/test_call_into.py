@@ -122,7 +122,7 @@ def with_interrupts(make, at, files):
             return items, interrupts.where
 
 
-def losses(make, files=None, least=5):
+def losses(make, files=None, least=3):
     """The points at which an interrupt changes what an iterator yields."""
     expected, result = list(make()), []
     for at in itertools.count(1):
@@ -215,6 +215,8 @@ def constant_batches(wrap=lambda batches, iterator: iterator):
     return itertools.islice(wrap(batches, iter(batches)), 5)
 
 
+# The interrupt may come while torch's generator is closed.
+@pytest.mark.filterwarnings("ignore:Exception ignored while closing generator")
 def test_no_error_ends_the_index_batches_of_an_iterable_dataset():
     assert losses(constant_batches, dataloader.__file__), "torch's generators end"
     assert losses(lambda: constant_batches(stream), least=0) == []

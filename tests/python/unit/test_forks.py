@@ -17,7 +17,11 @@ import os, sys
 from rustloader.system import forks
 
 calls = []
-sys.unraisablehook = lambda it: calls.append((repr(it.object), str(it.exc_value)))
+def hook(it):
+    # Python 3.14 names the function in the message.
+    function = repr(it.object) if it.object else "".join(it.err_msg.partition("<")[1:])
+    calls.append((function, str(it.exc_value)))
+sys.unraisablehook = hook
 
 def note(call):
     calls.append(call)
