@@ -137,17 +137,6 @@ class Guard:
         """Returns the batch, wrapped with the failures of its samples if there are any."""
         return BatchWithFailures(batch, self.failures()) if self._by_place else batch
 
-    def why_empty(self, error: Exception, kind: int) -> list[Failure] | None:
-        """Returns the failures that made the fetcher raise ``error``, or None if the error has another cause.
-
-        If an iterable dataset ends after failures, the next call of the fetcher reports the end.
-        """
-        if isinstance(error, EmptyBatchError):
-            return error.failures
-        if isinstance(error, StopIteration) and kind == _DatasetKind.Iterable and self._by_place:
-            return self.failures()
-        return None
-
     def has_failures(self) -> bool:
         """Returns True if a sample of the current batch has failed."""
         return bool(self._by_place)

@@ -21,13 +21,14 @@ class StepFetcher:
         use_gather: See ``Step.use``.
 
     Attributes:
+        step: The step.
         inner: torch's fetcher.
         seeds: The seeds, with their counters; None leaves seeding to torch.
         number: Number of the next batch among those that this process makes in the epoch.
     """
 
     def __init__(self, step: Step, fetcher: Any, use_gather: Callable[[], Any] | None = None) -> None:
-        self._step, self.inner, self.seeds = step, fetcher, step.seeds
+        self.step, self.inner, self.seeds = step, fetcher, step.seeds
         if step.seeds is not None:
             fetcher.collate_fn = step.collating(fetcher.collate_fn)
         step.use(fetcher, use_gather)
@@ -41,7 +42,7 @@ class StepFetcher:
         number = self.number
         self.number += 1
         with contextlib.nullcontext() if self.seeds is None else _keeping_generators():
-            return self._step.fetch(number, index)
+            return self.step.fetch(number, index)
 
     def go_back(self, batches: int) -> None:
         """Lowers ``number`` by ``batches``. With a map-style dataset, the next batches then get the seeds of the last

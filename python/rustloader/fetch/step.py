@@ -92,8 +92,18 @@ class Step:
             number: Number of the task in a worker; without workers, the batch's number among those that this process
                 makes in the epoch.
             index: The index batch.
+
+        Raises:
+            EmptyBatchError: All samples of the batch have failed, and the guard has left them out. If an iterable
+                dataset ends after them, the next call raises StopIteration.
         """
-        return self.fetcher.fetch(self._prepare(number, index))
+        index = self._prepare(number, index)
+        try:
+            return self.fetcher.fetch(index)
+        except StopIteration:
+            if self.kind == _DatasetKind.Iterable and self.guard is not None and self.guard.has_failures():
+                raise self.guard.empty_batch_error() from None
+            raise
 
     def _prepare(self, number: int, index: Any) -> Any:
         """Returns the index batch to pass to the fetcher. If torch's fetcher only iterates over it, each sample can

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import _DatasetKind, _utils
@@ -10,11 +10,13 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataL
 
 from rustloader._core import gather
 from rustloader.fetch import tables
+from rustloader.fetch.failures import EmptyBatchError, Failure
 from rustloader.fetch.guard import Guard
 from rustloader.fetch.inline import StepFetcher
 from rustloader.fetch.seeds import Seeding, Seeds
 from rustloader.fetch.step import Step
 from rustloader.iterator import adaptation, failures, fetches
+from rustloader.iterator.failures import FailureCount
 from rustloader.metrics import ledger
 from rustloader.order.stream import stream
 from rustloader.settings.config import LoaderConfig, resolve
@@ -30,19 +32,20 @@ def prepare(iterator: _BaseDataLoaderIter, loader: LoaderLike) -> None:
     iterator._sampler_iter = stream(iterator._index_sampler, iterator._sampler_iter)
     config = adaptation.adapted(loader, resolve(loader).changed(worker_threads=1))
     seeding = Seeding.of(loader, config, int(iterator._base_seed))
-    guard_and_count = prepare_fetcher(iterator, loader, config, seeding)
-    if guard_and_count is not None:
-        guard, count = guard_and_count
+    count = prepare_fetcher(iterator, loader, config, seeding, batches=iterator._sampler_iter)
+    if count is not None:
         iterator._sampler_iter = _IndexBatches(iterator._sampler_iter, count)
-        iterator._dataset_fetcher = GuardedFetcher(
-            iterator._dataset_fetcher, iterator._dataset_kind, guard, iterator._sampler_iter, count
-        )
     fetches.observe(iterator, loader, config)
 
 
 def prepare_fetcher(
-    iterator: SingleIterator, loader: LoaderLike, config: LoaderConfig, seeding: Seeding | None, epoch: int = 0
-) -> tuple[Guard, failures.FailureCount] | None:
+    iterator: SingleIterator,
+    loader: LoaderLike,
+    config: LoaderConfig,
+    seeding: Seeding | None,
+    epoch: int = 0,
+    batches: Iterator[Any] | None = None,
+) -> FailureCount | None:
     """Gives an iterator a fetcher that fetches batches as the loader's options require.
 
     Args:
@@ -51,22 +54,39 @@ def prepare_fetcher(
         config: The loader's settings.
         seeding: The seeds of the epoch; None if they are torch's.
         epoch: Number of the epoch, used only if the seeds are torch's.
+        batches: See ``CountingFetcher``.
 
     Returns:
-        The guard, which decides what happens to failed samples, and the count of them; None if ``on_error`` is "raise".
+        The count of failed samples, in a ``CountingFetcher``; None if ``on_error`` is "raise".
     """
     kind = iterator._dataset_kind
     seeds = None if seeding is None else Seeds(seeding, 1 if kind == _DatasetKind.Iterable else 0)
-    guard_and_count = _guard_and_count(iterator, loader, config, seeding, epoch)
-    guard = None if guard_and_count is None else guard_and_count[0]
-    if seeds is None and guard is None:
+    count = guard = None
+    if not config.raises:
+        ledger.open_for(iterator, loader)
+        count = failures.of(loader, config.max_errors, ledger.of(iterator).faults)
+        base_seed = int(iterator._base_seed)
+        if seeding is not None:
+            base_seed, epoch = seeding.base_seed, seeding.epoch
+        guard = Guard(
+            config.on_error,
+            iterator._dataset,
+            base_seed=base_seed,
+            epoch=epoch,
+            limit=count.allowed,
+            is_foreign=is_interrupt,
+        )
+    elif seeds is None:
         _gather_rows(iterator)
         return None
     step = Step(iterator._dataset, kind, iterator._auto_collation, seeds, guard)
-    iterator._dataset_fetcher = StepFetcher(step, iterator._dataset_fetcher, lambda: _gather_rows(iterator))
+    arguments = step, iterator._dataset_fetcher, lambda: _gather_rows(iterator)
+    iterator._dataset_fetcher = (
+        StepFetcher(*arguments) if count is None else CountingFetcher(*arguments, count=count, batches=batches)
+    )
     if seeding is not None:
         seeding.note_begun(loader)
-    return guard_and_count
+    return count
 
 
 def _gather_rows(iterator: SingleIterator) -> None:
@@ -77,31 +97,10 @@ def _gather_rows(iterator: SingleIterator) -> None:
         tables.use(iterator._dataset_fetcher, iterator._collate_fn, gather)
 
 
-def _guard_and_count(
-    iterator: SingleIterator, loader: LoaderLike, config: LoaderConfig, seeding: Seeding | None, epoch: int
-) -> tuple[Guard, failures.FailureCount] | None:
-    if config.raises:
-        return None
-    base_seed = int(iterator._base_seed)
-    if seeding is not None:
-        base_seed, epoch = seeding.base_seed, seeding.epoch
-    ledger.open_for(iterator, loader)
-    count = failures.of(loader, config.max_errors, ledger.of(iterator).faults)
-    guard = Guard(
-        config.on_error,
-        iterator._dataset,
-        base_seed=base_seed,
-        epoch=epoch,
-        limit=count.allowed,
-        is_foreign=is_interrupt,
-    )
-    return guard, count
-
-
 class _IndexBatches:
     """An iterator over an epoch's index batches, which raises the epoch's error once too many samples have failed."""
 
-    def __init__(self, batches: Iterator[Any], count: failures.FailureCount) -> None:
+    def __init__(self, batches: Iterator[Any], count: FailureCount) -> None:
         self._batches, self._count = batches, count
 
     def __iter__(self) -> _IndexBatches:
@@ -113,47 +112,58 @@ class _IndexBatches:
         return next(self._batches)
 
 
-class GuardedFetcher:
-    """A fetcher that counts failed samples, and skips batches that have lost all their samples.
+class CountingFetcher(StepFetcher):
+    """A ``StepFetcher`` that counts failed samples.
 
     Args:
-        inner: The fetcher that calls the guard.
-        kind: The dataset's kind, a value of torch's ``_DatasetKind``.
-        guard: Decides what happens to failed samples.
-        batches: The iterator over the epoch's index batches.
+        step: As for ``StepFetcher``.
+        fetcher: As for ``StepFetcher``.
+        use_gather: As for ``StepFetcher``.
         count: The count of failed samples.
+        batches: The iterator over the epoch's index batches. The fetcher then counts the failures of each batch, and
+            skips batches that have lost all their samples. None if the caller of ``fetch`` does that.
     """
 
     def __init__(
-        self, inner: Any, kind: int, guard: Guard, batches: Iterator[Any], count: failures.FailureCount
+        self,
+        step: Step,
+        fetcher: Any,
+        use_gather: Callable[[], Any],
+        count: FailureCount,
+        batches: Iterator[Any] | None = None,
     ) -> None:
-        self.inner, self._kind, self._guard = inner, kind, guard
-        self._batches, self._count = batches, count
+        super().__init__(step, fetcher, use_gather)
+        self._count, self._batches = count, batches
         self._delivered = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "inner"), name)
+        # The failures that are being counted. After an interrupt, the next call counts the rest.
+        self._uncounted: list[Failure] = []
 
     def fetch(self, index: Any) -> Any:
-        """Fetches the batch for an index batch. If all its samples have failed, draws further index batches until a
-        batch has samples. Raises the epoch's error if the failures exceed ``max_errors``."""
-        guard = self._guard
+        """Fetches the batch for an index batch. If it has lost all its samples, fetches the batches of further index
+        batches until one has samples. Raises the epoch's error if the failures exceed ``max_errors``.
+
+        Without ``batches``, fetches one batch as ``Step.fetch`` does.
+        """
+        if self._batches is None:
+            return super().fetch(index)
         while True:
+            data, is_empty = None, False
             try:
-                data = self.inner.fetch(index)
-            except Exception as error:
-                failed = guard.why_empty(error, self._kind)
-                if failed is None:
-                    raise
-            else:
-                self._add(guard.failures())
+                data = super().fetch(index)
+            except EmptyBatchError:
+                is_empty = True
+            self.count_failures(self._delivered + 1, is_empty)
+            if not is_empty:
                 self._delivered += 1
                 return data
-            self._add(failed)
             index = next(self._batches)
 
-    def _add(self, failed: list[Any]) -> None:
-        if failed:
-            error = self._count.add(failed, self._delivered + 1)
+    def count_failures(self, batches: int, is_empty: bool) -> None:
+        """Counts the failures of the last batch, with arguments as for ``FailureCount.add``. Raises the epoch's error
+        if they exceed ``max_errors``."""
+        assert self.step.guard is not None
+        self._uncounted += self.step.guard.take_failures()
+        if self._uncounted:
+            error = self._count.add(self._uncounted, batches, is_empty)
             if error is not None:
                 raise error()

@@ -53,11 +53,11 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         self._snapshot_maker = Snapshots(SnapshotPolicy(self._epoch.every, plan.low), 1, self._dataset_kind)
         config = adaptation.adapted(loader, resolve(loader).changed(worker_threads=1))
         self._epoch.seed_from(Seeding.of(loader, config, int(self._base_seed)))
-        # The guard, which decides what happens to failed samples, and their count; None if `on_error` is "raise".
-        self._guard_and_count = prepare_fetcher(self, loader, config, self._epoch.seeding, plan.epoch)
-        if self._guard_and_count is not None:
-            self._guard_and_count[1].next_earlier = plan.failures
-            self._guard_and_count[1].begin_epoch()
+        # The count of failed samples; None if `on_error` is "raise".
+        self._failures = prepare_fetcher(self, loader, config, self._epoch.seeding, plan.epoch)
+        if self._failures is not None:
+            self._failures.next_earlier = plan.failures
+            self._failures.begin_epoch()
         if isinstance(self._dataset_fetcher, StepFetcher):
             resuming.load_counters(self._dataset_fetcher.seeds, start)
         self._sampler_iter = self._resume_sampler(self._sampler_iter, loading.before)
@@ -115,35 +115,25 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         return data
 
     def _next_data(self) -> Any:
-        if self._guard_and_count is None:
+        count = self._failures
+        if count is None:
             return self._next_answer()
-        guard, count = self._guard_and_count
-        while not self._kept:
+        is_empty = True
+        while is_empty:
             if count.error is not None:
+                self._kept = []
                 raise count.error()
-            # Begun here and not by the fetcher, because nothing is fetched if the sampler ends or raises.
-            guard.begin()
-            try:
-                self._kept = [self._next_answer()]
-            except EmptyBatchError:
-                self._count_failures()
-            except StopIteration:
-                self._count_failures()
-                raise
-        # If a signal handler raises during this call, the next call returns the batch.
-        self._count_failures()
+            if not self._kept:
+                try:
+                    self._kept = [self._next_answer()]
+                except EmptyBatchError:
+                    pass
+            is_empty = not self._kept
+            # If a signal handler raises during this call, the next call returns the batch.
+            self._dataset_fetcher.count_failures(self._num_yielded + 1, is_empty)
         # Atomic for signal handlers.
         data, self._kept = self._kept[0], []
         return data
-
-    def _count_failures(self) -> None:
-        """Counts the failures of the current batch. Raises if there are more than ``max_errors``."""
-        assert self._guard_and_count is not None
-        guard, count = self._guard_and_count
-        error = count.add(guard.take_failures(), self._num_yielded + 1, is_empty=not self._kept)
-        if error is not None:
-            self._kept = []
-            raise error()
 
     def _next_answer(self) -> Any:
         """Fetches the next batch."""
@@ -265,7 +255,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         return worker
 
     def _failures_after(self, yielded: int) -> int:
-        return self.origin.failures if self._guard_and_count is None else self._guard_and_count[1].count_after(yielded)
+        return self.origin.failures if self._failures is None else self._failures.count_after(yielded)
 
     def _newest_snapshot(self, answers: int) -> tuple[int, WorkerStart | None]:
         """Returns the number of answers before the newest snapshot, and the snapshot.

@@ -21,7 +21,7 @@ from torch.utils.data import _DatasetKind, _utils
 
 from rustloader._core import EARLY, LEAVE, RESUME, REWIND, UNREADABLE, Port, WorkerStopped, seed_words
 from rustloader.fetch import tables, torch_fetcher
-from rustloader.fetch.failures import EmptyBatch, Failure, put_note
+from rustloader.fetch.failures import EmptyBatch, EmptyBatchError, Failure, put_note
 from rustloader.fetch.guard import Guard
 from rustloader.fetch.seeds import MAX_SEED, Seeds
 from rustloader.fetch.step import Step
@@ -268,11 +268,10 @@ class _Worker:
                     if self.converts and step.guard.has_failures():
                         data = converting.tensors_of(data)
                     data = step.guard.with_failures(data)
+            except EmptyBatchError as error:
+                self.send_empty(task, error.failures)
             except Exception as error:
-                failures = None if step.guard is None else step.guard.why_empty(error, self.job.dataset_kind)
-                if failures is not None:
-                    self.send_empty(task, failures)
-                elif isinstance(error, StopIteration) and self.job.dataset_kind == _DatasetKind.Iterable:
+                if isinstance(error, StopIteration) and self.job.dataset_kind == _DatasetKind.Iterable:
                     self.exhausted = True
                     if self.publisher is not None:
                         self.publisher.at_end(self.step.fetcher, self.dataset)

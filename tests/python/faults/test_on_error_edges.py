@@ -64,7 +64,8 @@ def test_other_errors_are_raised_as_torch_does(workers):
 @pytest.mark.parametrize("bad", [(0, 1, 2, 3), (0, 1, 2)], ids=["empty batch", "batch"])
 @pytest.mark.parametrize("limit", [None, 2])
 @KINDS
-def test_what_a_signal_handler_raises_between_failures_loses_none_of_them(monkeypatch, kind, limit, bad):
+@WORKERS
+def test_what_a_signal_handler_raises_between_failures_loses_none_of_them(monkeypatch, workers, kind, limit, bad):
     class Cut(Exception):
         pass
 
@@ -74,12 +75,14 @@ def test_what_a_signal_handler_raises_between_failures_loses_none_of_them(monkey
                 raise Cut
 
     monkeypatch.setattr(failures, "fault_log", Log())
-    loader = kind(Broken(8, bad), batch_size=4, num_workers=1, on_error="skip", max_errors=limit)
+    loader = kind(Broken(8, bad), batch_size=4, num_workers=workers, on_error="skip", max_errors=limit)
     iterator = iter(loader)
     with pytest.raises(Cut):
         next(iterator)
     if limit is None:
-        assert numbers(iterator) == [[3], [4, 5, 6, 7]][len(bad) - 3 :]
+        # torch's iterator without workers loses the batch.
+        loses = kind is DataLoader and not workers
+        assert numbers(iterator) == [[3], [4, 5, 6, 7]][len(bad) == 4 or loses :]
     else:
         for _ in range(2):
             with pytest.raises(rustloader.ErrorLimitExceeded):
@@ -312,8 +315,7 @@ def test_tables_keep_their_gather(workers):
         assert [i for i, _ in failed(rustloader.stats(loader))] == [77, 99]
         iterator = iter(DataLoader(dataset, on_error="skip"))
         assert (
-            isinstance(iterator._dataset_fetcher.inner.inner, TableFetcher)
-            and iterator._dataset_fetcher.dataset is dataset
+            isinstance(iterator._dataset_fetcher.inner, TableFetcher) and iterator._dataset_fetcher.dataset is dataset
         )
 
 
