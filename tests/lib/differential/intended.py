@@ -114,12 +114,14 @@ ARRAYS = (["numpy.ndarray"], ["differential.samples.Array"])
 IS_VIEW = 6
 # The position of the dataset's class in recorder.about().
 CLASS_OF_DATASET = 3
+# The line in a traceback in which torch's fetcher calls collate_fn.
+TORCHS_COLLATE = "  fetch.py fetch: return self.collate_fn(data)\n"
 
 
 def samples_that_are_cached(program, reference, actual):
     """A cache asks the dataset for most samples once, and for a few twice. (The batches are compared.) Workers see the
     cache's class, and a worker of a later epoch that makes no calls records nothing. A tensor or array that was a view
-    arrives with memory of its own."""
+    arrives with memory of its own. The traceback of collate_fn lacks torch's fetcher, which did not call it."""
     if not program.cache:
         return
     for record in (reference, actual):
@@ -128,6 +130,8 @@ def samples_that_are_cached(program, reference, actual):
             for event in events:
                 if event[0] == "worker":
                     event[1][CLASS_OF_DATASET] = "cached"
+                elif event[0] == "next" and event[2] == "error":
+                    event[3] = [part.replace(TORCHS_COLLATE, "") if type(part) is str else part for part in event[3]]
                 elif event[0] == "next" and program.num_workers == 0:
                     _mask_views(event[3])
         if program.init == "none":
