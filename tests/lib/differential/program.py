@@ -331,7 +331,7 @@ def why_invalid_if_seeded(p):
         return "persistent workers have an earlier copy"
     if p.sampler_draws and (p.breaks_off or p.pattern in ("pickled", "copied", "deep copied")):
         return "how far ahead the sampler was asked decides what comes next"
-    if p.has_threads and "draws" in p.samples:
+    if p.worker_threads and "draws" in p.samples:  # also without workers, because another run has some
         return "threads share their generators"
     return None
 
