@@ -9,6 +9,7 @@ places    chi-square per degree of freedom of the places of the samples' batches
           epochs of 200 samples; beside a plain shuffle in batches of 10
 """
 
+import os
 import pickle
 import statistics
 import time
@@ -21,6 +22,7 @@ from harness.program import Program, main, missed
 
 from rustloader import PackingBatchSampler, TokenBudgetBatchSampler, pack
 from rustloader._core import SequencePlan
+from rustloader.system.procfs import private
 from rustloader.tools.harness.rounds import Failure
 
 TOKENS = 8192
@@ -33,7 +35,7 @@ program = Program(__doc__, ["waste", "plan", "resume", "pack", "places"])
 def lengths_of(count: int) -> np.ndarray:
     """Returns log-normal lengths with a median of 300 tokens, at most 8,192."""
     drawn = np.random.default_rng(0).lognormal(np.log(300), 1, count)
-    return drawn.clip(1, TOKENS).astype(np.int32)
+    return drawn.clip(1, TOKENS).astype(np.uint32)
 
 
 def seconds(function: Callable[[], Any]) -> float:
@@ -65,7 +67,10 @@ def plan() -> None:
     }
     for name, way in ways.items():
         show(f"plan, {name}", statistics.median(seconds(way) for _ in range(program.options.rounds)), SECONDS, "s")
-        show(f"memory, {name}", way().nbytes / len(lengths), PER_SAMPLE, "bytes per sample")
+        before = private(os.getpid()) or 0
+        made = way()
+        more = (private(os.getpid()) or 0) - before
+        show(f"memory, {name}, {len(made):,} batches", more / len(lengths), PER_SAMPLE, "bytes per sample")
 
 
 def resume() -> None:

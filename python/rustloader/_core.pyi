@@ -48,7 +48,6 @@ __all__ = [
     "Port",
     "Position",
     "Progress",
-    "SequenceBatches",
     "SequencePlan",
     "ShareBuilder",
     "SharedData",
@@ -89,7 +88,6 @@ __all__ = [
     "rename_to_new",
     "seed_words",
     "set_reporting",
-    "summarize_lengths",
     "tend_pages",
 ]
 
@@ -738,56 +736,20 @@ class IndexStream:
 
 @final
 class SequencePlan:
-    """The batches of an epoch, of all ranks. ``order`` consists of ``shuffle``, the seed, the epoch and the window."""
+    """The batches of all ranks in an epoch. ``lengths`` are contiguous uint32. ``order`` consists of ``shuffle``, the
+    seed, the epoch and the window."""
 
     @staticmethod
     def budget(
-        lengths: np.ndarray,
-        order: tuple[bool, int, int, int],
-        max_tokens: int,
-        max_samples: int,
-        multiple: int,
-    ) -> SequencePlan:
-        """Plans batches of at most ``max_tokens`` tokens after padding to a multiple of ``multiple``. ``lengths`` is a
-        contiguous array of int32 or int64."""
-
+        lengths: np.ndarray, order: tuple[bool, int, int, int], max_tokens: int, max_samples: int, multiple: int
+    ) -> SequencePlan: ...
     @staticmethod
     def packs(
         lengths: np.ndarray, order: tuple[bool, int, int, int], capacity: int, per_batch: int, skip_too_long: bool
-    ) -> SequencePlan:
-        """Plans batches of ``per_batch`` packs of at most ``capacity`` tokens each. Samples above the capacity are left
-        out, or fill a pack each."""
-
-    def __len__(self) -> int:
-        """Returns the number of batches."""
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes that the plan takes."""
-
+    ) -> SequencePlan: ...
+    def __len__(self) -> int: ...
     def batch(self, number: int) -> list[int]:
-        """Returns the indices of a batch, and none for a batch past the last one."""
-
-    def rounds(self, consumed: int, replicas: int, drop_last: bool) -> int:
-        """Returns the number of batches that each rank gets of those after the first ``consumed``."""
-
-@final
-class SequenceBatches:
-    """An iterator over the batches of one rank.
-
-    In the first ``next`` it calls ``begin`` with itself, which returns: the plan; the number of batches that were
-    delivered before; the rank; the number of ranks; whether an incomplete last round is dropped; and the number of
-    batches of this rank to skip. If ``begin`` raises, the next ``next`` calls it again.
-    """
-
-    def __new__(
-        cls, begin: Callable[[SequenceBatches], tuple[SequencePlan, int, int, int, bool, int]]
-    ) -> SequenceBatches: ...
-    def __iter__(self) -> Self: ...
-    def __next__(self) -> list[int]: ...
-    @property
-    def round(self) -> int:
-        """Number of batches that were skipped or yielded."""
+        """Returns the indices of a batch."""
 
 @final
 class StoppableIndices:
@@ -896,10 +858,6 @@ def seed_words(base_seed: int, place: int, ordinal: int, worker: int, epoch: int
 
 def int_tensor(ints: Any) -> torch.Tensor | None:
     """Returns an int64 tensor of a list or tuple of ints; None if there are other items."""
-
-def summarize_lengths(lengths: np.ndarray) -> tuple[int, int, int]:
-    """Returns a checksum of lengths, which is the same for int32 and int64, and the indices of the shortest and the
-    longest sample."""
 
 def is_plain_leaf(obj: Any) -> bool:
     """Returns True if the codec can describe a tensor or an array by itself. Even then, the object may share memory

@@ -32,7 +32,7 @@ mod _core {
         },
         port::PyPort,
         remote::PyLink,
-        sequences::{SequenceBatches, SequencePlan, int_tensor, summarize_lengths},
+        sequences::{SequencePlan, int_tensor},
         sharing::{ShareBuilder, SharedData, SharedItems, SharedIterator, SharedPairs, SharedStore},
         signals::{DeferredSignals, call_into},
         trace::PyTraceSink,

@@ -1,34 +1,31 @@
 //! Open packs by the room that they have.
 
-const NONE: u32 = u32::MAX;
-
-/// A stack of packs for each number of free tokens, and a tree of bitmaps over the stacks that are not empty. Each
-/// operation takes O(log capacity) steps, of 6 bits each.
+/// A stack of packs for each number of free tokens, and a tree of bitmaps over the stacks that are not empty: bit `i` of
+/// level 0 is set if stack `i` has packs, bit `i` of a higher level if word `i` below is not 0.
 pub struct FreeList {
     /// The newest pack of each stack.
     heads: Vec<u32>,
-    /// The pack below each pack in its stack.
-    below: Vec<u32>,
-    /// Bit `i` of level 0 is set if stack `i` has packs; bit `i` of level n+1 if word `i` of level n is not 0.
+    /// The next older pack in the stack of each pack.
+    older: Vec<u32>,
     levels: Vec<Vec<u64>>,
 }
 
+/// The end of a stack.
+const NONE: u32 = u32::MAX;
+
 impl FreeList {
-    pub fn new(capacity: u32) -> Self {
-        let stacks = capacity as usize + 1;
-        let (mut words, mut levels) = (stacks, Vec::new());
-        while words > 1 || levels.is_empty() {
-            words = words.div_ceil(64);
-            levels.push(vec![0; words]);
+    pub fn new(capacity: usize) -> Self {
+        let mut levels = vec![vec![0; capacity / 64 + 1]];
+        while levels[levels.len() - 1].len() > 1 {
+            levels.push(vec![0; levels[levels.len() - 1].len().div_ceil(64)]);
         }
-        Self { heads: vec![NONE; stacks], below: Vec::new(), levels }
+        Self { heads: vec![NONE; capacity + 1], older: Vec::new(), levels }
     }
 
-    /// Adds a pack with `room` free tokens. Packs are numbered from 0.
+    /// Adds a pack with `room` free tokens.
     pub fn put(&mut self, pack: u32, room: usize) {
-        let size = self.below.len().max(pack as usize + 1);
-        self.below.resize(size, NONE);
-        self.below[pack as usize] = std::mem::replace(&mut self.heads[room], pack);
+        self.older.resize(self.older.len().max(pack as usize + 1), NONE);
+        self.older[pack as usize] = std::mem::replace(&mut self.heads[room], pack);
         let mut bit = room;
         for level in &mut self.levels {
             level[bit / 64] |= 1 << (bit % 64);
@@ -40,14 +37,11 @@ impl FreeList {
     pub fn take(&mut self, room: usize) -> Option<(u32, usize)> {
         let room = self.first_from(room)?;
         let pack = self.heads[room];
-        self.heads[room] = self.below[pack as usize];
-        let (mut bit, mut is_empty) = (room, self.heads[room] == NONE);
+        self.heads[room] = self.older[pack as usize];
+        let (mut bit, mut is_set) = (room, self.heads[room] != NONE);
         for level in &mut self.levels {
-            if !is_empty {
-                break;
-            }
-            level[bit / 64] &= !(1 << (bit % 64));
-            is_empty = level[bit / 64] == 0;
+            level[bit / 64] &= !(u64::from(!is_set) << (bit % 64));
+            is_set |= level[bit / 64] != 0;
             bit /= 64;
         }
         Some((pack, room))
@@ -59,8 +53,8 @@ impl FreeList {
             let word = level.get(at / 64)? & (u64::MAX << (at % 64));
             if word != 0 {
                 let found = at / 64 * 64 + word.trailing_zeros() as usize;
-                let down = |at: usize, level: &Vec<u64>| at * 64 + level[at].trailing_zeros() as usize;
-                return Some(self.levels[..number].iter().rev().fold(found, down));
+                let below = |at: usize, level: &Vec<u64>| at * 64 + level[at].trailing_zeros() as usize;
+                return Some(self.levels[..number].iter().rev().fold(found, below));
             }
             at = at / 64 + 1;
         }

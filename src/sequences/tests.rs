@@ -29,14 +29,14 @@ proptest! {
         max_tokens in 60..400u64, max_samples in 1..9u64, multiple in 1..9u64,
     ) {
         // The longest sample fits after padding.
-        let limits = Budget { max_tokens: max_tokens.next_multiple_of(multiple), max_samples, multiple };
-        let plan = budget(lengths.len() as u32, |i| lengths[i as usize], &order, &limits);
+        let max_tokens = max_tokens.next_multiple_of(multiple);
+        let plan = budget(&lengths, &order, max_tokens, max_samples, multiple);
         let batches = batches(&plan);
         prop_assert_eq!(sorted(&batches), (0..lengths.len() as u32).collect::<Vec<_>>());
         for batch in &batches {
             let longest = batch.iter().map(|&i| u64::from(lengths[i as usize])).max().unwrap();
             let tokens = batch.len() as u64 * longest.next_multiple_of(multiple);
-            prop_assert!(tokens <= limits.max_tokens && batch.len() as u64 <= max_samples);
+            prop_assert!(tokens <= max_tokens && batch.len() as u64 <= max_samples);
         }
     }
 
@@ -45,12 +45,11 @@ proptest! {
         lengths in prop::collection::vec(1..90u32, 0..200), order in orders(),
         capacity in 1..80u32, per_batch in 1..4usize, skip_too_long: bool,
     ) {
-        let settings = Packs { capacity, per_batch, skip_too_long };
-        let plan = packs(lengths.len() as u32, |i| lengths[i as usize], &order, &settings);
+        let plan = packs(&lengths, &order, capacity as usize, per_batch, skip_too_long);
         let kept = |&i: &u32| !skip_too_long || lengths[i as usize] <= capacity;
         prop_assert_eq!(sorted(&batches(&plan)), (0..lengths.len() as u32).filter(kept).collect::<Vec<_>>());
         let packs = Plan { groups_per_batch: 1, ..plan };
-        for pack in (0..packs.groups()).map(|number| packs.batch(number)) {
+        for pack in (0..packs.batches()).map(|number| packs.batch(number)) {
             let tokens: u32 = pack.iter().map(|&i| lengths[i as usize].min(capacity)).sum();
             prop_assert!(!pack.is_empty() && tokens <= capacity);
         }
@@ -58,8 +57,7 @@ proptest! {
 
     #[test]
     fn packs_are_those_of_a_plain_best_fit(lengths in prop::collection::vec(1..300u32, 1..80)) {
-        let settings = Packs { capacity: 300, per_batch: 1, skip_too_long: false };
-        let plan = packs(lengths.len() as u32, |i| lengths[i as usize], &order(false, 0, 0, 1000), &settings);
+        let plan = packs(&lengths, &order(false, 0, 0, 1000), 300, 1, false);
         let mut longest_first = lengths.clone();
         longest_first.sort_unstable_by(|a, b| b.cmp(a));
         let mut rooms: Vec<u32> = Vec::new();
@@ -75,37 +73,14 @@ proptest! {
         rooms.sort_unstable();
         prop_assert_eq!(planned, rooms);
     }
-
-    #[test]
-    fn ranks_get_equally_many_batches_and_each_batch_once(
-        batches in 0..60usize, consumed in 0..70usize, replicas in 1..9usize, drop_last: bool,
-    ) {
-        let mut counts = vec![0; batches];
-        for rank in 0..replicas {
-            let dealing = Dealing { batches, consumed, rank, replicas, drop_last };
-            for round in 0..dealing.rounds() {
-                counts[dealing.batch(round).unwrap()] += 1;
-            }
-            prop_assert_eq!(dealing.batch(dealing.rounds()), None);
-        }
-        let left_out = counts.iter().skip(consumed).filter(|&&count| count == 0).count();
-        let repeated: usize = counts.iter().map(|&count: &usize| count.saturating_sub(1)).sum();
-        prop_assert!(left_out < replicas && repeated < replicas && (left_out == 0 || drop_last));
-        prop_assert!(repeated == 0 || !drop_last);
-        prop_assert!(counts.iter().take(consumed).all(|&count| count == 0));
-    }
 }
 
 /// Programs resume runs of earlier versions, so these numbers must never change.
 #[test]
 fn plans_are_the_same_in_every_version() {
     let lengths = [3, 9, 4, 9, 1, 7, 2, 8, 5, 6];
-    let limits = Budget { max_tokens: 18, max_samples: 4, multiple: 2 };
-    let plan = budget(10, |i| lengths[i as usize], &order(true, 7, 2, 5), &limits);
-    assert_eq!(batches(&plan), BUDGET);
-    let settings = Packs { capacity: 10, per_batch: 2, skip_too_long: false };
-    let plan = packs(10, |i| lengths[i as usize], &order(true, 7, 3, 8), &settings);
-    assert_eq!(batches(&plan), PACKS);
+    assert_eq!(batches(&budget(&lengths, &order(true, 7, 2, 5), 18, 4, 2)), BUDGET);
+    assert_eq!(batches(&packs(&lengths, &order(true, 7, 3, 8), 10, 2, false)), PACKS);
 }
 
 const BUDGET: &[&[u32]] = &[&[1], &[9, 2, 6], &[7, 5], &[3], &[4, 0, 8]];
@@ -113,7 +88,6 @@ const PACKS: &[&[u32]] = &[&[6, 7], &[5, 0, 3], &[8, 9, 2], &[1, 4]];
 
 #[test]
 fn windows_ascend_and_descend_in_turn() {
-    let limits = Budget { max_tokens: 1 << 20, max_samples: 3, multiple: 1 };
-    let plan = budget(6, |i| [5, 3, 4, 1, 2, 6][i as usize], &order(false, 0, 0, 3), &limits);
+    let plan = budget(&[5, 3, 4, 1, 2, 6], &order(false, 0, 0, 3), 1 << 20, 3, 1);
     assert_eq!(batches(&plan), [[1, 2, 0], [5, 4, 3]]);
 }

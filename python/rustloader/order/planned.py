@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rustloader.order.base import Begun, Order
-from rustloader.sequences.base import SequenceBatchSampler
+from rustloader.sequences.base import Batches, SequenceBatchSampler
 
 
 class Planned(Order):
@@ -18,15 +18,14 @@ class Planned(Order):
 
     def resume(self, start: Mapping[str, Any] | None, owes_draws: bool, position: int) -> int:
         super().resume(start, owes_draws, position)
-        if self.given is None:
-            return position
-        self._warn_of_epoch()
-        self.given, skip = self.inner.resumed(self.given, position)
-        return int(skip)
+        if self.given is not None:
+            self._warn_of_epoch()
+            self.given, position = self.inner.resumed(self.given, position)
+        return position
 
     def _first(self, torch_iterator: Iterator[Any] | None) -> Begun:
-        start = self.inner._start() if self.given is None else self.given
-        return self.inner.batches_from(start, self.skip), start
+        start = self.inner.start() if self.given is None else self.given
+        return Batches(self.inner, start, self.skip), start
 
     def __iter__(self) -> Iterator[Any]:
         return self.begun()[0]
@@ -36,7 +35,7 @@ class Planned(Order):
         return {"kind": self.name}
 
     def check_start(self, start: Mapping[str, Any]) -> None:
-        self.inner.check_start(start)
+        self.inner.check(start)
 
     def check_position(self, start: Any, position: int, loader: Any) -> None:
         """Does nothing: a position past the end of the plan is its end."""

@@ -200,8 +200,18 @@ def batched(batches: BatchSampler | None, source: Any) -> Iterator[Any]:
     """
     if batches is not None:
         return BatchSampler.__iter__(_Batches(batches, source))  # type: ignore[arg-type]
-    return _lazily(source)
+    return _Lazily(source)
 
 
-def _lazily(source: Any) -> Iterator[Any]:
-    yield from source
+class _Lazily(Iterator[Any]):
+    """An iterator that is created at the first ``next``. Unlike a generator, it goes on after an interrupt."""
+
+    _iterator: Iterator[Any] | None = None
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def __next__(self) -> Any:
+        if self._iterator is None:
+            self._iterator = iter(self._source)
+        return next(self._iterator)

@@ -16,26 +16,23 @@ class TokenBudgetBatchSampler(SequenceBatchSampler):
     descending order in turn, and the result is cut where one more sample would exceed the budget. Then the batches are
     permuted. The ranks take them in turn, and each gets equally many.
 
-    The order comes from Philox4x64-10 (J. K. Salmon and others, SC 2011), and is the same on all ranks, platforms and
-    versions. It depends on the arguments, the lengths and the epoch: call ``set_epoch`` before each epoch.
+    The order comes from Philox4x64-10 (J. K. Salmon and others, SC 2011), and is the same on all ranks and platforms.
+    It depends on the arguments and the epoch: call ``set_epoch`` before each epoch.
 
     Args:
-        lengths: The number of tokens of each sample: an array, tensor, memory-mapped file, or sequence of positive
-            integers, shape ``(len(dataset),)``. Arrays of int32 and int64 are not copied, and must not change.
-        max_tokens: Maximum number of tokens of a batch: its samples times its longest length.
+        lengths: Number of tokens of each sample: an array, tensor, memory-mapped file, or sequence of positive
+            integers, shape ``(len(dataset),)``. They are copied, with 4 bytes per sample.
+        max_tokens: Maximum number of tokens of a batch: the number of its samples times its longest length.
         max_samples: Maximum number of samples of a batch (default: None, no maximum).
         window: Number of samples that are sorted together. A larger window means less padding, and batches that are
             more alike from epoch to epoch (default: 8192).
-        shuffle: False keeps the samples' and the batches' order, except within a window (default: True).
+        shuffle: False keeps the order of samples and batches, except within a window (default: True).
         seed: Seed of the order, the same on all ranks (default: 0).
         num_replicas: Number of ranks (default: None, that of the process group, or 1 without one).
         rank: Rank of this process (default: None, its rank in the process group, or 0 without one).
         drop_last: If the batches do not divide evenly among the ranks, True drops the last of them, and False repeats
             the first (default: False).
-        pad_to_multiple_of: The longest length of a batch counts as padded to a multiple of this number (default: 1).
-
-    Attributes:
-        epoch: The epoch that the next ``iter()`` yields.
+        pad_to_multiple_of: The longest length of a batch is padded to a multiple of this number (default: 1).
 
     Raises:
         TypeError: A length or an argument is not an integer.
@@ -62,23 +59,13 @@ class TokenBudgetBatchSampler(SequenceBatchSampler):
         drop_last: bool = False,
         pad_to_multiple_of: int = 1,
     ) -> None:
-        checked, multiple = Lengths(lengths), positive("pad_to_multiple_of", pad_to_multiple_of)
-        tokens = positive("max_tokens", max_tokens)
+        checked, tokens = Lengths(lengths), positive("max_tokens", max_tokens)
+        multiple = positive("pad_to_multiple_of", pad_to_multiple_of)
         samples = len(checked.array) if max_samples is None else positive("max_samples", max_samples)
-        longest = -(-int(checked.array[checked.longest]) // multiple) * multiple
-        checked.check_limit(tokens, longest, "max_tokens", "raise max_tokens, or shorten the sample")
+        checked.check_limit(tokens, "max_tokens", "raise max_tokens, or shorten the sample", multiple)
         self._budget = tokens, samples, multiple
         settings = {"max_tokens": tokens, "max_samples": max_samples, "pad_to_multiple_of": multiple}
-        super().__init__(
-            checked,
-            settings,
-            window=window,
-            shuffle=shuffle,
-            seed=seed,
-            num_replicas=num_replicas,
-            rank=rank,
-            drop_last=drop_last,
-        )
+        super().__init__(checked, settings, window, shuffle, seed, num_replicas, rank, drop_last)
 
     def _plan(self, order: tuple[bool, int, int, int]) -> SequencePlan:
         return SequencePlan.budget(self._lengths.array, order, *self._budget)

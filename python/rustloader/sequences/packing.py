@@ -23,22 +23,19 @@ class PackingBatchSampler(SequenceBatchSampler):
     """Yields batches of samples that fill packs of at most ``capacity`` tokens, for ``pack`` as the ``collate_fn``.
 
     The samples of an epoch are permuted and divided into windows. In each window they are packed by best fit, the
-    longest first (D. S. Johnson, 1973). Then the packs are permuted, and batches made of them, which the ranks take in
-    turn. Each rank gets equally many batches. The arguments that are not described here are those of
+    longest first (D. S. Johnson, 1973). Then the packs are permuted. Arguments that are not described here are those of
     ``TokenBudgetBatchSampler``, and so is the order.
 
     Args:
         lengths: See ``TokenBudgetBatchSampler``.
         capacity: Maximum number of tokens of a pack, at most 16,777,216.
         packs_per_batch: Number of packs in a batch (default: 1). The last batch may have fewer.
-        too_long: What is done with samples of more than ``capacity`` tokens. ``"error"`` refuses them; ``"skip"``
-            leaves them out; ``"truncate"`` gives each a pack of its own, and expects that ``pack`` gets
-            ``max_length=capacity`` (default: ``"error"``).
+        too_long: ``"error"`` refuses samples of more than ``capacity`` tokens; ``"skip"`` leaves them out; with
+            ``"truncate"`` each gets its own pack, and ``pack`` needs ``max_length=capacity`` (default: ``"error"``).
 
     Raises:
         TypeError: See ``TokenBudgetBatchSampler``.
-        ValueError: A length is not positive, or exceeds ``capacity`` with ``too_long="error"``; an argument is out of
-            range.
+        ValueError: A length is not positive, or refused; an argument is out of range.
 
     Examples:
         >>> batches = rustloader.PackingBatchSampler([3, 9, 4, 5, 1, 6], capacity=10, shuffle=False)
@@ -66,25 +63,16 @@ class PackingBatchSampler(SequenceBatchSampler):
             positive("capacity", capacity),
             positive("packs_per_batch", packs_per_batch),
         )
-        if room > _MAX_CAPACITY:
-            raise ValueError(f"capacity must be at most {_MAX_CAPACITY:,}, got {capacity!r}")
-        if too_long not in _TOO_LONG:
-            raise ValueError(f"too_long must be one of {', '.join(map(repr, _TOO_LONG))}, got {too_long!r}")
+        if room > _MAX_CAPACITY or too_long not in _TOO_LONG:
+            raise ValueError(
+                f"capacity must be at most {_MAX_CAPACITY:,}, and too_long one of {', '.join(map(repr, _TOO_LONG))}, "
+                f"got {capacity} and {too_long!r}"
+            )
         if too_long == "error":
-            remedy = "raise capacity, or pass too_long='truncate' or 'skip'"
-            checked.check_limit(room, int(checked.array[checked.longest]), "capacity", remedy)
+            checked.check_limit(room, "capacity", "raise capacity, or pass too_long='truncate' or 'skip'")
         self._packs = room, packs, too_long == "skip"
         settings = {"capacity": room, "packs_per_batch": packs, "too_long": too_long}
-        super().__init__(
-            checked,
-            settings,
-            window=window,
-            shuffle=shuffle,
-            seed=seed,
-            num_replicas=num_replicas,
-            rank=rank,
-            drop_last=drop_last,
-        )
+        super().__init__(checked, settings, window, shuffle, seed, num_replicas, rank, drop_last)
 
     def _plan(self, order: tuple[bool, int, int, int]) -> SequencePlan:
         return SequencePlan.packs(self._lengths.array, order, *self._packs)
@@ -93,13 +81,13 @@ class PackingBatchSampler(SequenceBatchSampler):
 def pack(samples: Sequence[Any], *, max_length: int | None = None) -> dict[str, Any]:
     """Concatenates sequences without padding: a ``collate_fn`` for the batches of ``PackingBatchSampler``.
 
-    The entries have the names and values of transformers' ``DataCollatorWithFlattening``, and FlashAttention's names
-    for the bounds of the sequences. In a worker, the tensors are written straight to the memory of the batch.
+    Names and values are those of transformers' ``DataCollatorWithFlattening``, and the bounds of the sequences have
+    FlashAttention's names. In a worker, the tensors are written straight to the memory of the batch.
 
     Args:
-        samples: The samples: dicts with ``"input_ids"`` and, if the labels differ from them, ``"labels"``; or only the
-            token IDs. Both are lists, one-dimensional arrays, or tensors of integers. Other entries are ignored.
-        max_length: Maximum number of tokens of a sequence, whose other tokens are left out (default: None, no maximum).
+        samples: Dicts with ``"input_ids"`` and, if the labels differ from them, ``"labels"``; or only the token IDs.
+            Both are lists, one-dimensional arrays, or tensors of integers. Other entries are ignored.
+        max_length: Maximum number of tokens of a sequence; the others are left out (default: None, no maximum).
 
     Returns:
         A dict. N is the number of tokens, and S the number of sequences:
@@ -121,31 +109,25 @@ def pack(samples: Sequence[Any], *, max_length: int | None = None) -> dict[str, 
     """
     if not samples:
         raise ValueError("pack needs at least one sample")
-    has_labels = isinstance(samples[0], Mapping) and "labels" in samples[0]
     ids = [_sequence(sample, number, "input_ids", max_length) for number, sample in enumerate(samples)]
-    lengths = torch.tensor([0, *map(len, ids)])
-    ends = lengths.cumsum(0)
-    starts, total = ends[:-1], int(ends[-1])
-    input_ids = torch.cat(ids, out=_allocated(total))
-    if has_labels:
+    labels = ids
+    if isinstance(samples[0], Mapping) and "labels" in samples[0]:
         labels = [_sequence(sample, number, "labels", max_length) for number, sample in enumerate(samples)]
         for number, (one, other) in enumerate(zip(ids, labels, strict=True)):
             if len(one) != len(other):
                 raise ValueError(f"sample {number} of the batch has {len(one)} token IDs, but {len(other)} labels")
-        all_labels = torch.cat(labels, out=_allocated(total))
-    else:
-        all_labels = _allocated(total).copy_(input_ids)
-    all_labels[starts] = _NO_LABEL
+    lengths = torch.tensor([0, *map(len, ids)])
+    ends = lengths.cumsum(0)
+    starts, total = ends[:-1], int(ends[-1])
+    batch = {"input_ids": torch.cat(ids, out=_allocated(total)), "labels": torch.cat(labels, out=_allocated(total))}
+    batch["labels"][starts] = _NO_LABEL
     # A sum of ones, from which the length of a sequence is subtracted where the next one begins.
-    positions = _allocated(total).fill_(1)
+    batch["position_ids"] = positions = _allocated(total).fill_(1)
+    positions[starts] -= lengths[:-1]
     positions[0] = 0
-    positions[starts[1:]] -= lengths[1:-1]
     torch.cumsum(positions, 0, out=positions)
-    rows = {"input_ids": input_ids, "labels": all_labels, "position_ids": positions}
-    return {name: row.unsqueeze(0) for name, row in rows.items()} | {
-        "cu_seqlens": ends.to(torch.int32),
-        "max_seqlen": int(lengths.max()),
-    }
+    rows = {name: values.unsqueeze(0) for name, values in batch.items()}
+    return rows | {"cu_seqlens": ends.to(torch.int32), "max_seqlen": int(lengths.max())}
 
 
 def _sequence(sample: Any, number: int, name: str, max_length: int | None) -> torch.Tensor:
@@ -157,9 +139,9 @@ def _sequence(sample: Any, number: int, name: str, max_length: int | None) -> to
     tensor = int_tensor(sample) if isinstance(sample, (list, tuple)) else None
     tensor = torch.as_tensor(sample) if tensor is None else tensor
     if tensor.ndim != 1 or not len(tensor):
+        shape = tuple(tensor.shape)
         raise ValueError(
-            f"{name!r} of sample {number} of the batch must be one-dimensional and not empty, got the shape "
-            f"{tuple(tensor.shape)}"
+            f"{name!r} of sample {number} of the batch must have one dimension and items, got shape {shape}"
         )
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise TypeError(f"{name!r} of sample {number} of the batch must be integers, got {tensor.dtype}")

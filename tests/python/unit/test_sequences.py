@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 import rustloader
 from rustloader import PackingBatchSampler, TokenBudgetBatchSampler, pack
-from rustloader._core import SequenceBatches
 
 pytestmark = pytest.mark.ours
 
@@ -73,11 +72,11 @@ def test_every_kind_of_lengths_gives_the_same_batches(make, as_kind, tmp_path):
 
 
 BAD = {
-    "a length of 0": (lambda: TokenBudgetBatchSampler([3, 0], 8), "lengths must be positive, got 0 for sample 1"),
+    "a length of 0": (lambda: TokenBudgetBatchSampler([3, 0], 8), "lengths must be positive and .*, got 0 for sample 1"),
     "a fraction": (lambda: TokenBudgetBatchSampler([3, 2.5], 8), "must be integers, got 3.0 for sample 0"),
     "a text": (lambda: TokenBudgetBatchSampler([3, "x"], 8), "must be integers"),
     "a bool": (lambda: TokenBudgetBatchSampler(np.array([True]), 8), "must be integers"),
-    "a table": (lambda: TokenBudgetBatchSampler([[3], [4]], 8), r"must be one-dimensional .* got the shape \(2, 1\)"),
+    "a table": (lambda: TokenBudgetBatchSampler([[3], [4]], 8), r"must have one dimension .* got the shape \(2, 1\)"),
     "no lengths": (lambda: TokenBudgetBatchSampler([], 8), r"got the shape \(0,\)"),
     "a long sample": (lambda: TokenBudgetBatchSampler([3, 9], 8), "sample 1 has length 9, .* exceeds max_tokens=8"),
     "a padded sample": (
@@ -85,7 +84,7 @@ BAD = {
         "sample 1 has length 7, which takes 12 tokens",
     ),
     "a long pack": (lambda: PackingBatchSampler([3, 9], 8), "sample 1 has length 9, .* or pass too_long='truncate'"),
-    "a choice": (lambda: PackingBatchSampler([3], 8, too_long="drop"), "too_long must be one of 'error'"),
+    "a choice": (lambda: PackingBatchSampler([3], 8, too_long="drop"), "too_long one of 'error', .* got 8 and 'drop'"),
     "a large capacity": (lambda: PackingBatchSampler([3], 1 << 25), "capacity must be at most 16,777,216"),
     "a budget": (lambda: TokenBudgetBatchSampler([3], 0), "max_tokens must be an integer from 1"),
     "a word": (lambda: TokenBudgetBatchSampler([3], "8"), "max_tokens must be an integer, got '8'"),
@@ -93,7 +92,10 @@ BAD = {
     "a rank": (lambda: TokenBudgetBatchSampler([3], 8, num_replicas=2, rank=2), "rank must be from 0 to 1"),
     "no rank": (lambda: len(TokenBudgetBatchSampler([3], 8, num_replicas=2)), "pass both or neither"),
     "no samples": (lambda: pack([]), "at least one sample"),
-    "an empty sample": (lambda: pack([[1], []]), r"'input_ids' of sample 1 .* not empty, got the shape \(0,\)"),
+    "an empty sample": (
+        lambda: pack([[1], []]),
+        r"'input_ids' of sample 1 .* must have one dimension and items, got shape \(0,\)",
+    ),
     "no IDs": (lambda: pack([{"ids": [1]}]), "sample 0 of the batch has no 'input_ids', only 'ids'"),
     "floats": (lambda: pack([[1.5]]), "sample 0 of the batch must be integers, got torch.float"),
     "labels": (lambda: pack([{"input_ids": [1, 2], "labels": [1]}]), "sample 0 .* 2 token IDs, but 1 labels"),
@@ -190,18 +192,21 @@ def test_a_state_of_another_sampler_is_refused(change, text):
 
 
 def test_an_interrupt_during_planning_loses_no_batch(make):
-    sampler, calls = make(), []
+    sampler, whole = make(), [*make()]
+    plan, calls = sampler._plan, []
 
-    def begin(batches):
-        calls.append(1)
+    def interrupted(order):
+        calls.append(order)
         if len(calls) == 1:
             raise KeyboardInterrupt
-        return sampler._begin(sampler._start(), 0, batches)
+        return plan(order)
 
-    batches = SequenceBatches(begin)
+    sampler._plan = interrupted
+    loader = rustloader.StatefulDataLoader(range(300), batch_sampler=sampler, collate_fn=list)
+    batches = iter(loader)
     with pytest.raises(KeyboardInterrupt):
         next(batches)
-    assert [*batches] == [*sampler] and len(calls) == 2
+    assert [*batches] == whole and len(calls) == 2
 
 
 def test_too_long_samples_are_skipped_or_fill_a_pack():

@@ -209,6 +209,11 @@ def sampler_arguments(settings, generator):
         return {"batch_sampler": WithoutState(n, BATCH)}
     if kind == "batch sampler state":
         return {"batch_sampler": IteratorWithState(n, BATCH)}
+    lengths = [1 + index % 4 for index in range(n)]
+    if kind == "batch sampler budget":
+        return {"batch_sampler": rustloader.TokenBudgetBatchSampler(lengths, 8, window=5, num_replicas=1, rank=0)}
+    if kind == "batch sampler packs":
+        return {"batch_sampler": rustloader.PackingBatchSampler(lengths, 7, window=5, num_replicas=1, rank=0)}
     makers = {
         "shuffle with generator": lambda: RandomSampler(range(n), generator=generator),
         "distributed": lambda: DistributedSampler(range(n), 2, 1, seed=5),
@@ -221,6 +226,13 @@ def sampler_arguments(settings, generator):
         "custom state": lambda: SamplerWithState(n),
     }
     return {"sampler": makers[kind]()}
+
+
+def set_epoch(loader, epoch):
+    """Calls the `set_epoch` of the loader's sampler, if it has one."""
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(epoch)
 
 
 def batch_arguments(settings):

@@ -130,8 +130,7 @@ class Player:
         self.reference.generator.manual_seed(2000 * self.seed + epoch)
 
     def set_epoch(self, epoch):
-        if hasattr(self.loader.sampler, "set_epoch"):
-            self.loader.sampler.set_epoch(epoch)
+        parts.set_epoch(self.loader, epoch)
 
     def draw_indices(self, epoch, keeps_workers):
         """Draws the reference's index batches; torch's generator keeps its state."""

@@ -18,6 +18,8 @@ SAMPLERS = (
     "custom state",
     "batch sampler",
     "batch sampler state",
+    "batch sampler budget",
+    "batch sampler packs",
 )
 
 

@@ -27,9 +27,8 @@ class Reference:
         self.base_seed = None
 
     def set_epoch(self, epoch):
-        sampler = None if self.loader is None else self.loader.sampler
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
+        if self.loader is not None:
+            parts.set_epoch(self.loader, epoch)
 
     def indices(self, keeps_workers):
         """The index batches of an epoch that begins now, as torch draws them; the batches of a drawing dataset."""
