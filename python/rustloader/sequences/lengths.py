@@ -35,7 +35,7 @@ class Lengths:
             if not 0 < array[at] <= _LIMIT:
                 raise ValueError(f"lengths must be positive and at most {_LIMIT:,}, got {array[at]} for sample {at}")
         self.array = array.astype(np.uint32)
-        self.identity = f"{len(array)} samples, BLAKE2 {hashlib.blake2b(self.array, digest_size=8).hexdigest()}"
+        self.identity = f"{len(array)} samples, BLAKE2 {hashlib.blake2b(self.array.data, digest_size=8).hexdigest()}"
 
     def check_limit(self, limit: int, name: str, remedy: str, multiple: int = 1) -> None:
         """Raises ValueError if a length, padded to a multiple, exceeds a limit."""
