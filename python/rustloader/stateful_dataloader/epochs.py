@@ -15,22 +15,22 @@ from rustloader.iterator import adaptation
 from rustloader.iterator.epochs import Epochs
 from rustloader.iterator.torch_messages import timed_out
 from rustloader.settings.config import LoaderConfig
-from rustloader.stateful_dataloader.plan import Plan
-from rustloader.stateful_dataloader.positioned import Positioned, ordinals, own_copy, worker_after
+from rustloader.stateful_dataloader.origin import Origin
 from rustloader.stateful_dataloader.sampling import Sampling
 from rustloader.stateful_dataloader.schema import DatasetState, Draws
 from rustloader.stateful_dataloader.set_epoch import EpochRecorder
+from rustloader.stateful_dataloader.stateful_epoch import StatefulEpoch, ordinals, own_copy, worker_after
 from rustloader.system.protocols import LoaderLike, StatefulLoaderLike, WorkersIterator
 from rustloader.workers.bootstrap import Job
 from rustloader.workers.snapshots import SnapshotPolicy, WorkerStart, read, read_error
 
 
-class StatefulEpochs(Positioned, Epochs):
+class StatefulEpochs(StatefulEpoch, Epochs):
     """Epochs that start at a position.
 
     Args:
         loader: The loader.
-        plan: The plan of the first epoch.
+        origin: The origin of the first epoch.
         dataset: The description of the dataset for states.
         epoch_recorder: The recorder of the dataset's ``set_epoch``; None if workers need none.
     """
@@ -45,11 +45,11 @@ class StatefulEpochs(Positioned, Epochs):
     _has_begun = False
 
     def __init__(
-        self, loader: StatefulLoaderLike, plan: Plan, dataset: DatasetState, epoch_recorder: EpochRecorder | None
+        self, loader: StatefulLoaderLike, origin: Origin, dataset: DatasetState, epoch_recorder: EpochRecorder | None
     ) -> None:
-        super().__init__(loader, plan, dataset)
-        # The plan of the next epoch, until that epoch has begun.
-        self._plan: Plan | None = plan
+        super().__init__(loader, origin, dataset)
+        # The origin of the next epoch, until that epoch has begun.
+        self._next: Origin | None = origin
         self._epoch_recorder = epoch_recorder
         # For a map-style dataset without a state, the position is enough.
         self._has_states = dataset.is_iterable or bool(dataset.stateful)
@@ -68,37 +68,37 @@ class StatefulEpochs(Positioned, Epochs):
 
     # An epoch begins.
 
-    def begin_next_at(self, it: WorkersIterator, plan: Plan) -> None:
-        """Sets the plan of a persistent loader's next epoch."""
-        self._plan = dataclasses.replace(plan, base_seed=int(it._base_seed))
+    def begin_next_at(self, it: WorkersIterator, origin: Origin) -> None:
+        """Sets the origin of a persistent loader's next epoch."""
+        self._next = dataclasses.replace(origin, base_seed=int(it._base_seed))
 
     def beginning(self, it: WorkersIterator) -> None:
-        plan = self._next_plan(it)
+        origin = self._next_origin(it)
         if self.failures is not None:
             # The loader counts the epochs, so a resumed epoch keeps its number.
-            self.failures.next_epoch, self.failures.next_earlier = plan.epoch, plan.failures
+            self.failures.next_epoch, self.failures.next_earlier = origin.epoch, origin.failures
 
-    def _next_plan(self, it: WorkersIterator) -> Plan:
-        """Returns the plan of the epoch that is about to begin; after a failed start, the same plan again."""
-        if self._plan is None:
-            self._plan = Plan(base_seed=int(it._base_seed), epoch=self.origin.epoch + 1)
-        plan = self._plan
+    def _next_origin(self, it: WorkersIterator) -> Origin:
+        """Returns the origin of the epoch that is about to begin; after a failed start, the same origin again."""
+        if self._next is None:
+            self._next = Origin(base_seed=int(it._base_seed), epoch=self.origin.epoch + 1)
+        origin = self._next
         if not self.on_engine and it._dataset_kind == _DatasetKind.Iterable:
             # torch's workers start at the first sample, so the batches before the position are dropped.
-            return Plan(base_seed=plan.base_seed, epoch=plan.epoch, drop=plan.yielded + plan.drop)
-        return plan
+            return Origin(base_seed=origin.base_seed, epoch=origin.epoch, drop=origin.yielded + origin.drop)
+        return origin
 
     def first_worker(self, it: WorkersIterator) -> int:
         return self.origin.first_worker if self.origin.num_workers == it._num_workers else 0
 
     def index_batches(self, it: WorkersIterator, torch_iterator: Iterator[Any]) -> Any:
         # From here on, states describe the new epoch. None of the program's code has run since the counters were reset.
-        plan = self._next_plan(it)
+        origin = self._next_origin(it)
         begun, self._sampling_begun = self._sampling_begun, None
-        self.sampling = begun or self.sample_from(it, plan, torch_iterator, plan.low)
+        self.sampling = begun or self.sample_from(it, origin, torch_iterator, origin.low)
         self._kept_snapshots = None
         self._started = self._has_begun = False
-        self.origin, self.raised, it._num_yielded = plan, 0, plan.yielded
+        self.origin, self.raised, it._num_yielded = origin, 0, origin.yielded
         return self.sampling.iterator
 
     def message(self, loader: LoaderLike) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class StatefulEpochs(Positioned, Epochs):
             self._epoch_recorder.note_begun()
 
     def begun(self, it: WorkersIterator) -> None:
-        self._has_begun, self._plan = True, None
+        self._has_begun, self._next = True, None
 
     def owes_an_epoch(self) -> bool:
         # The engine may already have begun the new epoch, and there would be no exact state for its batches.
@@ -150,34 +150,34 @@ class StatefulEpochs(Positioned, Epochs):
     # Workers.
 
     def complete(self, job: Job) -> None:
-        job.epoch = self.origin.epoch if self._plan is None else self._plan.epoch
+        job.epoch = self.origin.epoch if self._next is None else self._next.epoch
         if self._wants_snapshots:
             job.snapshots = SnapshotPolicy(self.every, self.origin.low)
 
     def complete_first(self, it: WorkersIterator, job: Job) -> None:
-        self._kept_snapshots, plan = None, self._plan
-        # If there is no plan, a persistent loader is starting new processes, for an epoch from its beginning.
-        if plan is not None and plan.workers and self._has_states:
-            job.starts = self._starts(it, plan)
+        self._kept_snapshots, origin = None, self._next
+        # If there is no origin, a persistent loader is starting new processes, for an epoch from its beginning.
+        if origin is not None and origin.workers and self._has_states:
+            job.starts = self._starts(it, origin)
 
     def complete_next(self, job: Job) -> None:
         # Sends the call for this epoch, because the program may already have called `set_epoch` for a later epoch.
         job.set_epoch_call = None if self._epoch_recorder is None else self._epoch_recorder.in_force
 
-    def _starts(self, it: WorkersIterator, plan: Plan) -> list[WorkerStart | None]:
+    def _starts(self, it: WorkersIterator, origin: Origin) -> list[WorkerStart | None]:
         """Returns the start of each worker. For a map-style dataset, a start includes the index batches to replay."""
         if it._dataset_kind == _DatasetKind.Iterable:
-            return [*plan.workers]
-        wanted = [_last_ordinals(plan, worker) for worker in range(it._num_workers)]
-        oldest = min((numbers[0] for numbers in wanted if numbers), default=plan.low)
-        begun = self.sample_from(it, plan, iter(it._index_sampler), oldest)
-        drawn = zip(range(oldest, plan.low), begun.iterator, strict=False)
+            return [*origin.workers]
+        wanted = [_last_ordinals(origin, worker) for worker in range(it._num_workers)]
+        oldest = min((numbers[0] for numbers in wanted if numbers), default=origin.low)
+        begun = self.sample_from(it, origin, iter(it._index_sampler), oldest)
+        drawn = zip(range(oldest, origin.low), begun.iterator, strict=False)
         batches = {ordinal: own_copy(batch) for ordinal, batch in drawn}
         if not begun.is_repeatable:
             self._sampling_begun = begun
         return [
             dataclasses.replace(start, replay=[batches[ordinal] for ordinal in numbers if ordinal in batches])
-            for start, numbers in zip(plan.workers, wanted, strict=True)
+            for start, numbers in zip(origin.workers, wanted, strict=True)
         ]
 
     def start_after(self, it: WorkersIterator, engine: Engine, death: Death) -> WorkerStart | None:
@@ -296,7 +296,7 @@ class StatefulEpochs(Positioned, Epochs):
 
     def failed_to_resume(self, it: WorkersIterator) -> bool:
         """Returns True if no batch was delivered because a worker failed to load the state of the epoch's start."""
-        if not (self.origin.resumed and self.raised and self._has_states and self.on_engine):
+        if not (self.origin.kind == "resumed" and self.raised and self._has_states and self.on_engine):
             return False
         if it._num_yielded > self.origin.yielded:
             return False
@@ -354,14 +354,14 @@ class StatefulEpochs(Positioned, Epochs):
         return snapshots
 
 
-def _last_ordinals(plan: Plan, worker: int) -> list[int]:
+def _last_ordinals(origin: Origin, worker: int) -> list[int]:
     """Returns the ordinals of the index batches that a worker replays, in order.
 
     The loader that wrote the state assigned batches to its workers in round robin.
     """
-    count = plan.workers[worker].replay
+    count = origin.workers[worker].replay
     if not isinstance(count, int):
         return []
-    step = plan.num_workers
-    last = plan.low - 1 - (plan.first_worker - 1 - worker) % step
+    step = origin.num_workers
+    last = origin.low - 1 - (origin.first_worker - 1 - worker) % step
     return [ordinal for ordinal in range(last - (count - 1) * step, last + 1, step) if ordinal >= 0]

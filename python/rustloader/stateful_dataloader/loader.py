@@ -15,20 +15,16 @@ from rustloader.auto import arguments, tuner
 from rustloader.dataloader import DataLoader
 from rustloader.settings import loader_state
 from rustloader.settings.config import resolve
-from rustloader.stateful_dataloader import plan as plans
+from rustloader.stateful_dataloader import origin as origins
 from rustloader.stateful_dataloader import shuffle_buffers
 from rustloader.stateful_dataloader.compatibility import dataset_of
 from rustloader.stateful_dataloader.multi import _StatefulMultiProcessingIter as _WithWorkers
-from rustloader.stateful_dataloader.next_epoch import EarlyDraws, SeedWatch, restore, run_out
-from rustloader.stateful_dataloader.plan import Plan
-from rustloader.stateful_dataloader.schema import Draws, SamplerState
+from rustloader.stateful_dataloader.origin import Origin
 from rustloader.stateful_dataloader.set_epoch import EpochRecorder, recorder_of
 from rustloader.stateful_dataloader.single import _StatefulSingleProcessIter as _WithoutWorkers
 from rustloader.system.torch_side import in_torch
 from rustloader.workers.snapshots import is_stateful
 
-# Keys of the starts of samplers without their own generator.
-_WITHOUT_GENERATOR = frozenset({"seed", "global_generator"})
 _T_co = TypeVar("_T_co", covariant=True)
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
@@ -78,17 +74,8 @@ class StatefulDataLoader(DataLoader[_T_co]):
 
     # The result of the last `iter()`.
     _iterator: _Iter | None = None
-    # The loaded state, until the next `iter()`: the dict, and the plan that was made from it.
-    _loaded: tuple[dict[str, Any], Plan] | None = None
-    # The same for the state from which the current iterator resumed.
-    _resumed_from: tuple[dict[str, Any], Plan] | None = None
-    # The state of an abandoned epoch, while `iter()` replaces that epoch's iterator.
-    _interim: dict[str, Any] | None = None
-    # The draws of the next epoch, if they were made or predicted for a state.
-    _draws: EarlyDraws | None = None
-    # The watches of the loader's generator and of torch's global generator. Set when a state of a finished epoch, or of
-    # an epoch that had not begun, is loaded.
-    _since_load: tuple[SeedWatch, SeedWatch]
+    # Where the next epoch begins.
+    _origin: Origin
     # Number of epochs that have begun, including those before a resume.
     _epochs = 0
     # True once a state has been taken mid-epoch, and the dataset has been searched for a shuffle buffer.
@@ -139,6 +126,7 @@ class StatefulDataLoader(DataLoader[_T_co]):
             every = snapshot_every_n_steps
             if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 0):
                 raise ValueError(f"snapshot_every_n_steps must be a non-negative integer, got {every!r}")
+            self._origin = Origin()
             super().__init__(*args, **kwargs)
             self.snapshot_every_n_steps = every
             self.forward_set_epoch = forward_set_epoch
@@ -175,16 +163,14 @@ class StatefulDataLoader(DataLoader[_T_co]):
         """
         if isinstance(back, bool) or not isinstance(back, int) or back < 0:
             raise ValueError(f"back must be a non-negative integer, got {back!r}")
-        iterator = self._iterator
-        if self._loaded is not None or iterator is None:
+        iterator, origin = self._iterator, self._origin
+        if origin.saved is not None or iterator is None:
             if back:
                 raise ValueError(f"back must be 0 before the first batch, got {back}")
-            if self._loaded is not None:
-                return copy.deepcopy(self._loaded[0])
-            return copy.deepcopy(self._interim) or plans.fresh(self, self._early_draws(are_made=False))
+            return copy.deepcopy(origin.saved) or origins.fresh(self, origin.draws(self, are_made=False))
         # The draws come before the dataset's state, which may include the state of a generator.
         finished = bool(iterator.finished) and not back
-        draws = self._early_draws(are_made=True) if finished else None
+        draws = origin.draws(self, are_made=True) if finished else None
         state = iterator.state(back, finished, draws)
         if not (finished or self._has_checked_buffer or iterator.delivered_nothing()):
             self._has_checked_buffer = True
@@ -221,58 +207,51 @@ class StatefulDataLoader(DataLoader[_T_co]):
             >>> list(other)
             [tensor([0, 1]), tensor([2, 3])]
         """
-        loaded = None
+        origin = Origin()
         if state_dict != {}:
-            # The plan is made from a copy, because the dataset may modify the state that it loads.
-            plan = plans.read(copy.deepcopy(state_dict), self)
-            loaded = copy.deepcopy(dict(state_dict)), plan
-            if plan.finished or plan.next is not None:
-                # Done now rather than in `iter()`, so that a program can still seed its generator for the next epoch.
-                self._restore_sampler(plan)
-                self._since_load = SeedWatch(self.generator), SeedWatch(None)
+            # Read from a copy, because the dataset may modify the state that it loads.
+            origin = origins.read(copy.deepcopy(state_dict), self)
+            origin.saved = copy.deepcopy(dict(state_dict))
+            origin.watch(self)
         if self._iterator is not None and self._iterator.delivered_nothing():
             warnings.warn(
                 "load_state_dict() replaces an iterator that has delivered nothing: call iter() after "
                 "load_state_dict(), or the loop continues from the old position",
                 stacklevel=2,
             )
-        self._iterator = self._interim = self._draws = None
-        self._loaded = loaded
-        if loaded is None or loaded[1].seeds is None:
+        self._iterator, self._origin = None, origin
+        if origin.seeds is None:
             loader_state.forget_epochs(self)
 
     def __iter__(self) -> _BaseDataLoaderIter:
         arguments.refuse_string(self)
         # No local variable may refer to the last iterator, because that would keep the iterator's workers alive.
         if isinstance(self._iterator, _WithWorkers) and self._iterator.failed_to_resume():
-            self._loaded = self._resumed_from
-        loaded = self._loaded
-        if loaded is not None:
-            plan = loaded[1]
-            bound = plan.num_workers if plan.is_bound else 0
+            self._origin = self._iterator.origin.loaded or self._origin
+        if self._origin.kind == "resumed":
+            bound = self._origin.num_workers if self._origin.is_bound else 0
             if not (bound and tuner.pin(self, bound)):
-                plans.check_workers(plan, self.num_workers)
-            iterator = self._begin_from(copy.deepcopy(plan))
-            self._loaded, self._resumed_from = None, loaded
-        elif self.persistent_workers and self.num_workers > 0 and isinstance(self._iterator, _WithWorkers):
-            iterator = self._begin_again(self._iterator, self._plan_of_next())
-        else:
-            iterator = self._begin(self._plan_of_next())
-        self._draws = None
+                origins.check_workers(self._origin, self.num_workers)
+            self._iterator = None
+        *ended, origin = self._origin.begins(self)
+        for earlier in ended:
+            self._begin(earlier)
+        iterator = self._begin(origin)
         self._epochs = iterator.origin.epoch + 1
+        self._origin = Origin(kind="continued")
         return iterator
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
-        return self._make_iterator(Plan(epoch=self._epochs))
+        return self._make_iterator(Origin(epoch=self._epochs))
 
-    def _make_iterator(self, plan: Plan) -> _Iter:
+    def _make_iterator(self, origin: Origin) -> _Iter:
         about = dataset_of(self)
         if self.num_workers == 0:
-            return _WithoutWorkers(self, plan, about)
+            return _WithoutWorkers(self, origin, about)
         epoch_recorder = self._recorder()
         if not loader_state.has_auto(self):
             in_torch(self.check_worker_number_rationality)
-        return _WithWorkers(self, plan, about, epoch_recorder)
+        return _WithWorkers(self, origin, about, epoch_recorder)
 
     def _recorder(self) -> EpochRecorder | None:
         """Returns the recorder of the dataset's ``set_epoch``; None if no workers need it.
@@ -288,99 +267,32 @@ class StatefulDataLoader(DataLoader[_T_co]):
         """Returns True if the workers of an epoch are kept for the next epoch."""
         return self.num_workers > 0 and bool(resolve(self).persistent_workers)
 
-    def _begin(self, plan: Plan) -> _Iter:
+    def _begin(self, origin: Origin) -> _Iter:
+        """Begins an epoch, with the workers of the last one if they are kept."""
+        if self.persistent_workers and self.num_workers > 0 and isinstance(self._iterator, _WithWorkers):
+            self._iterator.begin_next_at(origin)
+            self._iterator._reset(self)
+            return self._iterator
         if self._iterator is not None and not self._iterator.finished:
-            # The epoch was abandoned. Its workers end before new workers start. Meanwhile, `_interim` is the loader's
+            # The epoch was abandoned. Its workers end before new workers start. Meanwhile, `saved` is the loader's
             # state. If nothing was delivered, no state is taken: the order may not be drawn yet, and taking a state
             # would draw it.
             if not self._iterator.delivered_nothing():
                 with contextlib.suppress(Exception):
-                    self._interim = self.state_dict()
+                    self._origin = dataclasses.replace(self._origin, kind="interim", saved=self.state_dict())
             self._iterator = None
-        iterator = self._make_iterator(plan)
+        iterator = self._make_iterator(origin)
         for _ in range(iterator.origin.drop):
             if not _drop_next(iterator):
                 break
-        self._iterator, self._interim = iterator, None
+        self._iterator = iterator
         return iterator
-
-    def _begin_again(self, iterator: _WithWorkers, plan: Plan) -> _Iter:
-        """Begins an epoch with the persistent workers of an iterator."""
-        iterator.begin_next_at(plan)
-        iterator._reset(self)
-        return iterator
-
-    def _begin_from(self, plan: Plan) -> _Iter:
-        """Begins an epoch from a loaded state."""
-        if not plan.finished and plan.next is None:
-            return self._begin(plan)
-        # The state is that of a finished epoch, or of an epoch that has not begun.
-        # If the program has seeded a generator since the load, the epoch draws from that generator, as in a run without
-        # a state.
-        of_loader, of_torch = self._since_load
-        draws = plan.next or Draws(None, None)
-        has_seed = plan.next is not None and not of_loader.was_seeded()
-        base_seed = draws.base_seed if has_seed else None
-        start = None if of_torch.was_seeded() else _random_start(draws)
-        if not plan.finished:
-            if start is None and plan.sampler is not None and plan.sampler.kind == "stateful":
-                start = plan.sampler
-            return self._begin(dataclasses.replace(plan, base_seed=base_seed, sampler=start))
-        if base_seed is None and (has_seed or self._keeps_workers()):
-            # Persistent workers keep their base seed.
-            base_seed = plan.base_seed
-        begun = Plan(
-            epoch=plan.epoch + 1,
-            base_seed=base_seed,
-            sampler=start,
-            seeds=None if plan.seeds is None else (plan.seeds[0], plan.seeds[1] + 1),
-            resumed=True,
-        )
-        if any(worker.has_state for worker in plan.workers):
-            # A dataset in this process, or in persistent workers, keeps its state from epoch to epoch.
-            if self.num_workers == 0:
-                # Any base seed prevents a draw from a generator whose state the dataset's state may include.
-                ended = [dataclasses.replace(worker, ended=not worker.replayed) for worker in plan.workers]
-                self._begin(dataclasses.replace(plan, base_seed=plan.base_seed or 0, workers=ended))
-            elif self._keeps_workers():
-                iterator = self._begin(plan)
-                assert isinstance(iterator, _WithWorkers)
-                return self._begin_again(iterator, begun)
-        return self._begin(begun)
-
-    def _restore_sampler(self, plan: Plan) -> None:
-        """Brings a sampler with its own generator or state to the start of the next epoch."""
-        start = None if plan.next is None else plan.next.sampler
-        if start is not None:
-            restore(self._index_sampler, start)
-        elif plan.finished:
-            # In torchdata's states of loaders without workers, the sampler's state was taken after the epoch.
-            has_ended = plan.dataset is None and plan.num_workers == 0
-            run_out(self._index_sampler, plan.sampler, plan.low, has_ended)
-
-    def _plan_of_next(self) -> Plan:
-        """Returns the plan of the next epoch, with the draws that were made or predicted for a state, if any."""
-        early = self._draws
-        if early is None or early.was_seeded_since():
-            return Plan(epoch=self._epochs)
-        start = _random_start(early.draws, owes_draws=not early.are_made)
-        return Plan(epoch=self._epochs, base_seed=early.draws.base_seed, sampler=start, owes_draws=not early.are_made)
-
-    def _early_draws(self, are_made: bool) -> Draws:
-        """Returns the draws of the next ``iter()``, which then uses them.
-
-        The draws are made now, or predicted if ``are_made`` is False, unless an earlier call did so and the program
-        has not seeded a generator since.
-        """
-        if self._draws is None or self._draws.was_seeded_since():
-            with_base_seed = not are_made or not self._keeps_workers()
-            self._draws = EarlyDraws(self, self._index_sampler, are_made, with_base_seed)
-        return copy.deepcopy(self._draws.draws)
 
     def __getstate__(self) -> dict[str, Any]:
         # Iterators cannot be copied. Predicted draws apply only to the first epoch of this loader, not of a copy.
-        draws = self._draws if self._draws is not None and self._draws.are_made else None
-        return self.__dict__ | {"_iterator": None, "_draws": draws}
+        early = self._origin.early
+        origin = dataclasses.replace(self._origin, early=early if early is not None and early.are_made else None)
+        return self.__dict__ | {"_iterator": None, "_origin": origin}
 
 
 def _drop_next(iterator: _Iter) -> bool:
@@ -410,14 +322,3 @@ def _add_parameters() -> None:
 
 
 _add_parameters()
-
-
-def _random_start(draws: Draws, owes_draws: bool = False) -> SamplerState | None:
-    """Returns the start of a sampler's order as the sampler's part of a state.
-
-    Returns None if the sampler draws nothing, or draws from its own generator.
-    """
-    start = draws.sampler
-    return (
-        None if not start or _WITHOUT_GENERATOR.isdisjoint(start) else SamplerState(start=start, owes_draws=owes_draws)
-    )

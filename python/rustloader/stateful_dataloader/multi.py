@@ -6,7 +6,7 @@ from typing import Any
 
 from rustloader.iterator.core import _MultiProcessingDataLoaderIter
 from rustloader.stateful_dataloader.epochs import StatefulEpochs
-from rustloader.stateful_dataloader.plan import Plan
+from rustloader.stateful_dataloader.origin import Origin
 from rustloader.stateful_dataloader.schema import DatasetState, Draws
 from rustloader.stateful_dataloader.set_epoch import EpochRecorder
 from rustloader.system.protocols import StatefulLoaderLike
@@ -18,14 +18,14 @@ class _StatefulMultiProcessingIter(_MultiProcessingDataLoaderIter):
     _epochs: StatefulEpochs
 
     def __init__(
-        self, loader: StatefulLoaderLike, plan: Plan, about_dataset: DatasetState, epoch_recorder: EpochRecorder | None
+        self, loader: StatefulLoaderLike, origin: Origin, dataset: DatasetState, epoch_recorder: EpochRecorder | None
     ) -> None:
-        self._epochs = StatefulEpochs(loader, plan, about_dataset, epoch_recorder)
+        self._epochs = StatefulEpochs(loader, origin, dataset, epoch_recorder)
         super().__init__(loader)
 
     @property
-    def origin(self) -> Plan:
-        """The plan of the current epoch."""
+    def origin(self) -> Origin:
+        """The origin of the current epoch."""
         return self._epochs.origin
 
     @property
@@ -38,9 +38,9 @@ class _StatefulMultiProcessingIter(_MultiProcessingDataLoaderIter):
         """True if the epoch has ended."""
         return self._mode is not None and self._mode.has_ended
 
-    def begin_next_at(self, plan: Plan) -> None:
-        """Sets the plan of a persistent loader's next epoch."""
-        self._epochs.begin_next_at(self, plan)
+    def begin_next_at(self, origin: Origin) -> None:
+        """Sets the origin of a persistent loader's next epoch."""
+        self._epochs.begin_next_at(self, origin)
 
     def delivered_nothing(self) -> bool:
         """Returns True if the current epoch has delivered nothing, and has not ended."""

@@ -20,9 +20,9 @@ from rustloader.iterator import adaptation, fetches
 from rustloader.iterator.single import prepare_fetcher
 from rustloader.iterator.torch_messages import warn_of_length
 from rustloader.settings.config import resolve
-from rustloader.stateful_dataloader.plan import Plan
-from rustloader.stateful_dataloader.positioned import Positioned, ordinals, own_copy, worker_after
+from rustloader.stateful_dataloader.origin import Origin
 from rustloader.stateful_dataloader.schema import DatasetState, Draws, copied
+from rustloader.stateful_dataloader.stateful_epoch import StatefulEpoch, ordinals, own_copy, worker_after
 from rustloader.system.interrupts import is_interrupt
 from rustloader.system.protocols import StatefulLoaderLike
 from rustloader.workers import resuming
@@ -36,9 +36,9 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
     # Number of answers before the index batch in `_drawn`.
     _drawn_at = -1
 
-    def __init__(self, loader: StatefulLoaderLike, plan: Plan, about_dataset: DatasetState) -> None:
-        self._epoch = Positioned(loader, plan, about_dataset)
-        self._start = start = plan.workers[0] if plan.workers else WorkerStart()
+    def __init__(self, loader: StatefulLoaderLike, origin: Origin, about_dataset: DatasetState) -> None:
+        self._epoch = StatefulEpoch(loader, origin, about_dataset)
+        self._start = start = origin.workers[0] if origin.workers else WorkerStart()
         # The index batch that is being fetched. After an interrupt, it remains here for the next call.
         self._drawn: list[Any] = []
         # The batch whose failures are being counted.
@@ -50,18 +50,18 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         loading = resuming.Loading(loader.dataset, start)
         self._epoch.init_torch_iterator(self, super().__init__, loader)
         loading.load_iterator(self._dataset_fetcher)
-        self._snapshot_maker = Snapshots(SnapshotPolicy(self._epoch.every, plan.low), 1, self._dataset_kind)
+        self._snapshot_maker = Snapshots(SnapshotPolicy(self._epoch.every, origin.low), 1, self._dataset_kind)
         config = adaptation.adapted(loader, resolve(loader).changed(worker_threads=1))
         self._epoch.seed_from(Seeding.of(loader, config, int(self._base_seed)))
         # The count of failed samples; None if `on_error` is "raise".
-        self._failures = prepare_fetcher(self, loader, config, self._epoch.seeding, plan.epoch)
+        self._failures = prepare_fetcher(self, loader, config, self._epoch.seeding, origin.epoch)
         if self._failures is not None:
-            self._failures.next_earlier = plan.failures
+            self._failures.next_earlier = origin.failures
             self._failures.begin_epoch()
         if isinstance(self._dataset_fetcher, StepFetcher):
             resuming.load_counters(self._dataset_fetcher.seeds, start)
         self._sampler_iter = self._resume_sampler(self._sampler_iter, loading.before)
-        self._num_yielded = plan.yielded
+        self._num_yielded = origin.yielded
         fetches.observe(self, loader, config)
 
     def _resume_sampler(self, torch_iterator: Iterator[Any], before: bytes | None) -> Iterator[Any]:
@@ -87,8 +87,8 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         return sampling.iterator
 
     @property
-    def origin(self) -> Plan:
-        """The plan of the epoch."""
+    def origin(self) -> Origin:
+        """The origin of the epoch."""
         return self._epoch.origin
 
     @property

@@ -57,6 +57,8 @@ class StatefulLoaderLike(LoaderLike, Protocol):
     snapshot_every_n_steps: int | None
     _epochs: int
 
+    def _keeps_workers(self) -> bool: ...
+
 
 class Rewindable(Protocol):
     """A loader whose states can go back: a ``StatefulDataLoader``, or a wrapper with its attributes. These states are

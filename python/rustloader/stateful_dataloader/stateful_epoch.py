@@ -14,7 +14,7 @@ from rustloader.fetch.seeds import Seeding, ordinal_of
 from rustloader.settings import loader_state
 from rustloader.settings.config import view
 from rustloader.settings.limits import FROZEN_AFTER
-from rustloader.stateful_dataloader.plan import Plan
+from rustloader.stateful_dataloader.origin import Origin
 from rustloader.stateful_dataloader.sampling import Sampling, sampling
 from rustloader.stateful_dataloader.schema import DatasetState, State, copied
 from rustloader.system.protocols import IteratorLike, LoaderLike, StatefulLoaderLike
@@ -31,18 +31,18 @@ _FROZEN = (
 )
 
 
-class Positioned:
+class StatefulEpoch:
     """An epoch that starts at a position, and the entries of a state that describe it.
 
     Methods take the iterator as an argument.
 
     Args:
         loader: The loader.
-        plan: The plan of the first epoch.
+        origin: The origin of the first epoch.
         dataset: The description of the dataset for states.
 
     Attributes:
-        origin: The plan of the current epoch.
+        origin: The origin of the current epoch.
         sampling: The index batches of the current epoch.
         seeding: The seeds of the current epoch; None for torch's seeds.
         raised: Number of answers in this epoch that were errors.
@@ -56,11 +56,11 @@ class Positioned:
     raised = 0
     _has_warned = False
 
-    def __init__(self, loader: StatefulLoaderLike, plan: Plan, dataset: DatasetState) -> None:
-        self.origin, self.dataset = plan, dataset
+    def __init__(self, loader: StatefulLoaderLike, origin: Origin, dataset: DatasetState) -> None:
+        self.origin, self.dataset = origin, dataset
         self.every = loader.snapshot_every_n_steps or 0
-        if plan.seeds is not None:
-            loader_state.set_epochs(loader, *plan.seeds)
+        if origin.seeds is not None:
+            loader_state.set_epochs(loader, *origin.seeds)
 
     @property
     def yielded(self) -> int:
@@ -75,7 +75,7 @@ class Positioned:
         return yielded - self.origin.yielded + self.raised
 
     def init_torch_iterator(self, it: IteratorLike, init: Callable[[Any], None], loader: LoaderLike) -> None:
-        """Calls torch's constructor, and sets the iterator's base seed to that of the plan, if the plan has one."""
+        """Calls torch's constructor, and sets the iterator's base seed to that of the origin, if the origin has one."""
         base_seed = self.origin.base_seed
         if base_seed is None or self.origin.owes_draws:
             in_torch(init, loader)
@@ -87,13 +87,13 @@ class Positioned:
             it._base_seed = base_seed
 
     def seed_from(self, seeding: Seeding | None) -> None:
-        """Sets the seeds of the epoch, which apply from the plan's position on."""
+        """Sets the seeds of the epoch, which apply from the origin's position on."""
         if seeding is not None and (self.origin.low or self.origin.ahead):
             seeding = dataclasses.replace(seeding, first_ordinal=self.origin.low, ahead=self.origin.ahead)
         self.seeding = seeding
 
-    def sample_from(self, it: IteratorLike, origin: Plan, torch_iterator: Iterator[Any], position: int) -> Sampling:
-        """Returns the index batches of a plan from a position on.
+    def sample_from(self, it: IteratorLike, origin: Origin, torch_iterator: Iterator[Any], position: int) -> Sampling:
+        """Returns the index batches of an origin from a position on.
 
         ``torch_iterator`` is torch's iterator over the sampler.
         """
@@ -114,7 +114,7 @@ class Positioned:
 
     def warn_if_empty(self, it: IteratorLike) -> None:
         """Warns if an epoch that resumed from a state has no batches."""
-        if self.origin.resumed and self.delivered_nothing(it):
+        if self.origin.kind == "resumed" and self.delivered_nothing(it):
             warnings.warn(_EMPTY, stacklevel=frames_to_program())
 
     def state(self, it: IteratorLike, **position: Any) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def own_copy(batch: Any) -> Any:
     return [*batch] if type(batch) is list else batch
 
 
-def ordinals(origin: Plan, low: int, ahead: list[int]) -> tuple[int, tuple[int, ...]]:
+def ordinals(origin: Origin, low: int, ahead: list[int]) -> tuple[int, tuple[int, ...]]:
     """Converts a position in tasks, which are counted from the origin, into a position in ordinals.
 
     Returns:
