@@ -327,6 +327,7 @@ def test_more_workers_than_cores_are_no_reason_to_warn(decisions):
     decisions.counts = [len(os.sched_getaffinity(0)) + 1]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", ".*multi-threaded.*", DeprecationWarning)  # Python's own about forks
         loader = DataLoader(Numbers(N), num_workers="auto")
         list(loader)
         list(loader)
