@@ -63,7 +63,7 @@ def deferred_signals() -> Iterator[list[int]]:
     hooks are lost. A handler that raises just after a fork would leave an unregistered process running.
     """
     deferred = DeferredSignals([number for number in _DEFERRED if callable(signal.getsignal(number))])
-    # Not a `with` statement: from Python 3.14 on, a handler may raise between its `__enter__` and its body.
+    # Not a `with` statement: in Python 3.14 a handler may raise between its `__enter__` and its body.
     try:
         yield deferred.__enter__()
     finally:

@@ -594,3 +594,22 @@ def test_what_is_about_installing_may_be_the_first_thing_that_a_program_uses(fir
     source = f"{first}\nimport rustloader\nprint(rustloader.is_installed())"
     status, out, err = run_script(source, head="", environment={"RUSTLOADER_INSTALL": "1"})
     assert (status, out) == (0, "True\n"), err
+
+
+@pytest.mark.parametrize("call, environment", [("rustloader.install()", {}), ("", {"RUSTLOADER_INSTALL": "1"})])
+def test_lazy_imports_of_torch_get_the_engine(call, environment, tmp_path):
+    """Python 3.15 imports a module that is marked `lazy` when its name is first used."""
+    lazy = "lazy " if sys.version_info >= (3, 15) else ""
+    source = f"""
+{lazy}from torch.utils.data import DataLoader
+{lazy}import torch.utils.data as data
+
+if __name__ == "__main__":
+    import rustloader
+    {call}
+    for cls in (DataLoader, data.DataLoader):
+        list(cls(range(4), num_workers=1))
+    print(rustloader.engine_batches())
+"""
+    done = run_script(source, LONG, head="", file=tmp_path / "script.py", environment=environment)
+    assert done == (0, "8\n", "")
