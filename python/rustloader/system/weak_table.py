@@ -22,6 +22,10 @@ class WeakTable(Generic[_V]):
         self._on_end = on_end
         self._entries: dict[int, tuple[weakref.ref[Any], _V]] = {}
 
+    def __reduce__(self) -> Any:
+        # A copy in another process is empty: the objects are those of this process.
+        return WeakTable, ()
+
     def find(self, source: object) -> _V | None:
         """Returns the value of an object; None if the table has none."""
         reference, value = self._entries.get(id(source), (None, None))

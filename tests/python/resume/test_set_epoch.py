@@ -190,7 +190,10 @@ def test_the_dataset_stays_as_it_was():
     assert epochs_of(loader) == {2}
 
 
-def test_set_epoch_of_the_class_is_restored_with_the_last_loader():
+@pytest.mark.parametrize("context", ["fork", "forkserver"])
+def test_set_epoch_of_the_class_is_restored_with_the_last_loader(context):
+    """Workers that are not forked receive the local classes by value, with the method in place."""
+
     class Base(Mapped):
         def set_epoch(self, epoch):
             super().set_epoch(epoch)
@@ -199,7 +202,7 @@ def test_set_epoch_of_the_class_is_restored_with_the_last_loader():
         pass
 
     method = Base.set_epoch
-    loaders = [make(dataset) for dataset in (Base(), Derived(), Derived())]
+    loaders = [make(dataset, multiprocessing_context=context) for dataset in (Base(), Derived(), Derived())]
     assert Base.set_epoch is not method and "set_epoch" not in vars(Derived)
     for epoch in (0, 1):
         for loader in loaders:
