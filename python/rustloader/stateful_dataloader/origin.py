@@ -24,7 +24,7 @@ _WITHOUT_GENERATOR = frozenset({"seed", "global_generator"})
 
 @dataclass
 class Origin(State):
-    """Where an epoch begins: at its beginning, or at the position of a loaded state.
+    """The origin of an epoch: its beginning, or the position of a loaded state.
 
     An iterator has the origin of its epoch, and a loader has that of its next epoch.
 
