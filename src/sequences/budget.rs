@@ -1,6 +1,6 @@
 //! Batches of samples of similar length, with a limit on their tokens after padding.
 
-use super::{Order, Plan, windows};
+use super::plan::{Order, Plan, windows};
 
 /// Plans batches of at most `max_samples` samples and `max_tokens` tokens: the number of samples times the longest
 /// length, padded to a multiple of `multiple`. A longer sample gets a batch of its own.

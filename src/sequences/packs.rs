@@ -1,7 +1,7 @@
 //! Packs: samples that are concatenated without padding, up to a capacity.
 
 use super::free_list::FreeList;
-use super::{Order, Plan, windows};
+use super::plan::{Order, Plan, windows};
 
 /// Plans batches of `per_batch` packs of at most `capacity` tokens. Longer samples are left out, or fill a pack each.
 ///

@@ -48,8 +48,7 @@ proptest! {
         let plan = packs(&lengths, &order, capacity as usize, per_batch, skip_too_long);
         let kept = |&i: &u32| !skip_too_long || lengths[i as usize] <= capacity;
         prop_assert_eq!(sorted(&batches(&plan)), (0..lengths.len() as u32).filter(kept).collect::<Vec<_>>());
-        let packs = Plan { groups_per_batch: 1, ..plan };
-        for pack in (0..packs.batches()).map(|number| packs.batch(number)) {
+        for pack in batches(&packs(&lengths, &order, capacity as usize, 1, skip_too_long)) {
             let tokens: u32 = pack.iter().map(|&i| lengths[i as usize].min(capacity)).sum();
             prop_assert!(!pack.is_empty() && tokens <= capacity);
         }
