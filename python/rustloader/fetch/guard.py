@@ -127,12 +127,6 @@ class Guard:
         # Threads record failures in any order. The sort is stable, so failures at the same position stay in order.
         return [failure for _, failure in sorted(self._by_place, key=operator.itemgetter(0))]
 
-    def take_failures(self) -> list[Failure]:
-        """Returns the failures of the current batch, and forgets them."""
-        failures = self.failures() if self._by_place else []
-        self._by_place = []
-        return failures
-
     def with_failures(self, batch: Any) -> Any:
         """Returns the batch, wrapped with the failures of its samples if there are any."""
         return BatchWithFailures(batch, self.failures()) if self._by_place else batch

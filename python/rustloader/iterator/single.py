@@ -32,9 +32,9 @@ def prepare(iterator: _BaseDataLoaderIter, loader: LoaderLike) -> None:
     iterator._sampler_iter = stream(iterator._index_sampler, iterator._sampler_iter)
     config = adaptation.adapted(loader, resolve(loader).changed(worker_threads=1))
     seeding = Seeding.of(loader, config, int(iterator._base_seed))
-    count = prepare_fetcher(iterator, loader, config, seeding, batches=iterator._sampler_iter)
-    if count is not None:
-        iterator._sampler_iter = _IndexBatches(iterator._sampler_iter, count)
+    prepare_fetcher(iterator, loader, config, seeding, batches=iterator._sampler_iter)
+    if isinstance(iterator._dataset_fetcher, _CountingFetcher):
+        iterator._sampler_iter = _IndexBatches(iterator._sampler_iter, iterator._dataset_fetcher)
     fetches.observe(iterator, loader, config)
 
 
@@ -54,10 +54,11 @@ def prepare_fetcher(
         config: The loader's settings.
         seeding: The seeds of the epoch; None if they are torch's.
         epoch: Number of the epoch, used only if the seeds are torch's.
-        batches: See ``CountingFetcher``.
+        batches: The iterator over the epoch's index batches. The fetcher then counts failed samples, and skips batches
+            that have lost all of them. None if the iterator does that.
 
     Returns:
-        The count of failed samples, in a ``CountingFetcher``; None if ``on_error`` is "raise".
+        The count of failed samples; None if ``on_error`` is "raise".
     """
     kind = iterator._dataset_kind
     seeds = None if seeding is None else Seeds(seeding, 1 if kind == _DatasetKind.Iterable else 0)
@@ -81,9 +82,10 @@ def prepare_fetcher(
         return None
     step = Step(iterator._dataset, kind, iterator._auto_collation, seeds, guard)
     arguments = step, iterator._dataset_fetcher, lambda: _gather_rows(iterator)
-    iterator._dataset_fetcher = (
-        StepFetcher(*arguments) if count is None else CountingFetcher(*arguments, count=count, batches=batches)
-    )
+    if count is None or batches is None:
+        iterator._dataset_fetcher = StepFetcher(*arguments)
+    else:
+        iterator._dataset_fetcher = _CountingFetcher(*arguments, count, batches)
     if seeding is not None:
         seeding.note_begun(loader)
     return count
@@ -100,70 +102,61 @@ def _gather_rows(iterator: SingleIterator) -> None:
 class _IndexBatches:
     """An iterator over an epoch's index batches, which raises the epoch's error once too many samples have failed."""
 
-    def __init__(self, batches: Iterator[Any], count: FailureCount) -> None:
-        self._batches, self._count = batches, count
+    def __init__(self, batches: Iterator[Any], fetcher: _CountingFetcher) -> None:
+        self._batches, self._fetcher = batches, fetcher
 
     def __iter__(self) -> _IndexBatches:
         return self
 
     def __next__(self) -> Any:
-        if self._count.error is not None:
-            raise self._count.error()
+        self._fetcher.count_failures()
         return next(self._batches)
 
 
-class CountingFetcher(StepFetcher):
-    """A ``StepFetcher`` that counts failed samples.
+class _CountingFetcher(StepFetcher):
+    """A ``StepFetcher`` that counts failed samples, and skips batches that have lost all their samples.
 
     Args:
-        step: As for ``StepFetcher``.
+        step: As for ``StepFetcher``. It has a guard.
         fetcher: As for ``StepFetcher``.
         use_gather: As for ``StepFetcher``.
         count: The count of failed samples.
-        batches: The iterator over the epoch's index batches. The fetcher then counts the failures of each batch, and
-            skips batches that have lost all their samples. None if the caller of ``fetch`` does that.
+        batches: The iterator over the epoch's index batches.
     """
 
     def __init__(
-        self,
-        step: Step,
-        fetcher: Any,
-        use_gather: Callable[[], Any],
-        count: FailureCount,
-        batches: Iterator[Any] | None = None,
+        self, step: Step, fetcher: Any, use_gather: Callable[[], Any], count: FailureCount, batches: Iterator[Any]
     ) -> None:
         super().__init__(step, fetcher, use_gather)
         self._count, self._batches = count, batches
         self._delivered = 0
-        # The failures that are being counted. After an interrupt, the next call counts the rest.
-        self._uncounted: list[Failure] = []
+        # The failures that are being counted, and whether their batch has lost all its samples. After an interrupt, the
+        # next call counts the rest.
+        self._uncounted: tuple[list[Failure], bool] | None = None
 
     def fetch(self, index: Any) -> Any:
         """Fetches the batch for an index batch. If it has lost all its samples, fetches the batches of further index
-        batches until one has samples. Raises the epoch's error if the failures exceed ``max_errors``.
-
-        Without ``batches``, fetches one batch as ``Step.fetch`` does.
-        """
-        if self._batches is None:
-            return super().fetch(index)
+        batches until one has samples. Raises the epoch's error if the failures exceed ``max_errors``."""
+        assert self.step.guard is not None
         while True:
             data, is_empty = None, False
             try:
                 data = super().fetch(index)
-            except EmptyBatchError:
-                is_empty = True
-            self.count_failures(self._delivered + 1, is_empty)
+                failed = self.step.guard.failures()
+            except EmptyBatchError as error:
+                is_empty, failed = True, error.failures
+            self._uncounted = failed, is_empty
+            self.count_failures()
             if not is_empty:
                 self._delivered += 1
                 return data
             index = next(self._batches)
 
-    def count_failures(self, batches: int, is_empty: bool) -> None:
-        """Counts the failures of the last batch, with arguments as for ``FailureCount.add``. Raises the epoch's error
-        if they exceed ``max_errors``."""
-        assert self.step.guard is not None
-        self._uncounted += self.step.guard.take_failures()
-        if self._uncounted:
-            error = self._count.add(self._uncounted, batches, is_empty)
-            if error is not None:
-                raise error()
+    def count_failures(self) -> None:
+        """Counts the failures of the last batch, unless that is done. Raises the epoch's error if the failures exceed
+        ``max_errors``."""
+        if self._uncounted is not None:
+            self._count.add(self._uncounted[0], self._delivered + 1, self._uncounted[1])
+            self._uncounted = None
+        if self._count.error is not None:
+            raise self._count.error()

@@ -13,7 +13,7 @@ from torch.utils.data import _utils
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
 from rustloader._core import BACK_BATCHES, call_into, observed
-from rustloader.fetch.failures import EmptyBatchError
+from rustloader.fetch.failures import EmptyBatchError, Failure
 from rustloader.fetch.inline import StepFetcher
 from rustloader.fetch.seeds import Seeding
 from rustloader.iterator import adaptation, fetches
@@ -43,6 +43,9 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         self._drawn: list[Any] = []
         # The batch whose failures are being counted.
         self._kept: list[Any] = []
+        # The failures that are being counted: those of the batch or, if there is none, of a batch that has lost all its
+        # samples. None if they are still to be read. After an interrupt, the next call counts the rest.
+        self._uncounted: list[Failure] | None = None
         # For each error, the number of answers before it.
         self._errors: list[int] = []
         # The latest snapshots, each with the number of answers before it.
@@ -118,22 +121,20 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         count = self._failures
         if count is None:
             return self._next_answer()
-        is_empty = True
-        while is_empty:
-            if count.error is not None:
-                self._kept = []
-                raise count.error()
-            if not self._kept:
-                try:
+        while count.error is None:
+            if not self._kept and self._uncounted is None:
+                with contextlib.suppress(EmptyBatchError):
                     self._kept = [self._next_answer()]
-                except EmptyBatchError:
-                    pass
-            is_empty = not self._kept
-            # If a signal handler raises during this call, the next call returns the batch.
-            self._dataset_fetcher.count_failures(self._num_yielded + 1, is_empty)
-        # Atomic for signal handlers.
-        data, self._kept = self._kept[0], []
-        return data
+            if self._uncounted is None:
+                self._uncounted = self._dataset_fetcher.step.guard.failures()
+            count.add(self._uncounted, self._num_yielded + 1, is_empty=not self._kept)
+            if self._kept and count.error is None:
+                # Atomic for signal handlers.
+                data, self._kept, self._uncounted = self._kept[0], [], None
+                return data
+            self._uncounted = None
+        self._kept = []
+        raise count.error()
 
     def _next_answer(self) -> Any:
         """Fetches the next batch."""
@@ -161,6 +162,9 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
             # If a signal handler raised the error, the next call fetches the batch again.
             if not is_interrupt(error, handled):
                 self._errors.append(answers)
+                lost = error.failures if isinstance(error, EmptyBatchError) else None
+                # Atomic for signal handlers.
+                self._uncounted = lost
                 self._epoch.raised += 1
             raise
         if self._snapshot_maker.has_state:

@@ -61,28 +61,30 @@ def test_other_errors_are_raised_as_torch_does(workers):
         assert rustloader.stats(loader).faults.skipped == 0
 
 
+@pytest.mark.parametrize("at", [1, -1], ids=["the second failure", "the last failure"])
+@pytest.mark.parametrize("size", [8, 4], ids=["a batch follows", "the last batch"])
 @pytest.mark.parametrize("bad", [(0, 1, 2, 3), (0, 1, 2)], ids=["empty batch", "batch"])
 @pytest.mark.parametrize("limit", [None, 2])
 @KINDS
 @WORKERS
-def test_what_a_signal_handler_raises_between_failures_loses_none_of_them(monkeypatch, workers, kind, limit, bad):
+def test_an_interrupt_between_failures_loses_none_of_them(monkeypatch, workers, kind, limit, bad, size, at):
     class Cut(Exception):
         pass
 
     class Log:
         def warning(self, text, title, name, *_):
-            if name == "sample 1":
+            if name == f"sample {bad[at]}":
                 raise Cut
 
     monkeypatch.setattr(failures, "fault_log", Log())
-    loader = kind(Broken(8, bad), batch_size=4, num_workers=workers, on_error="skip", max_errors=limit)
+    loader = kind(Broken(size, bad), batch_size=4, num_workers=workers, on_error="skip", max_errors=limit)
     iterator = iter(loader)
     with pytest.raises(Cut):
         next(iterator)
     if limit is None:
         # torch's iterator without workers loses the batch.
         loses = kind is DataLoader and not workers
-        assert numbers(iterator) == [[3], [4, 5, 6, 7]][len(bad) == 4 or loses :]
+        assert numbers(iterator) == [[3], [4, 5, 6, 7]][len(bad) == 4 or loses : 1 + (size == 8)]
     else:
         for _ in range(2):
             with pytest.raises(rustloader.ErrorLimitExceeded):
