@@ -857,7 +857,8 @@ def seed_words(base_seed: int, place: int, ordinal: int, worker: int, epoch: int
     """
 
 def int_tensor(ints: Any) -> torch.Tensor | None:
-    """Returns an int64 tensor of a list or tuple of ints; None if there are other items."""
+    """Returns an int64 tensor of a list or tuple of ints, or a float64 tensor of floats. Returns None if there are
+    other items, or if torch would make another kind of tensor."""
 
 def is_plain_leaf(obj: Any) -> bool:
     """Returns True if the codec can describe a tensor or an array by itself. Even then, the object may share memory

@@ -94,8 +94,8 @@ class Step:
             index: The index batch.
 
         Raises:
-            EmptyBatchError: All samples of the batch have failed, and the guard has left them out. If an iterable
-                dataset ends after them, the next call raises StopIteration.
+            EmptyBatchError: All samples of the batch have failed, and the guard has left them out, or an iterable
+                dataset has ended after failures, so that the next call raises StopIteration.
         """
         index = self._prepare(number, index)
         try:

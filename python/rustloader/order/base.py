@@ -83,7 +83,7 @@ class Order:
 
     @property
     def is_exact(self) -> bool:
-        """True if the sampler is of torch's class, rather than of a subclass with the same ``__iter__``."""
+        """True if the sampler is of ``sampler_class``, rather than of a subclass with the same ``__iter__``."""
         return type(self.inner) is self.sampler_class
 
     def arrays(self) -> NextArray | None:
@@ -174,7 +174,7 @@ class Order:
             logger.warning(
                 "the loaded state is of epoch %s of the %s, whose epoch is now %s: the rest of epoch %s follows. Call "
                 "set_epoch(%s) before the loop to silence this",
-                *(saved, self.sampler_class.__name__, epoch, saved, saved),
+                *(saved, type(self.inner).__name__, epoch, saved, saved),
             )
 
 

@@ -28,7 +28,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, sampler
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
-from rustloader._core import IndexStream
+from rustloader._core import IndexStream, call_into
 from rustloader.order.base import NextArray, Order
 from rustloader.order.computed import Constant, Distributed, Sequential
 from rustloader.order.drawn import Random, Subset, Weighted
@@ -41,7 +41,9 @@ _CLASS_OF_CODE = {cls.code: cls for cls in _CLASSES if cls.code is not None}
 # Samplers whose order can start at any position: class names, by kind.
 KNOWN_SAMPLERS: dict[str, str] = {cls.name: cls.sampler_class.__name__ for cls in _CLASSES}
 # Reading attributes of other classes may run the program's code.
-_TORCH_CLASSES = frozenset({BatchSampler, _InfiniteConstantSampler, *(cls.sampler_class for cls in _CLASSES)})
+_TORCH_CLASSES = frozenset(
+    {BatchSampler, _InfiniteConstantSampler, *(cls.sampler_class for cls in _CLASSES if cls is not Planned)}
+)
 BATCHES = known_code(BatchSampler.__iter__, sampler, "iter sampler drop_last batch_size zip itertools islice")
 
 
@@ -210,8 +212,14 @@ class _Lazily(Iterator[Any]):
 
     def __init__(self, source: Any) -> None:
         self._source = source
+        # The next item. After an interrupt, it remains here for the next call.
+        self._drawn: list[Any] = []
 
     def __next__(self) -> Any:
         if self._iterator is None:
             self._iterator = iter(self._source)
-        return next(self._iterator)
+        if not self._drawn:
+            call_into(self._drawn, next, self._iterator)
+        # Atomic for signal handlers.
+        item, self._drawn = self._drawn[0], []
+        return item

@@ -59,10 +59,12 @@ class SequenceBatchSampler(Sampler[list[int]]):
 
     def plan(self, epoch: int) -> SequencePlan:
         """Returns the plan of an epoch."""
-        if self._planned is None or self._planned[0] != epoch:
+        planned = self._planned
+        if planned is None or planned[0] != epoch:
             shuffle, seed, window = self._order
-            self._planned = epoch, self._plan((shuffle, seed, epoch % _WORDS, window))
-        return self._planned[1]
+            # Meanwhile, another thread may plan another epoch.
+            self._planned = planned = epoch, self._plan((shuffle, seed, epoch % _WORDS, window))
+        return planned[1]
 
     def place(self) -> tuple[int, int]:
         """Returns the number of ranks, and the rank: the arguments, or those of the process group, or 1 and 0."""

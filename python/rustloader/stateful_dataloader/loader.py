@@ -219,7 +219,9 @@ class StatefulDataLoader(DataLoader[_T_co]):
                 "load_state_dict(), or the loop continues from the old position",
                 stacklevel=2,
             )
-        self._iterator, self._origin = None, origin
+        # In this order: a signal handler that saves a state in between gets the loaded one.
+        self._origin = origin
+        self._iterator = None
         if origin.seeds is None:
             loader_state.forget_epochs(self)
 
