@@ -1,5 +1,5 @@
-//! The random numbers of `seed_by` and of plans for sequences. The generator is counter-based, so that the numbers of a batch depend only on its
-//! [`Place`], and not on earlier batches.
+//! The random numbers of `seed_by` and of plans for sequences. The generator is counter-based, so that the numbers of a
+//! batch depend only on its [`Place`], and not on earlier batches.
 //!
 //! The generator is Philox4x64-10, from J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw: "Parallel random numbers:
 //! as easy as 1, 2, 3", SC 2011. `numpy.random.Philox` computes the same function.

@@ -160,9 +160,9 @@ class DataLoader(torch_data.DataLoader[_T_co]):
                 suggest(error, kwargs, inspect.signature(DataLoader).parameters)
                 raise
             options.check_workers(given, self.num_workers, self.persistent_workers)
-            check_dataset = getattr(self.batch_sampler, "_rustloader_check_dataset", None)
-            if check_dataset is not None:
-                check_dataset(self.dataset)
+            for sampler in (self.sampler, self.batch_sampler):
+                if hasattr(type(sampler), "_rustloader_check"):
+                    sampler._rustloader_check(self)
             loader_state.give(self, given)
             names.note_origin(self, sys._getframe(1))
             if auto is not None:

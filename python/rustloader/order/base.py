@@ -47,6 +47,8 @@ class Order:
     Attributes:
         name: The kind of the sampler in states: that of a subclass, ``"none"`` for the sampler that torch gives an
             iterable dataset, ``"stateful"`` for a sampler with a state, or ``"other"``.
+        title: The sampler in messages; empty for the name of its class.
+        describes_state: Whether the order includes what a ``state_dict`` of the sampler returns.
         sampler_class: The class of the sampler; None if the order cannot start at any position.
         code: The code object of torch's ``__iter__``; None if rustloader does not know this version of the code.
         drawn_from: The attribute whose length is the number of indices that a random sampler draws from.
@@ -57,6 +59,8 @@ class Order:
     """
 
     name = "other"
+    title = ""
+    describes_state = False
     sampler_class: Any = None
     code: CodeType | None = None
     drawn_from: str | None = None

@@ -26,6 +26,7 @@ class Constant(Order):
     """The sampler that torch gives an iterable dataset. It yields None without end."""
 
     name = "none"
+    describes_state = True
     code = known_code(_InfiniteConstantSampler.__iter__, dataloader, "")
 
 

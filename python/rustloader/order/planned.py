@@ -13,6 +13,8 @@ class Planned(Order):
     """The order of a batch sampler for sequences. Its start is that of ``SequenceBatchSampler``."""
 
     name = "planned"
+    title = "batch sampler for sequences"
+    describes_state = True
     sampler_class = SequenceBatchSampler
     code = SequenceBatchSampler.__iter__.__code__
 

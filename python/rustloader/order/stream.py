@@ -39,7 +39,7 @@ from rustloader.system.torch_side import known_code
 _CLASSES: tuple[type[Order], ...] = (Sequential, Random, Distributed, Subset, Weighted, Planned)
 _CLASS_OF_CODE = {cls.code: cls for cls in _CLASSES if cls.code is not None}
 # Samplers whose order can start at any position: class names, by kind.
-KNOWN_SAMPLERS: dict[str, str] = {cls.name: cls.sampler_class.__name__ for cls in _CLASSES}
+KNOWN_SAMPLERS: dict[str, str] = {cls.name: cls.title or cls.sampler_class.__name__ for cls in _CLASSES}
 # Reading attributes of other classes may run the program's code.
 _TORCH_CLASSES = frozenset(
     {BatchSampler, _InfiniteConstantSampler, *(cls.sampler_class for cls in _CLASSES if cls is not Planned)}

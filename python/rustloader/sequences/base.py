@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from rustloader._core import SequencePlan
-from rustloader.sequences.lengths import Lengths, positive
+from rustloader.sequences.lengths import Lengths, integer, positive
 
 _WORDS = 2**64
 # The keys of a state, and those that the start of an epoch has besides.
@@ -45,8 +45,8 @@ class SequenceBatchSampler(Sampler[list[int]]):
     ) -> None:
         self._lengths, self.drop_last = lengths, bool(drop_last)
         self._num_replicas = None if num_replicas is None else positive("num_replicas", num_replicas)
-        self._rank = rank
-        self._order = bool(shuffle), int(seed) % _WORDS, positive("window", window)
+        self._rank = None if rank is None else integer("rank", rank)
+        self._order = bool(shuffle), integer("seed", seed) % _WORDS, positive("window", window)
         settings |= {"window": int(window), "shuffle": bool(shuffle), "seed": int(seed), "lengths": lengths.identity}
         # What must be the same when a state is loaded.
         self._settings = {"sampler": type(self).__name__} | settings
@@ -146,7 +146,10 @@ class SequenceBatchSampler(Sampler[list[int]]):
         self._loaded = self.epoch, state_dict[_CONSUMED]
 
     def check(self, state: Any, *counts: str) -> None:
-        """Raises ValueError if a state, or by default a start, is not that of a sampler with the same arguments."""
+        """Raises ValueError if a state, or by default a start, is not that of a sampler with the same arguments.
+
+        The ranks and ``drop_last`` may differ.
+        """
         settings = state.get(_SETTINGS) if isinstance(state, Mapping) else None
         if not isinstance(settings, Mapping):
             raise ValueError(f"a state of a {type(self).__name__} must have {_SETTINGS!r}, got {state!r}")
@@ -160,12 +163,19 @@ class SequenceBatchSampler(Sampler[list[int]]):
                     "make the sampler with the same arguments and lengths, or start without a state"
                 )
 
-    def _rustloader_check_dataset(self, dataset: Any) -> None:
-        """Raises ValueError if a dataset has another number of samples. Called by rustloader's loaders."""
-        if hasattr(dataset, "__len__") and len(dataset) != len(self._lengths.array):
+    def _rustloader_check(self, loader: Any) -> None:
+        """Raises ValueError if a loader uses this batch sampler as a sampler, or if its dataset has another number of
+        samples. rustloader's loaders call this."""
+        if loader.batch_sampler not in (self, None):
+            raise ValueError(f"a {type(self).__name__} yields batches: pass it as batch_sampler, not as sampler")
+        try:
+            samples = len(loader.dataset)
+        except Exception:  # the dataset has no length
+            return
+        if samples != len(self._lengths.array):
             raise ValueError(
-                f"the dataset has {len(dataset)} samples, but the batch sampler has lengths of "
-                f"{len(self._lengths.array)}: pass the length of each sample of this dataset"
+                f"the dataset has {samples} samples, but the batch sampler has lengths of {len(self._lengths.array)}: "
+                "pass the length of each sample of this dataset"
             )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -48,12 +48,17 @@ class Lengths:
             )
 
 
-def positive(name: str, value: Any) -> int:
-    """Returns a setting as an int. Raises TypeError or ValueError unless it is a positive integer."""
+def integer(name: str, value: Any) -> int:
+    """Returns a setting as an int. Raises TypeError unless it is an integer."""
     try:
-        number = operator.index(value)
+        return operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be an integer, got {value!r}") from None
+
+
+def positive(name: str, value: Any) -> int:
+    """Returns a setting as an int. Raises TypeError or ValueError unless it is a positive integer."""
+    number = integer(name, value)
     if isinstance(value, bool) or not 0 < number <= _LIMIT:
         raise ValueError(f"{name} must be an integer from 1 to {_LIMIT:,}, got {value!r}")
     return number

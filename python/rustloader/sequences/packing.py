@@ -110,6 +110,7 @@ def pack(samples: Sequence[Any], *, max_length: int | None = None) -> dict[str, 
     """
     if not samples:
         raise ValueError("pack needs at least one sample")
+    max_length = None if max_length is None else positive("max_length", max_length)
     ids = [_sequence(sample, number, "input_ids", max_length) for number, sample in enumerate(samples)]
     labels = ids
     if isinstance(samples[0], Mapping) and "labels" in samples[0]:

@@ -29,9 +29,9 @@ class Origin(State):
     An iterator has the origin of its epoch, and a loader has that of its next epoch.
 
     Attributes:
-        kind: "fresh" for an epoch that follows from nothing, such as the first one, "continued" for the epoch after the last one, "interim" for a
-            continued one while ``iter()`` replaces the iterator of an abandoned epoch, whose state is ``saved``, and
-            "resumed" for one that follows from the loaded state ``saved``.
+        kind: "fresh" for an epoch that follows from nothing, such as the first one, "continued" for the epoch after the
+            last one, "interim" for a continued one while ``iter()`` replaces the iterator of an abandoned epoch, whose
+            state is ``saved``, and "resumed" for one that follows from the loaded state ``saved``.
         saved: The state that the loader's ``state_dict()`` returns until the epoch has an iterator; None if it makes
             one.
         early: The draws of the epoch, if they were made or predicted for a state.

@@ -42,7 +42,7 @@ class _WithState(Order):
 def resumable(index_sampler: Any) -> Order:
     """Returns the order of a loader's index sampler, of which nothing is known if the sampler has a state."""
     order, cls = order_of(index_sampler), Order
-    if order.name in ("none", "planned"):
+    if order.describes_state:
         return order
     if isinstance(index_sampler, Stateful) or isinstance(order.inner, Stateful):
         cls = _WithState

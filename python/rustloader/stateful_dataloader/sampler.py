@@ -11,9 +11,9 @@ except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "torchdata":
         raise
     raise ImportError(
-        f"{__name__} has torchdata's samplers, and no torchdata with them is installed: run `pip install -U torchdata`, "
-        "or use the RandomSampler, BatchSampler and DistributedSampler of torch.utils.data, which a StatefulDataLoader "
-        "resumes"
+        f"{__name__} has torchdata's samplers, and no torchdata that has them is installed: run `pip install -U "
+        "torchdata`, or use the RandomSampler, BatchSampler and DistributedSampler of torch.utils.data, which a "
+        "StatefulDataLoader resumes"
     ) from error
 
 __all__ = ["BatchSampler", "RandomSampler", "StatefulDistributedSampler"]

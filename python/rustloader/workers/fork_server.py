@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.machinery
+import multiprocessing
 import os
 import pickle
 import select
@@ -56,7 +57,7 @@ def ensure_running() -> None:
         UnguardedScript: The server ended because its import of the main script starts workers.
         SystemExit: This process is that server.
     """
-    if _is_server_in_imports():
+    if _is_importing_main():
         raise SystemExit(_UNGUARDED_CODE)
     pid = getattr(_server, "_forkserver_pid", None)
     with _preload():
@@ -135,9 +136,11 @@ def _exit_code(pid: int) -> int | None:
     return None
 
 
-def _is_server_in_imports() -> bool:
-    """Returns True in a fork server that has not finished the imports before its first worker."""
+def _is_importing_main() -> bool:
+    """Returns True in a fork server that is importing the main script."""
     if getattr(_server, "_forkserver_address", None) is not None:
+        return False
+    if not getattr(multiprocessing.current_process(), "_inheriting", False):
         return False
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not forkserver.main.__code__:

@@ -221,9 +221,9 @@ def test_without_torchdata_the_environment_has_no_effect_and_samplers_name_torch
     assert status == 0, err
     assert err.startswith("RUSTLOADER_INSTALL has no effect: stateful=True replaces a class of torchdata.")
     assert out == (
-        "rustloader.stateful_dataloader.sampler has torchdata's samplers, and torchdata is not installed: run `pip "
-        "install torchdata`, or use the RandomSampler, BatchSampler and DistributedSampler of torch.utils.data, which "
-        "a StatefulDataLoader resumes\n"
+        "rustloader.stateful_dataloader.sampler has torchdata's samplers, and no torchdata that has them is installed: "
+        "run `pip install -U torchdata`, or use the RandomSampler, BatchSampler and DistributedSampler of "
+        "torch.utils.data, which a StatefulDataLoader resumes\n"
     )
 
 

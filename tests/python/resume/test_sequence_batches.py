@@ -101,7 +101,7 @@ def test_a_restart_costs_no_batch(tmp_path):
 
 def test_a_loader_refuses_the_state_of_another_sampler():
     state = make_loader().state_dict()
-    with pytest.raises(ValueError, match="saved with a SequenceBatchSampler, but this loader has a RandomSampler"):
+    with pytest.raises(ValueError, match="saved with a batch sampler for sequences, but this loader has a RandomSampler"):
         StatefulDataLoader(range(240), shuffle=True).load_state_dict(state)
     loader = make_loader()
     next(iter(loader))
@@ -118,4 +118,4 @@ def test_a_state_of_another_epoch_is_announced(caplog):
     resumed.load_state_dict(loader.state_dict())
     with caplog.at_level(logging.WARNING, "rustloader"):
         assert list(resumed) == [*make_loader(epoch=4)][1:]
-    assert "of epoch 4 of the SequenceBatchSampler, whose epoch is now 0" in caplog.text
+    assert "of epoch 4 of the TokenBudgetBatchSampler, whose epoch is now 0" in caplog.text
