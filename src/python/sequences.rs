@@ -1,7 +1,6 @@
 //! Plans of batches for sequences. `_core.pyi` documents them.
 
 use pyo3::buffer::PyBuffer;
-use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 
@@ -22,11 +21,9 @@ fn planned(
     (shuffle, seed, epoch, window): OrderTuple,
     plan: impl Fn(&[u32], &Order) -> Plan + Sync,
 ) -> PyResult<SequencePlan> {
-    let buffer = PyBuffer::<u32>::get(lengths)?;
-    let items = buffer.as_slice_ptr().ok_or_else(|| PyTypeError::new_err("lengths must be contiguous"))?;
-    // SAFETY: the buffer keeps its memory in place, and nothing writes to it: it is the sampler's own copy.
-    let lengths = unsafe { items.as_ref() };
-    Ok(SequencePlan(py.detach(|| plan(lengths, &Order { shuffle, seed, epoch, window }))))
+    // A copy, because another thread may write to the array meanwhile.
+    let lengths = PyBuffer::<u32>::get(lengths)?.to_vec(py)?;
+    Ok(SequencePlan(py.detach(|| plan(&lengths, &Order { shuffle, seed, epoch, window }))))
 }
 
 #[pymethods]
