@@ -159,6 +159,23 @@ class Order:
     def check_start(self, start: Mapping[str, Any]) -> None:
         """Raises ValueError if something is missing or wrong in the start in a state."""
 
+    def place(self) -> tuple[int, int] | None:
+        """Returns the number of ranks and the rank of the sampler; None if it does not divide its samples."""
+        return None
+
+    def check_place(self, start: Any) -> None:
+        """Raises ValueError if a start is that of another rank."""
+        place = self.place()
+        if place is None or not isinstance(start, Mapping):
+            return
+        replicas, rank = start.get("num_replicas"), start.get("rank")
+        if (replicas, rank) != place:
+            raise ValueError(
+                f"the state was saved on rank {rank} of {replicas}, and this is rank {place[1]} of {place[0]}: with "
+                "in_order=False each rank has delivered other batches, so load this rank's own state, or save with "
+                "in_order=True, where the state of any rank is enough"
+            )
+
     def check_position(self, start: Any, position: int, loader: Any) -> None:
         """Raises ValueError if an epoch of ``loader`` has fewer batches than a state says were delivered."""
         # After a `reshard`, the remaining batches are counted from this ordinal.

@@ -83,6 +83,9 @@ class Distributed(Order):
         # A program may have moved the position back to a batch from before the reshard.
         return int(max(position - self.given["first"], 0))
 
+    def place(self) -> tuple[int, int]:
+        return self.inner.num_replicas, self.inner.rank
+
     def _record(self) -> None:
         self.recorded = shard_start(self.inner)
 

@@ -39,5 +39,13 @@ class Planned(Order):
     def check_start(self, start: Mapping[str, Any]) -> None:
         self.inner.check(start)
 
+    def place(self) -> tuple[int, int]:
+        return self.inner.place()
+
     def check_position(self, start: Any, position: int, loader: Any) -> None:
-        """Does nothing: a position past the end of the plan is its end."""
+        """Raises ValueError if the batches that the ranks have delivered may not be those before the position.
+
+        A position past the end of the plan is its end.
+        """
+        if not loader.in_order:
+            self.check_place(start)

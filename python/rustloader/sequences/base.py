@@ -15,7 +15,7 @@ from rustloader.sequences.lengths import Lengths, integer, positive
 _WORDS = 2**64
 # The keys of a state, and those that the start of an epoch has besides.
 _EPOCH, _CONSUMED, _SETTINGS = "epoch", "consumed", "settings"
-_REPLICAS, _FIRST = "num_replicas", "first"
+_REPLICAS, _RANK, _FIRST = "num_replicas", "rank", "first"
 
 
 class SequenceBatchSampler(Sampler[list[int]]):
@@ -86,8 +86,9 @@ class SequenceBatchSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch, which determines the order. A position that was loaded for another epoch is dropped."""
+        epoch = integer("epoch", epoch)
         if epoch != self.epoch:
-            self.epoch, self._loaded, self._current = int(epoch), None, None
+            self.epoch, self._loaded, self._current = epoch, None, None
 
     def __iter__(self) -> Iterator[list[int]]:
         if type(sys._getframe(1).f_locals.get("self")).__name__ == "BatchSamplerShard" and self.place()[0] > 1:
@@ -110,19 +111,20 @@ class SequenceBatchSampler(Sampler[list[int]]):
         """Returns the start of the next epoch: the epoch; the number of batches of the plan that were delivered before;
         the number of ranks, and the ordinal of the first batch, from there on."""
         epoch, consumed = self._loaded or (self.epoch, 0)
-        place = {_EPOCH: epoch, _CONSUMED: consumed, _REPLICAS: self.place()[0], _FIRST: 0}
-        return place | {_SETTINGS: dict(self._settings)}
+        replicas, rank = self.place()
+        position = {_EPOCH: epoch, _CONSUMED: consumed, _FIRST: 0}
+        return position | {_REPLICAS: replicas, _RANK: rank, _SETTINGS: dict(self._settings)}
 
     def resumed(self, start: Mapping[str, Any], position: int) -> tuple[dict[str, Any], int]:
         """Returns the start for the present number of ranks, and the number of batches to skip from there.
 
         ``position`` is the number of batches that each of the earlier ranks has delivered.
         """
-        replicas, rounds = self.place()[0], max(position - start[_FIRST], 0)
+        (replicas, rank), rounds = self.place(), max(position - start[_FIRST], 0)
         if replicas == start[_REPLICAS]:
-            return dict(start), rounds
+            return {**start, _RANK: rank}, rounds
         consumed = start[_CONSUMED] + rounds * start[_REPLICAS]
-        return {**start, _CONSUMED: consumed, _REPLICAS: replicas, _FIRST: position}, 0
+        return {**start, _CONSUMED: consumed, _REPLICAS: replicas, _RANK: rank, _FIRST: position}, 0
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the epoch, the number of batches that all ranks together have taken in it, and the arguments.
@@ -153,8 +155,8 @@ class SequenceBatchSampler(Sampler[list[int]]):
         settings = state.get(_SETTINGS) if isinstance(state, Mapping) else None
         if not isinstance(settings, Mapping):
             raise ValueError(f"a state of a {type(self).__name__} must have {_SETTINGS!r}, got {state!r}")
-        for name in counts or (_EPOCH, _CONSUMED, _REPLICAS, _FIRST):
-            if type(state.get(name)) is not int or state[name] < 0:
+        for name in counts or (_EPOCH, _CONSUMED, _REPLICAS, _RANK, _FIRST):
+            if type(state.get(name)) is not int or (state[name] < 0 and name != _EPOCH):
                 raise ValueError(f"the sampler's {name!r} in the state must be a non-negative int, got {state!r}")
         for name, value in self._settings.items():
             if settings.get(name) != value:

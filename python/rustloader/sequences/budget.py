@@ -61,9 +61,9 @@ class TokenBudgetBatchSampler(SequenceBatchSampler):
     ) -> None:
         checked, tokens = Lengths(lengths), positive("max_tokens", max_tokens)
         multiple = positive("pad_to_multiple_of", pad_to_multiple_of)
-        samples = len(checked.array) if max_samples is None else positive("max_samples", max_samples)
+        max_samples = None if max_samples is None else positive("max_samples", max_samples)
         checked.check_limit(tokens, "max_tokens", "raise max_tokens, or shorten the sample", multiple)
-        self._budget = tokens, samples, multiple
+        self._budget = tokens, max_samples or len(checked.array), multiple
         settings = {"max_tokens": tokens, "max_samples": max_samples, "pad_to_multiple_of": multiple}
         super().__init__(checked, settings, window, shuffle, seed, num_replicas, rank, drop_last)
 

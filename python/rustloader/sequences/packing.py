@@ -72,7 +72,7 @@ class PackingBatchSampler(SequenceBatchSampler):
         if too_long == "error":
             checked.check_limit(room, "capacity", "raise capacity, or pass too_long='truncate' or 'skip'")
         self._packs = room, packs, too_long == "skip"
-        settings = {"capacity": room, "packs_per_batch": packs, "too_long": too_long}
+        settings = {"capacity": room, "packs_per_batch": packs, "too_long": str(too_long)}
         super().__init__(checked, settings, window, shuffle, seed, num_replicas, rank, drop_last)
 
     def _plan(self, order: tuple[bool, int, int, int]) -> SequencePlan:
@@ -101,7 +101,8 @@ def pack(samples: Sequence[Any], *, max_length: int | None = None) -> dict[str, 
 
     Raises:
         TypeError: A sample has no token IDs, or they are not integers.
-        ValueError: There is no sample; a sample is empty; or its labels and its token IDs differ in number.
+        ValueError: There is no sample; a sample is empty; only some have labels; or the labels and the token IDs of one
+            differ in number.
 
     Examples:
         >>> batch = rustloader.pack([[5, 6, 7], [8, 9]])
@@ -111,13 +112,17 @@ def pack(samples: Sequence[Any], *, max_length: int | None = None) -> dict[str, 
     if not samples:
         raise ValueError("pack needs at least one sample")
     max_length = None if max_length is None else positive("max_length", max_length)
-    ids = [_sequence(sample, number, "input_ids", max_length) for number, sample in enumerate(samples)]
-    labels = ids
-    if isinstance(samples[0], Mapping) and "labels" in samples[0]:
-        labels = [_sequence(sample, number, "labels", max_length) for number, sample in enumerate(samples)]
+    ids = [_sequence(sample, number, "input_ids") for number, sample in enumerate(samples)]
+    labels, have_labels = ids, [isinstance(sample, Mapping) and "labels" in sample for sample in samples]
+    if any(have_labels):
+        if not all(have_labels):
+            raise ValueError(f"sample {have_labels.index(False)} of the batch has no 'labels', but others have")
+        labels = [_sequence(sample, number, "labels") for number, sample in enumerate(samples)]
         for number, (one, other) in enumerate(zip(ids, labels, strict=True)):
             if len(one) != len(other):
                 raise ValueError(f"sample {number} of the batch has {len(one)} token IDs, but {len(other)} labels")
+    if max_length is not None:
+        ids, labels = [it[:max_length] for it in ids], [it[:max_length] for it in labels]
     lengths = [len(it) for it in ids]
     bounds = np.cumsum([0, *lengths])
     batch = {name: _allocated(int(bounds[-1])) for name in ("input_ids", "labels", "position_ids")}
@@ -130,14 +135,17 @@ def pack(samples: Sequence[Any], *, max_length: int | None = None) -> dict[str, 
     return batch | {"cu_seqlens": torch.from_numpy(bounds.astype(np.int32)), "max_seqlen": max(lengths)}
 
 
-def _sequence(sample: Any, number: int, name: str, max_length: int | None) -> np.ndarray:
+def _sequence(sample: Any, number: int, name: str) -> np.ndarray:
     """Returns an entry of a sample, or the sample itself, as an array."""
     if isinstance(sample, Mapping):
         if name not in sample:
             raise TypeError(f"sample {number} of the batch has no {name!r}, only {', '.join(map(repr, sample))}")
         sample = sample[name]
     tensor = int_tensor(sample) if isinstance(sample, (list, tuple)) else None
-    array = np.asarray(sample if tensor is None else tensor)
+    try:
+        array = np.asarray(sample if tensor is None else tensor)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name!r} of sample {number} of the batch must be integers: {error}") from error
     if array.ndim != 1 or not len(array):
         shape = array.shape
         raise ValueError(
@@ -145,7 +153,7 @@ def _sequence(sample: Any, number: int, name: str, max_length: int | None) -> np
         )
     if array.dtype.kind not in "iu":
         raise TypeError(f"{name!r} of sample {number} of the batch must be integers, got {array.dtype}")
-    return array[:max_length]
+    return array
 
 
 def _allocated(count: int) -> torch.Tensor:

@@ -195,7 +195,10 @@ def _place_with_workers(origin: Origin, is_iterable: bool) -> None:
 
 def _check_position(origin: Origin, loader: LoaderLike) -> None:
     saved = origin.sampler or SamplerState()
-    resumable(loader._index_sampler).check_position(saved.start, origin.low, loader)
+    order = resumable(loader._index_sampler)
+    order.check_position(saved.start, origin.low, loader)
+    if origin.ahead:
+        order.check_place(saved.start)
     if origin.low and saved.kind != "sequential" and saved.kind in KNOWN_SAMPLERS and not saved.start:
         raise ValueError(
             "the state's sampler has no 'start', without which the order of the epoch is not known: load what "

@@ -8,6 +8,8 @@ import signal
 
 import pytest
 import torch
+from sample_data import Held
+from torch.utils.data import DistributedSampler
 
 from rustloader import PackingBatchSampler, StatefulDataLoader, TokenBudgetBatchSampler
 
@@ -101,13 +103,35 @@ def test_a_restart_costs_no_batch(tmp_path):
 
 def test_a_loader_refuses_the_state_of_another_sampler():
     state = make_loader().state_dict()
-    with pytest.raises(ValueError, match="saved with a batch sampler for sequences, but this loader has a RandomSampler"):
+    with pytest.raises(ValueError, match="saved with a batch sampler for sequences, but this loader has"):
         StatefulDataLoader(range(240), shuffle=True).load_state_dict(state)
     loader = make_loader()
     next(iter(loader))
     other = TokenBudgetBatchSampler(LENGTHS, 90, window=60)
     with pytest.raises(ValueError, match="saved with max_tokens=80, but this sampler has max_tokens=90"):
         StatefulDataLoader(range(240), batch_sampler=other).load_state_dict(loader.state_dict())
+
+
+def distributed(dataset, ranks, **kw):
+    sampler = DistributedSampler(range(240), num_replicas=ranks[0], rank=ranks[1], shuffle=False)
+    return StatefulDataLoader(dataset, sampler=sampler, batch_size=3, collate_fn=list, **kw)
+
+
+@pytest.mark.parametrize("make", [make_loader, distributed])
+def test_batches_out_of_order_bind_a_state_to_its_rank(make, tmp_path):
+    whole = [*make(dataset=range(240), ranks=(2, 0))]
+    dataset = Held(240, whole[0][0], tmp_path / "go")
+    loader = make(dataset=dataset, ranks=(2, 0), num_workers=2, in_order=False)
+    iterator = iter(loader)
+    early = [sample.item() for sample in next(iterator)]
+    state = loader.state_dict()
+    (tmp_path / "go").touch()
+    for in_order in (False, True):
+        with pytest.raises(ValueError, match="saved on rank 0 of 2, and this is rank 1 of 2: with in_order=False"):
+            make(dataset=range(240), ranks=(2, 1), in_order=in_order).load_state_dict(state)
+    resumed = make(dataset=range(240), ranks=(2, 0), in_order=False)
+    resumed.load_state_dict(state)
+    assert sorted([*resumed, early]) == sorted(whole)
 
 
 @pytest.mark.warns

@@ -102,6 +102,18 @@ BAD = {
     "no IDs": (lambda: pack([{"ids": [1]}]), "sample 0 of the batch has no 'input_ids', only 'ids'"),
     "floats": (lambda: pack([[1.5]]), "sample 0 of the batch must be integers, got float64"),
     "labels": (lambda: pack([{"input_ids": [1, 2], "labels": [1]}]), "sample 0 .* 2 token IDs, but 1 labels"),
+    "cut labels": (
+        lambda: pack([{"input_ids": [1, 2, 3], "labels": [1, 2]}], max_length=2),
+        "sample 0 .* 3 token IDs, but 2 labels",
+    ),
+    "some labels": (lambda: pack([[1], {"input_ids": [1], "labels": [1]}]), "sample 0 of the batch has no 'labels'"),
+    "a length": (lambda: pack([[1, 2]], max_length=-1), "max_length must be an integer from 1"),
+    "a seed": (lambda: TokenBudgetBatchSampler([3], 8, seed=0.5), "seed must be an integer, got 0.5"),
+    "an epoch": (lambda: TokenBudgetBatchSampler([3], 8).set_epoch("1"), "epoch must be an integer, got '1'"),
+    "a sampler": (
+        lambda: rustloader.DataLoader(range(1), sampler=TokenBudgetBatchSampler([3], 8)),
+        "a TokenBudgetBatchSampler yields batches: pass it as batch_sampler",
+    ),
 }
 
 
@@ -180,7 +192,7 @@ def test_a_position_belongs_to_its_epoch(make):
 @pytest.mark.parametrize(
     "change, text",
     [
-        (lambda state: state.update(epoch=-1), "'epoch' in the state must be a non-negative int"),
+        (lambda state: state.update(consumed=-1), "'consumed' in the state must be a non-negative int"),
         (lambda state: state.pop("consumed"), "'consumed' in the state must be a non-negative int"),
         (lambda state: state.pop("settings"), "must have 'settings'"),
         (lambda state: state["settings"].update(window=7), "saved with window=7, but this sampler has window=50"),
