@@ -71,6 +71,7 @@ def plan() -> None:
         made = way()
         more = (private(os.getpid()) or 0) - before
         show(f"memory, {name}, {len(made):,} batches", more / len(lengths), PER_SAMPLE, "bytes per sample")
+        del made  # its memory would be counted as that of the next plan
 
 
 def resume() -> None:
