@@ -315,7 +315,7 @@ def test_states_are_those_without_it(part):
 
 def before_the_end(loader, dataset, of_next):
     """The batches of an epoch, the last of which is delivered once samples of the next epoch have begun."""
-    it, before = iter(loader), dataset.begun()
+    before, it = dataset.begun(), iter(loader)
     batches = [next(it) for _ in range(len(loader) - 1)]
     assert wait_until(lambda: dataset.begun() - before > dataset.n + of_next), "the next epoch did not begin early"
     return [*batches, *it]
