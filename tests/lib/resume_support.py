@@ -12,11 +12,23 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 import rustloader
 from rustloader.iterator import session
+from rustloader.stateful_dataloader.sampling import sampling
+from rustloader.stateful_dataloader.schema import SamplerState
 from rustloader.workers import main
 from rustloader.workers.bootstrap import Job
 from rustloader.workers.snapshots import Publisher, SnapshotPolicy, read, read_error
 
 BASE = 7
+
+
+def typed(saved):
+    """A sampler's part of a state, as a loader passes it on; None for None."""
+    return saved and SamplerState.of(saved, saved)
+
+
+def begin(index_sampler, saved=None, position=0, ahead=(), every=1):
+    """The sampling of an epoch of a map-style dataset, from a saved state and position on."""
+    return sampling(index_sampler, iter(index_sampler), typed(saved), position, ahead, every, map_style=True)
 
 
 class Workers:

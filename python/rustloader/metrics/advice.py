@@ -67,9 +67,7 @@ def worker_threads(stats: StatsFields, workers: int, needed: int | None, shares:
     threads = settings.worker_threads
     wanted = _USUAL_THREADS if needed is None else math.ceil(threads * needed / workers)
     # The threads of a worker share its GIL, and a batch cannot keep more threads busy than it has samples.
-    # Rounded, because the last digits of `sum` differ between versions of Python.
-    busy = int(round(threads / max(shares.cpu, 1e-3), 3))
-    limit = min(_MAX_THREADS, busy, settings.batch_size or _MAX_THREADS)
+    limit = min(_MAX_THREADS, shares.threads_for(threads), settings.batch_size or _MAX_THREADS)
     number = min(wanted, limit)
     return number if number > threads else None
 

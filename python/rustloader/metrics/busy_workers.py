@@ -104,8 +104,7 @@ def _storage(
     hint = unknown if stats.scheduling is None else ""
     number = None
     if needed is not None and not more_do_not_help:
-        busy = int(round(stats.cores / max(shares.cpu, 1e-3), 3))
-        limits = _MAX_PER_CORE * stats.cores, _MAX_STEP_UP * pace.workers, busy
+        limits = _MAX_PER_CORE * stats.cores, _MAX_STEP_UP * pace.workers, shares.threads_for(stats.cores)
         number = min(needed, *limits)
         number = number if number > pace.workers else None
     threads = advice.worker_threads(stats, pace.workers, needed, shares)

@@ -24,6 +24,11 @@ class Shares(NamedTuple):
         """The remaining share, spent waiting for storage, the network or a lock."""
         return 1 - self.cpu - self.queued
 
+    def threads_for(self, cores: int) -> int:
+        """Returns the largest number of threads or workers that compute at most as much as ``cores`` cores can."""
+        # Rounded, because the last digits of `sum` differ between versions of Python.
+        return int(round(cores / max(self.cpu, 1e-3), 3))
+
 
 def dataset_shares(stats: StatsFields) -> Shares | None:
     """Returns the shares of the workers' time in the dataset; None if they are unknown.

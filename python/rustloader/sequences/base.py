@@ -205,7 +205,7 @@ class Batches(Iterator[list[int]]):
             plan = sampler.plan(start[_EPOCH])
             # Atomic for signal handlers. A position that was loaded is used up.
             self.start, self._plan, sampler._current, sampler._loaded = start, plan, self, None
-        replicas, rank = self.start[_REPLICAS], sampler.place()[1]
+        replicas, rank = self.start[_REPLICAS], self.start[_RANK]
         consumed = min(self.start[_CONSUMED], len(self._plan))
         remaining = len(self._plan) - consumed
         if self.round >= sampler.rounds(remaining, replicas):

@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from resume_support import begin, typed
 from support import outcome
 from torch.utils.data import BatchSampler as TorchBatchSampler
 from torch.utils.data import RandomSampler as TorchRandomSampler
@@ -39,14 +40,6 @@ def plain(value):
 def random_settings(rng):
     size = rng.randint(1, 80)
     return size, dict(replacement=rng.random() < 0.5, num_samples=rng.choice([None, rng.randint(1, 3 * size)]))
-
-
-def typed(saved):
-    return saved and SamplerState.of(saved, saved)
-
-
-def begin(index_sampler, saved=None, position=0, ahead=(), every=1):
-    return sampling(index_sampler, iter(index_sampler), typed(saved), position, ahead, every, map_style=True)
 
 
 def merged(state):

@@ -10,6 +10,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from resume_support import begin, typed
 from support import outcome, within
 from torch.utils.data import (
     BatchSampler,
@@ -136,14 +137,6 @@ def steps(iterator, generator, count=sys.maxsize):
         seen.append((outcome(next, iterator), states(generator)))
         ends += seen[-1][0][0] != "value"
     return seen
-
-
-def typed(saved):
-    return saved and SamplerState.of(saved, saved)
-
-
-def begin(index_sampler, saved=None, position=0, ahead=(), every=1):
-    return sampling(index_sampler, iter(index_sampler), typed(saved), position, ahead, every, map_style=True)
 
 
 def merged(state):
