@@ -32,6 +32,7 @@ pub fn words(base_seed: u64, at: Place) -> [u64; 4] {
 }
 
 /// Returns the four words of a counter and a key.
+#[inline]
 pub fn philox(mut counter: [u64; 4], mut key: [u64; 2]) -> [u64; 4] {
     for round in 0..ROUNDS {
         if round > 0 {

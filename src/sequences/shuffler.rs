@@ -32,9 +32,19 @@ impl Shuffler {
     }
 
     /// Shuffles a slice of fewer than 2^32 numbers (D. E. Knuth, TAOCP 3.4.2, algorithm P).
+    ///
+    /// Several places are drawn before numbers are swapped, so that the cache misses of the swaps overlap.
     pub fn shuffle(&mut self, numbers: &mut [u32]) {
-        for last in (1..numbers.len()).rev() {
-            numbers.swap(last, self.below(last as u32 + 1));
+        let (mut places, mut end) = ([0; 32], numbers.len());
+        while end > 1 {
+            let drawn = places.len().min(end - 1);
+            for (place, bound) in places[..drawn].iter_mut().zip((0..=end).rev()) {
+                *place = self.below(bound as u32);
+            }
+            for &place in &places[..drawn] {
+                end -= 1;
+                numbers.swap(end, place);
+            }
         }
     }
 }

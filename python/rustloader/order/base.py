@@ -113,12 +113,12 @@ class Order:
         cannot be saved."""
         if not self.is_streamed:
             return self.begun()[1]
-        if self.start is None:
+        if self.start is None or self._owes_draws:
             self._record()
         return self.start
 
     def _record(self) -> None:
-        """Records the start of a stream's order."""
+        """Makes the first draws of a stream, unless they have been made, and records the start of its order."""
 
     def begun(self, torch_iterator: Iterator[Any] | None = None) -> Begun:
         """Makes the draws for the first index, unless an earlier call has made them. ``torch_iterator`` is the iterator

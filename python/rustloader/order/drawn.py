@@ -26,6 +26,13 @@ class _Drawn(Order):
         self._seeds: list[torch.Tensor] = []
         # Holds a permutation that an interrupted call drew but did not return.
         self._drawn: list[torch.Tensor] = []
+        # The start of the order, from the moment on that its first draw may be under way.
+        self._drawing: Start | None = None
+
+    def begin(self) -> Start | None:
+        # Waits for a draw of another thread. A signal handler may ask in the midst of this thread's draw.
+        with self._lock:
+            return super().begin() if self._begun or self._drawing is None else self._drawing
 
     @property
     def start(self) -> Start | None:
@@ -62,17 +69,26 @@ class _Drawn(Order):
         inner, given = self.inner, self.given
         if inner.generator is None and given is None and not isinstance(self, Random):
             # torch draws from the global generator.
-            state = torch.get_rng_state()
-            return _advanced(iter(inner)), {"global_generator": state}
+            return self._with_draw({"global_generator": torch.get_rng_state()})
         if self._owes_draws and given is not None and "global_generator" in given:
-            _advanced(iter(inner))
+            self._with_draw(given)
         generator, is_private = self._generator()
         if is_private:
             inner = copy.copy(inner)
             inner.generator = generator
             return iter(inner), self.start
-        state = generator.get_state()
-        return _advanced(iter(inner)), {"generator": state}
+        return self._with_draw({"generator": generator.get_state()})
+
+    def _with_draw(self, start: Start) -> Begun:
+        """Makes the first draw of torch's iterator. Returns the iterator and ``start``, which describes the generator
+        before the draw."""
+        self._drawing = start
+        try:
+            # A signal handler that asked for the start before the line above has made the draw. A later one makes none.
+            return self._begun[0] if self._begun else (_advanced(iter(self.inner)), start)
+        except BaseException:
+            self._drawing = None
+            raise
 
     def draw_next(self, use: Callable[[Generator], Generator]) -> Start | None:
         own = self.inner.generator

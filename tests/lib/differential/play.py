@@ -273,7 +273,9 @@ def watched(session):
 
     class Collect(logging.Handler):
         def emit(self, line):
-            session.handed_over.append(line.getMessage())
+            text = line.getMessage()
+            if not text.startswith("cache(): samples at indices of type Tensor are made each time"):
+                session.handed_over.append(text)
 
     handler = Collect(logging.WARNING)
     logging.getLogger("rustloader").addHandler(handler)

@@ -25,6 +25,8 @@ HEAD = """
 
     def loader_of(dataset, cls=DataLoader, **kw):
         options = {"num_workers": 2, "pin_memory": True, "pin_memory_device": backend.NAME}
+        # Classes of the script cannot be pickled.
+        options["multiprocessing_context"] = "fork"
         return cls(dataset, **(options | kw))
 
     def told(outcomes):

@@ -55,6 +55,10 @@ LOADERS = """
     def hangs(i):
         open("hanging", "w").close()
         time.sleep(10000)
+
+    def raises_object(i):
+        raise KeyError(object())
+
     def raises(i):
         raise KeyError(f"no sample {i}")
 
@@ -89,6 +93,8 @@ LOADERS = """
 
     def failing():
         return loader(at=5, act=raises)
+    def failing_with_an_address():
+        return loader(at=5, act=raises_object)
     def failing_at_once():
         return loader(at=0, act=raises)
     def failing_worker_init():
@@ -247,12 +253,18 @@ def test_a_part_of_an_endless_epoch_out_of_a_module(folder, capfd):
     assert capfd.readouterr().out.endswith("\n1 batch came from the Rust engine\n")
 
 
-def test_errors_in_the_midst_are_listed(check):
-    status, out, err = check("failing")
+@pytest.mark.parametrize(
+    ("name", "error", "function"),
+    [
+        ("failing", "'no sample 5'", "raises"),
+        ("failing_with_an_address", r"<object object at 0x\w+>", "raises_object"),
+    ],
+)
+def test_errors_in_the_midst_are_listed(name, error, function, check):
+    status, out, err = check(name)
     assert (status, err) == (0, "")
-    assert re.search(
-        r"^batch 1: both raise KeyError: 'no sample 5' \(loaders_of_mine.py:\d+ in raises, worker 1\)$", out, re.M
-    )
+    where = rf"\(loaders_of_mine.py:\d+ in {function}, worker 1\)"
+    assert re.search(rf"^batch 1: both raise KeyError: {error} {where}$", out, re.M)
     assert "same: 2 batches and 1 error compared, bit for bit" in out
     assert out.endswith("\n2 batches came from the Rust engine\n")
 

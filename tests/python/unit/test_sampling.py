@@ -1,5 +1,6 @@
 """The index batches of an epoch from any position are torch's own, in any process that continues the epoch."""
 
+import dataclasses
 import io
 import itertools
 import json
@@ -771,12 +772,17 @@ def test_junk_is_refused():
         ("subset", dict(), "get_rng_state"),
         ("subset", dict(), "randperm"),
         ("weighted", dict(num_samples=9, replacement=False), "multinomial"),
+        ("weighted", dict(num_samples=9, replacement=False, given=True), "multinomial"),
     ],
 )
 def test_a_start_that_is_asked_for_while_it_is_drawn(kind, kw, during, batch_size, monkeypatch):
-    """A signal handler may ask for the state while the first batch is drawn, before the draw and after it."""
+    """A signal handler may ask for the state while the first batch is drawn, before the draw and after it. The order
+    stays torch's."""
     for after in (False, True):
         plan = Plan(kind, 20, batch_size, **kw)
+        torch.manual_seed(3)
+        expected = [*plan.make()[0]]
+        torch.manual_seed(3)
         first = begin(plan.make()[0])
         seen = []
         original = getattr(torch, during)
@@ -792,9 +798,25 @@ def test_a_start_that_is_asked_for_while_it_is_drawn(kind, kw, during, batch_siz
 
         monkeypatch.setattr(torch, during, interrupted)
         whole = [*first.iterator]
-        assert len(seen) == 1
+        assert len(seen) == 1 and whole == expected
         assert [*begin(plan.make()[0], merged(seen[0])).iterator] == whole
         assert plain(first.state(0)) == plain(seen[0])
+
+
+@pytest.mark.parametrize("kind", ["random", "subset"])
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_draw_that_torch_still_makes_precedes_a_state(kind, asked):
+    torch.manual_seed(3)
+    first = begin(Plan(kind, 20).make()[0])
+    saved = dataclasses.replace(first.state(0), owes_draws=True)
+    after = torch.get_rng_state()
+    torch.manual_seed(3)
+    sampler = Plan(kind, 20).make()[0]
+    owing = sampling(sampler, iter(sampler), saved, 0, (), 1, map_style=True)
+    if asked:
+        owing.draw()
+        assert torch.equal(torch.get_rng_state(), after)
+    assert [*owing.iterator] == [*first.iterator] and torch.equal(torch.get_rng_state(), after)
 
 
 def test_states_from_another_thread():

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import pickle
 import random
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from rustloader.tools.probe.side import Side, end_workers
 
 # Options of rustloader that can change batches: torch's iterator ignores them.
 _CHANGING = ("seed_by", "dispatch", "worker_threads", "on_error")
+
+_ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}")
 
 
 class Event(NamedTuple):
@@ -128,7 +131,8 @@ class CheckSide(Side):
         if self.death is not None:
             raise error
         described = failure(error)
-        return Event("error", described.text, str(described), described.details)
+        # An object whose `repr` has its address is at another one in another process.
+        return Event("error", _ADDRESS.sub("0x...", described.text), str(described), described.details)
 
 
 def _digest(content: bytes) -> bytes:

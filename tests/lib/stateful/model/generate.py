@@ -15,7 +15,9 @@ def program(seed):
     """The program of a seed."""
     draws = random.Random(f"program {seed}")
     settings = valid(draws, lambda: first_settings(draws))
-    steps = [("save", "now", 0)] if draws.random() < 0.1 else []
+    # torchdata's RandomSampler draws its seed when it is made. A state before the first `iter()` does not have it.
+    saves_first = draws.random() < 0.1 and settings.sampler != "torchdata random"
+    steps = [("save", "now", 0)] if saves_first else []
     steps.append(("iter",))
     current = settings
     for _ in range(draws.randint(3, 12)):

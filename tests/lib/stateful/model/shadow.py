@@ -100,6 +100,9 @@ class Shadow:
             skipped |= {"_last_yielded_worker_id"}
         if self.iterator is None or state["_iterator_finished"]:
             skipped |= {*OF_DATASET, *OF_SAMPLER}
+        if self.settings.batch_size is None:
+            # Without batches, torch's fetcher does not note the end of its dataset.
+            skipped |= {"fetcher_ended"}
         if self.settings.num_workers and not self.settings.is_map:
             # torchdata counts the tasks for which a worker found no data.
             skipped |= {*OF_SAMPLER}
