@@ -99,11 +99,14 @@ def _is_sampler_error(events, k):
 
 
 def _mask_views(described):
-    """Masks in a batch, as described by describe.value(), which tensors and arrays are views."""
+    """Masks in a batch, as described by describe.value(), which tensors and arrays are views, and which arrays have
+    gaps."""
     if isinstance(described, list):
         is_array = described[:1] in ARRAYS and len(described) > IS_VIEW
         if is_array or (len(described) > IS_VIEW + 2 and isinstance(described[IS_VIEW + 2], dict)):
             described[IS_VIEW] = "a view or not"
+        if is_array and described[LAYOUT] in ("-", "C"):
+            described[LAYOUT : LAYOUT + 2] = ["with gaps or not", "strides"]
         for part in described:
             _mask_views(part)
 
@@ -112,6 +115,8 @@ def _mask_views(described):
 ARRAYS = (["numpy.ndarray"], ["differential.samples.Array"])
 # Where the description of a tensor or array says whether it has memory of its own.
 IS_VIEW = 6
+# Where the description of an array says whether it is contiguous, and how; its strides follow.
+LAYOUT = 3
 # The position of the dataset's class in recorder.about().
 CLASS_OF_DATASET = 3
 # The line in a traceback in which torch's fetcher calls collate_fn.
@@ -142,7 +147,17 @@ def samples_that_are_cached(program, reference, actual):
                     del record["workers"][name]
 
 
+def workers_of_a_dropped_iterator_are_gone(program, reference, actual):
+    """torch's StopIteration from a worker refers to the iterator, which then lives until a garbage collection."""
+    if program.error != "StopIteration":
+        return
+    for event, own in zip(reference["main"], actual["main"], strict=False):
+        if event[0] == own[0] == "dropped":
+            event[1] = [is_alive and is_own for is_alive, is_own in zip(event[1], own[1], strict=True)]
+
+
 INTENDED = [
+    workers_of_a_dropped_iterator_are_gone,
     samples_that_are_cached,
     views_without_holes,
     first_error_of_a_worker_repeated,
