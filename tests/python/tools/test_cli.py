@@ -201,12 +201,6 @@ def test_torchrun_gives_every_rank_the_engine(tmp_path):
         assert (tmp_path / f"rank-{rank}").read_text() == "[0, 1, 2] 3 ['train.py', '--epochs', '3']\n"
 
 
-def test_the_console_script_is_this_command_line():
-    with open(ROOT / "pyproject.toml", "rb") as file:
-        entry = tomllib.load(file)["project"]["scripts"]["rustloader"]
-    assert pkgutil.resolve_name(entry) is cli.main
-
-
 def test_what_is_ours_and_what_is_the_scripts():
     for given, own in [
         (["run", "train.py", "--x", "-m"], 2),
@@ -243,29 +237,7 @@ def test_options_of_run_become_the_variable(monkeypatch):
     assert setting() == "1"
 
 
-# Help and usage errors
-
-
-@pytest.mark.parametrize("arguments", [[], ["run"], ["doctor"], ["check"]])
-def test_help_says_what_and_how(arguments, capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*arguments, "--help"])
-    out = capsys.readouterr().out
-    assert ended.value.code == 0 and "usage: " in out
-    if arguments != ["doctor"]:
-        assert "examples:\n  python -m rustloader" in out
-
-
-def test_no_command_shows_the_help(capsys):
-    assert cli.main([]) == 2
-    assert "run a script on the Rust engine" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("arguments", [["nonsense"], ["run"], ["check"], ["run", "--prefetch-factor", "0", "x.py"]])
-def test_mistakes_are_usage_errors(arguments, capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(arguments)
-    assert ended.value.code == 2 and "usage: " in capsys.readouterr().err
+# How a command ends
 
 
 @pytest.mark.parametrize(
@@ -285,33 +257,6 @@ def test_a_signal_ends_a_command_with_one_line(number, status, text, monkeypatch
     assert signal.getsignal(number) is before
 
 
-def test_a_closed_stdout_is_no_traceback():
-    command = [sys.executable, "-m", "rustloader", "top", "1"]
-    ended = subprocess.run(
-        ["sh", "-c", 'exec "$@" >&-', "sh", *command], stderr=subprocess.PIPE, timeout=300, text=True
-    )
-    assert ended.returncode == 2 and ended.stderr.startswith("rustloader top: ")
-
-
-def test_a_reader_that_closes_the_pipe_is_no_traceback():
-    read, write = os.pipe()
-    os.close(read)
-    ended = subprocess.run(
-        [sys.executable, "-m", "rustloader", "--version"], stdout=write, stderr=subprocess.PIPE, timeout=300
-    )
-    os.close(write)
-    assert (ended.returncode, ended.stderr) == (141, b"")
-
-
-@pytest.mark.parametrize("arguments", [["--version"], ["doctor"]])
-def test_a_full_disk_is_one_line(arguments):
-    with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "rustloader", *arguments]
-        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=300, text=True)
-    assert ended.returncode == 1 and ended.stderr.endswith(": the output cannot be written: No space left on device\n")
-    assert ended.stderr.count("\n") == 1
-
-
 def test_other_errors_of_the_system_are_not_hidden(monkeypatch):
     from rustloader.tools.cli import version
 
@@ -323,9 +268,35 @@ def test_other_errors_of_the_system_are_not_hidden(monkeypatch):
         cli.main(["--version"])
 
 
-def test_versions(capsys):
+def test_version_without_a_command(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.startswith(f"rustloader {rustloader.__version__}, torch ")
+    assert cli.main([]) == 2
+    assert "run a script on the Rust engine" in capsys.readouterr().out
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        entry = tomllib.load(file)["project"]["scripts"]["rustloader"]
+    assert pkgutil.resolve_name(entry) is cli.main
+
+
+def test_an_output_that_cannot_be_written_is_no_traceback():
+    """It is closed, a pipe without a reader, or a full disk."""
+
+    def end(shell, *command):
+        command = ["sh", "-c", shell, "sh", sys.executable, "-m", "rustloader", *command]
+        ended = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=300, text=True)
+        return ended.returncode, ended.stderr
+
+    read, write = os.pipe()
+    os.close(read)
+    status, err = end('exec "$@" >&-', "top", "1")
+    assert status == 2 and err.startswith("rustloader top: ")
+    assert end('exec "$@"', "--version") == (141, "")
+    os.close(write)
+    write = None
+    for command in ("--version", "doctor"):
+        status, err = end('exec "$@" >/dev/full', command)
+        assert status == 1 and err.endswith(": the output cannot be written: No space left on device\n")
+        assert err.count("\n") == 1
 
 
 def test_without_torch_what_is_missing_is_named(tmp_path):

@@ -37,11 +37,15 @@ def test_one_block_to_copy(capsys):
         assert subject.replace("_", " ") in out.replace("_", " ")
 
 
-def test_json(capsys):
+def test_json(capsys, monkeypatch):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
     assert cli.main(["doctor", "--json"]) == 0
     parsed = json.loads(capsys.readouterr().out)
     assert parsed["works"] is True
     assert {"subject": "rustloader", "found": rustloader.__version__, "state": "ok", "advice": ""} in parsed["findings"]
+    (pinned,) = [finding for finding in parsed["findings"] if finding["subject"].startswith("pinned")]
+    assert pinned["state"] == "ok" and pinned["found"].startswith("torch's defaults")
 
 
 def refused(number):

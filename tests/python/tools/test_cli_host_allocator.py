@@ -1,7 +1,6 @@
 """`doctor` on pinned memory: the settings of torch's host allocator."""
 
 import importlib.metadata
-import json
 
 import pytest
 from support import rustloader
@@ -9,23 +8,30 @@ from support import rustloader
 pytestmark = pytest.mark.ours
 
 if rustloader is not None:
-    from rustloader.tools import cli
     from rustloader.tools.cli import host_allocator
 
-
-def findings(capsys):
-    assert cli.main(["doctor", "--json"]) == 0
-    parsed = json.loads(capsys.readouterr().out)["findings"]
-    return [finding for finding in parsed if finding["subject"].startswith("pinned")]
+THREADS = "pinned_num_register_threads:8"
 
 
-def test_without_settings_the_defaults_are_told(monkeypatch, capsys):
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
-    (finding,) = findings(capsys)
-    assert finding["state"] == "ok" and finding["found"].startswith(
-        "torch's defaults: sizes are rounded up to a power of"
-    )
+def test_without_settings_the_defaults_are_named():
+    assert host_allocator.allocator({})[0].startswith("torch's defaults: sizes are rounded up to a power of")
+
+
+def test_a_variable_that_torch_does_not_read(monkeypatch):
+    general = {"PYTORCH_ALLOC_CONF": THREADS}
+    monkeypatch.setattr(host_allocator, "_torch_version", lambda: (2, 6))
+    found, advice = host_allocator.allocator(general)
+    assert found.startswith("torch's defaults")
+    ignored = "torch ignores pinned_num_register_threads in PYTORCH_ALLOC_CONF: set it in PYTORCH_CUDA_ALLOC_CONF"
+    assert advice == ignored
+    monkeypatch.undo()
+
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    # Without torch the rules are those of the latest.
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert host_allocator.allocator(general)[1] == ""
 
 
 def test_settings_are_named_with_their_variable_and_what_they_do():
@@ -54,24 +60,6 @@ def test_each_setting_is_read_from_the_variable_that_torch_reads(monkeypatch):
     # A variable that is set alone may have both.
     for name, value in both.items():
         assert host_allocator.allocator({name: value})[1] == ""
-
-
-def test_without_torch_the_rules_are_those_of_the_latest(monkeypatch):
-    def missing(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", missing)
-    assert host_allocator.allocator({"PYTORCH_ALLOC_CONF": "pinned_num_register_threads:8"})[1] == ""
-
-
-def test_an_older_torch_does_not_read_the_general_variable(monkeypatch):
-    monkeypatch.setattr(host_allocator, "_torch_version", lambda: (2, 6))
-    alone = {"PYTORCH_ALLOC_CONF": "pinned_num_register_threads:8"}
-    found, advice = host_allocator.allocator(alone)
-    assert found.startswith("torch's defaults")
-    assert advice == (
-        "torch ignores pinned_num_register_threads in PYTORCH_ALLOC_CONF: set it in PYTORCH_CUDA_ALLOC_CONF"
-    )
 
 
 @pytest.mark.parametrize("version, unsafe", [((2, 14), True), ((2, 15), False)])

@@ -22,49 +22,35 @@ def time(durations, workers=2, outstanding=4, window=None, shared=False, step=0.
 # Cases worked out by hand
 
 
-def test_nothing_takes_no_time():
-    assert time([]) == 0
-
-
-def test_round_robin_gives_each_worker_every_second_batch():
-    # Worker 0 has 3 + 1, worker 1 has 1 + 1.
-    assert time([3, 1, 1, 1]) == 4
-    assert time([3, 1, 1, 1], shared=True) == 3
-
-
-def test_a_window_bounds_what_is_finished_and_waits():
-    # Worker 1 finishes batches 1 to 3 while worker 0 is at batch 0. With a window of 4, batches 4 and 5 wait for it.
-    durations = [6, 1, 1, 1, 1, 1]
-    assert time(durations, outstanding=4, shared=True) == 7
-    assert time(durations, outstanding=4, window=5, shared=True) == 7
-    assert time(durations, outstanding=4, window=6, shared=True) == 6
-
-
-def test_a_window_below_the_number_of_workers_leaves_some_idle():
-    assert time([1] * 4, workers=4, outstanding=8, window=1, shared=True) == 4
-    assert time([1] * 4, workers=4, outstanding=8, window=2, shared=True) == 2
-
-
-def test_batches_without_a_result_are_bounded_as_well():
-    # One batch under way at a time, although the window has room.
-    assert time([2, 1, 1], outstanding=1, window=8, shared=True) == 4
-    assert time([2, 1, 1], outstanding=2, window=8, shared=True) == 2
-
-
-def test_the_loop_takes_its_time_between_two_batches():
-    # The last batch needs no step after it.
-    assert time([1] * 5, step=10) == 1 + 4 * 10
-    # The workers finish 2 batches in 3 seconds; the loop takes 1 per second.
-    assert time([3] * 6, step=1) == 9 + 1
-
-
-def test_nothing_is_submitted_during_a_step():
-    # Batch 2 begins when batch 0 is delivered, at 1; batch 3 when batch 1 is, at 11 and not at 2.
-    assert time([1, 1, 1, 30], workers=2, outstanding=2, step=10) == 11 + 30
-
-
-def test_the_replacement_of_a_batch_is_submitted_before_the_step():
-    assert time([1, 9], workers=1, outstanding=1, step=10) == 1 + 10
+@pytest.mark.parametrize(
+    "durations, settings, seconds",
+    [
+        ([], {}, 0),
+        # Worker 0 has 3 + 1, worker 1 has 1 + 1.
+        ([3, 1, 1, 1], {}, 4),
+        ([3, 1, 1, 1], {"shared": True}, 3),
+        # Worker 1 finishes batches 1 to 3 while worker 0 is at batch 0. With a window of 4, the last two wait for it.
+        ([6, 1, 1, 1, 1, 1], {"shared": True}, 7),
+        ([6, 1, 1, 1, 1, 1], {"shared": True, "window": 5}, 7),
+        ([6, 1, 1, 1, 1, 1], {"shared": True, "window": 6}, 6),
+        # A window below the number of workers leaves some idle.
+        ([1] * 4, {"workers": 4, "outstanding": 8, "window": 1, "shared": True}, 4),
+        ([1] * 4, {"workers": 4, "outstanding": 8, "window": 2, "shared": True}, 2),
+        # One batch under way at a time, although the window has room.
+        ([2, 1, 1], {"outstanding": 1, "window": 8, "shared": True}, 4),
+        ([2, 1, 1], {"outstanding": 2, "window": 8, "shared": True}, 2),
+        # The last batch needs no step after it.
+        ([1] * 5, {"step": 10}, 1 + 4 * 10),
+        # The workers finish 2 batches in 3 seconds; the loop takes 1 per second.
+        ([3] * 6, {"step": 1}, 9 + 1),
+        # Batch 2 begins when batch 0 is delivered, at 1; batch 3 when batch 1 is, at 11 and not at 2.
+        ([1, 1, 1, 30], {"outstanding": 2, "step": 10}, 11 + 30),
+        # The replacement of a batch is submitted before the step.
+        ([1, 9], {"workers": 1, "outstanding": 1, "step": 10}, 1 + 10),
+    ],
+)
+def test_makespan(durations, settings, seconds):
+    assert time(durations, **settings) == seconds
 
 
 # The schedules on which the design is based
@@ -85,22 +71,15 @@ def relative(durations, **settings):
     return time(durations, workers=4, outstanding=8, **settings) / (sum(durations) / 4)
 
 
-def test_one_slow_batch_in_ten():
+def test_a_window_decides_how_well_a_queue_does():
     durations = one_in_ten()
-    assert 1.7 < relative(durations) < 2.1
+    assert 1.7 < relative(durations) < 2.1 and relative(durations, shared=True) > 1.5
     assert 1.15 < relative(durations, window=16, shared=True) < 1.4
     assert relative(durations, window=32, shared=True) < 1.08
-
-
-def test_log_normal_batches():
     durations = log_normal(1.0)
     assert 1.4 < relative(durations) < 1.8
     several = [relative(durations, window=window, shared=True) for window in (8, 16, 32, 64)]
     assert several == sorted(several, reverse=True) and several[-1] < 1.06
-
-
-def test_a_queue_alone_gains_little_without_a_window():
-    assert relative(one_in_ten(), shared=True) > 1.5
 
 
 @settings(deadline=None, max_examples=300)
@@ -134,12 +113,12 @@ def test_the_smallest_window_that_does_as_well_is_recommended():
     assert prediction.window == 32 and 1.6 < prediction.gain < 2.1
 
 
-def test_equal_batches_gain_nothing():
-    assert predicted([0.01] * 64) == Prediction(None, 1.0)
-
-
-def test_a_step_that_hides_the_slow_batches_leaves_nothing_to_gain():
-    assert predicted(one_in_ten(), step=0.1).gain == pytest.approx(1.0, abs=0.01)
+def test_where_there_is_nothing_to_gain():
+    assert predicted([0.01] * 64) == predicted([0.0] * 64) == Prediction(None, 1.0)
+    assert predicted([0.01] * 7) is None and predicted([0.01] * 8) is not None
+    assert predicted(one_in_ten(), step=0.1).gain == pytest.approx(1.0, abs=0.01)  # the step hides the slow batches
+    larger = predicted(one_in_ten(), window=48)  # than what would be recommended
+    assert larger.window is None and larger.gain > 1
 
 
 def test_a_queue_helps_where_few_samples_are_slow():
@@ -157,21 +136,8 @@ def test_a_queue_that_is_there_already_is_no_gain():
     assert predicted(one_in_ten(), shared=True, window=32) == Prediction(None, 1.0)
 
 
-def test_a_smaller_window_than_the_present_one_is_never_recommended():
-    prediction = predicted(one_in_ten(), window=48)
-    assert prediction.window is None and prediction.gain > 1
-
-
 def test_no_gain_goes_below_the_work_of_the_cores():
     durations = one_in_ten()
     whole = time(durations, **NOW)
     assert predicted(durations, least=whole).gain == 1.0
     assert predicted(durations, least=whole / 1.25).gain == pytest.approx(1.25)
-
-
-def test_too_few_batches_predict_nothing():
-    assert predicted([0.01] * 7) is None and predicted([0.01] * 8) is not None
-
-
-def test_batches_that_take_no_time():
-    assert predicted([0.0] * 64) == Prediction(None, 1.0)
