@@ -7,7 +7,7 @@ import sys
 import time
 
 import torch
-from sample_data import Numbers, worker_id
+from sample_data import Draws, Numbers, worker_id
 from support import DataLoader
 from torch.utils.data import Dataset, default_collate
 
@@ -23,6 +23,9 @@ class MethodCalls(Dataset):
 
     def number(self, i):
         return torch.tensor(i)
+
+    def draw(self):
+        return Draws.__getitem__(self, 0)
 
     def large(self, i):
         return torch.arange(FLOATS, dtype=torch.float32) + i

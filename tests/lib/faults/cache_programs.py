@@ -6,7 +6,6 @@ the file is refused, and no other; a file that is not a cache stays as it is; wi
 is made once.
 """
 
-import argparse
 import copy
 import multiprocessing.forkserver
 import os
@@ -23,7 +22,7 @@ from dataclasses import dataclass, field
 from support import rustloader, same
 
 from .cache_data import Batches, Scans, as_list, in_a_list
-from .trials import drawn, quiet
+from .trials import ONLY, arguments, drawn, quiet, run_all
 
 # Seconds after which a rank counts as hung.
 LIMIT = 120
@@ -327,22 +326,12 @@ class Model:
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="python -m faults.cache_programs", description=__doc__.partition("\n")[0])
-    parser.add_argument("--programs", type=int, default=500)
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--only", type=int, help="run only the program with this number")
-    args = parser.parse_args()
+    args = arguments("cache_programs", __doc__, programs=(500, "the number of programs"), only=ONLY)
     quiet()
-    failed, start = 0, time.monotonic()
+    start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        for name, trial in drawn(Trial, args.programs, args):
-            try:
-                wrong = trial.run(folder)
-            except Exception:
-                wrong = [traceback.format_exc()]
-            failed += bool(wrong)
-            if wrong:
-                print(f"WRONG {name}", *wrong, sep="\n  ", flush=True)
+        trials = drawn(Trial, args.programs, args)
+        _, failed = run_all(trials, lambda trial, _: trial.run(folder), sep="\n  ")
     print(f"{args.programs} programs, {failed} wrong, {time.monotonic() - start:.0f} s")
     sys.exit(bool(failed))
 

@@ -4,7 +4,6 @@ Required: every sample read equals the dataset's; the cache stays within its lim
 process waits for another.
 """
 
-import argparse
 import os
 import random
 import signal
@@ -17,6 +16,8 @@ import numpy as np
 import torch
 from support import rustloader, same
 from torch.utils.data import Dataset
+
+from .trials import arguments, run_all
 
 # Seconds after which a process counts as hung.
 LIMIT = 60
@@ -156,23 +157,21 @@ class Trial:
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="python -m faults.caches", description=__doc__.partition("\n")[0])
-    parser.add_argument("--trials", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments("caches", __doc__, trials=(500, "the number of trials"), seed=(0, "seed of the first trial"))
     # A thread pool would not survive the forks.
     torch.set_num_threads(1)
-    failed = reads = 0
-    start = time.monotonic()
+    reads, start = [], time.monotonic()
+
+    def play(trial, _):
+        count, wrong = trial.run()
+        reads.append(count)
+        return wrong
+
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(args.trials):
-            trial = Trial(args.seed + number, folder)
-            count, wrong = trial.run()
-            reads += count
-            failed += bool(wrong)
-            if wrong:
-                print(f"WRONG seed {args.seed + number}: {trial}", *wrong, sep="\n  ", flush=True)
-    print(f"{args.trials} trials, {failed} wrong, {reads} reads, {time.monotonic() - start:.0f} s")
+        trials = (Trial(args.seed + number, folder) for number in range(args.trials))
+        named = ((f"seed {args.seed + number}: {trial}", trial) for number, trial in enumerate(trials))
+        done, failed = run_all(named, play, sep="\n  ")
+    print(f"{done} trials, {failed} wrong, {sum(reads)} reads, {time.monotonic() - start:.0f} s")
     sys.exit(bool(failed))
 
 

@@ -6,7 +6,6 @@ lost, and main processes are killed as well. Required: the batches of each epoch
 workers, bit for bit; the log has no other message; nothing is left behind.
 """
 
-import argparse
 import collections
 import contextlib
 import dataclasses
@@ -27,10 +26,10 @@ import remote_support
 import torch
 from remote_support import LoopbackContext
 
-from . import restart_data
+from . import restart_data, trials
 from .proxy import FATAL, KINDS, Fault, Proxy
-from .restarts import Log, end_persistent_workers, overdue
-from .trials import drawn, quiet
+from .restarts import Log, end_persistent_workers
+from .trials import ONLY, arguments, drawn, quiet
 
 # Seconds within which a trial must end, and within which workers must be gone.
 LIMIT = 200
@@ -314,9 +313,9 @@ def run_on_ray(args, log):
             pids = actors_left()
             return [f"left behind: {pids}"] if pids else []
 
-        trials = functools.partial(Play, make_context=actors, lose=nodes.lose)
+        play = functools.partial(Play, make_context=actors, lose=nodes.lose)
         try:
-            return run_all(args, log, trials, functools.partial(Trial.random, on_ray=True), between)
+            return run_all(args, log, play, functools.partial(Trial.random, on_ray=True), between)
         finally:
             ray.shutdown()
             nodes.cluster.shutdown()
@@ -327,43 +326,40 @@ def run_on_ray(args, log):
 
 def run_all(args, log, play, make, between):
     """Runs trials for the required number of epochs or minutes. Returns (the number of failed trials, figures)."""
-    failed, figures, start = 0, collections.Counter(), time.monotonic()
-    signal.signal(signal.SIGALRM, overdue)
+    figures, start = collections.Counter(), time.monotonic()
     trial_class = type("RandomTrial", (), {"random": staticmethod(make)})
-    for name, trial in drawn(trial_class, args.epochs, args):
-        wrong = []
+
+    def run(trial, done):
+        if figures["epochs"] >= args.epochs or (args.minutes and time.monotonic() - start > 60 * args.minutes):
+            return None
+        figures["trials"] = done
         with tempfile.TemporaryDirectory(prefix="connections-") as folder:
-            signal.alarm(LIMIT)
             try:
-                wrong += play(trial, folder, figures).run()
+                wrong = play(trial, folder, figures).run()
             except Exception:
-                wrong.append(traceback.format_exc())
-            signal.alarm(0)
-        figures["trials"] += 1
+                wrong = [traceback.format_exc()]
+        signal.alarm(0)
         wrong += log.lines + between(figures)
         log.lines.clear()
-        if wrong:
-            print(f"WRONG {name}", *wrong, sep="\n", flush=True)
-        failed += bool(wrong)
-        if figures["trials"] % 20 == 0:
-            print(f"{figures['trials']} trials, {failed} wrong, {dict(figures)}", flush=True)
-        if figures["epochs"] >= args.epochs or (args.minutes and time.monotonic() - start > 60 * args.minutes):
-            break
+        return wrong
+
+    def progress(done, failed):
+        if done % 20 == 0:
+            print(f"{done} trials, {failed} wrong, {dict(figures)}", flush=True)
+
+    _, failed = trials.run_all(drawn(trial_class, args.epochs, args), run, LIMIT, progress)
     return failed, figures
 
 
-def arguments():
-    parser = argparse.ArgumentParser(prog="python -m faults.connections", description=__doc__.partition("\n")[0])
-    parser.add_argument("--epochs", type=int, default=100, help="the least number of epochs")
-    parser.add_argument("--minutes", type=float, help="stop after this time")
-    parser.add_argument("--seed", type=int, help="seed of loaders and faults (default: random)")
-    parser.add_argument("--only", type=int, help="run only the trial with this number")
-    parser.add_argument("--ray", action="store_true", help="run the workers as actors of a Ray cluster")
-    return parser.parse_args()
-
-
 def main():
-    args = arguments()
+    args = arguments(
+        "connections",
+        __doc__,
+        epochs=(100, "the least number of epochs"),
+        minutes=(float, "stop after this time"),
+        only=ONLY,
+        ray=(False, "run the workers as actors of a Ray cluster"),
+    )
     quiet()
     logger, log = logging.getLogger("rustloader"), Log()
     import rustloader  # noqa: F401

@@ -5,7 +5,6 @@ Python reports no unraisable exception; nothing is left behind, which is checked
 end.
 """
 
-import argparse
 import contextlib
 import errno
 import gc
@@ -17,7 +16,7 @@ import threading
 import time
 from typing import NamedTuple
 
-from .trials import Numbered, drawn, number, quiet
+from .trials import ONLY, Numbered, arguments, drawn, number, quiet, run_all
 
 # Weighted: fork servers and spawned interpreters are slow to start.
 METHODS = ["fork"] * 60 + ["forkserver"] * 3 + ["spawn"]
@@ -213,11 +212,7 @@ class Drop:
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="python -m faults.drops", description=__doc__.partition("\n")[0])
-    parser.add_argument("--count", type=int, default=1000, help="how many iterators")
-    parser.add_argument("--seed", type=int, help="seed of loaders and ways (default: random)")
-    parser.add_argument("--only", type=int, help="run only the iterator with this number")
-    args = parser.parse_args()
+    args = arguments("drops", __doc__, count=(1000, "how many iterators"), only=ONLY)
     from pinning_support import pinning
     from rules import left_after, state
     from support import wait_until
@@ -228,9 +223,10 @@ def main():
     gc.freeze()
     unraisable = []
     sys.unraisablehook = lambda it: unraisable.append(f"{it.exc_type.__name__}: {it.exc_value} in {it.object!r}")
-    failed, start, before = 0, time.monotonic(), state()
+    start, before = time.monotonic(), state()
     count = args.count if args.only is None else 1
-    for done, (name, trial) in enumerate(drawn(Trial, args.count, args), 1):
+
+    def play(trial, done):
         wrong = []
         with contextlib.ExitStack() as stack:
             host = stack.enter_context(pinning()) if trial.pinned else None
@@ -239,15 +235,15 @@ def main():
             except Exception as error:
                 wrong.append(f"{type(error).__name__}: {error}")
                 del error
-            if host is not None and not wait_until(lambda host=host: gc.collect() is not None and not host.live):
+            if host is not None and not wait_until(lambda: gc.collect() is not None and not host.live):
                 wrong.append("pinned memory is not released")
         wrong += unraisable
         unraisable.clear()
         if (done % 50 == 0 or done == count or wrong) and (leftovers := left_after(before, 5)):
             wrong.append(f"left behind: {leftovers}")
-        if wrong:
-            print(f"WRONG {name}", *wrong, sep="\n", flush=True)
-        failed += bool(wrong)
+        return wrong
+
+    _, failed = run_all(drawn(Trial, args.count, args), play)
     print(f"{count} iterators, {failed} wrong, {time.monotonic() - start:.0f} s")
     sys.exit(bool(failed))
 

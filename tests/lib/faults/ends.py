@@ -4,7 +4,6 @@ Required: it ends within its deadline, even if its workers are in samples that t
 exit status and output match the way it ends, with at most one traceback; a second later no worker and no file is left.
 """
 
-import argparse
 import contextlib
 import itertools
 import multiprocessing.util
@@ -20,6 +19,7 @@ from torch.utils.data import Dataset
 
 from . import mains
 from .matrix import covering
+from .trials import arguments
 
 # "os._exit", "error" and "sys.exit" happen in a signal handler, wherever the process is; "return" ends the script.
 WAYS = ["SIGKILL", "SIGTERM", "os._exit", "error", "sys.exit", "return"]
@@ -172,18 +172,16 @@ def check_output(case, output):
     return ["unexpected output"] if tracebacks or (output.strip() and IGNORED not in output) else []
 
 
-def arguments():
-    parser = argparse.ArgumentParser(prog="python -m faults.ends", description=__doc__.partition("\n")[0])
-    parser.add_argument("--all", action="store_true", help="run the full product, not only a set that covers each pair")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the covering set")
-    parser.add_argument("--limit", type=float, default=1.0, help="seconds that workers may outlive main")
-    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="run only cases with these words")
-    return parser.parse_args()
-
-
 def main():
     """Returns a function to call: in the driver it exits, in a new main process it runs the program."""
-    args = arguments()
+    args = arguments(
+        "ends",
+        __doc__,
+        all=(False, "run the full product, not only a set that covers each pair"),
+        seed=(0, "seed of the covering set"),
+        limit=(1.0, "seconds that workers may outlive main"),
+        only=([], "run only cases with these words"),
+    )
     mains.prepare()
     cases = [case for case in all_cases() if set(args.only) <= set(str(case).split())]
     cases = cases if args.all else covering(args.seed, cases)

@@ -5,7 +5,6 @@ no n-th call of that kind. Each run must end with the right batches or with an e
 and leave no process, descriptor, mapping, thread or page. test_refusals.py checks more about fewer calls.
 """
 
-import argparse
 import gc
 import json
 import random
@@ -17,6 +16,8 @@ from collections import Counter
 from typing import NamedTuple
 
 from refusals import load_core, run
+
+from .trials import arguments, quiet
 
 PROGRAMS = ["twice", "persistent", "pinned", "pinned_persistent", "doomed", "restarted", "forking", "shared"]
 # Its workers are fresh interpreters, which are slow: only the first call of each kind fails.
@@ -214,8 +215,6 @@ def prepare():
 
     import programs  # noqa: F401
 
-    from .trials import quiet
-
     # Started here, the resource tracker does not count as left behind by a trial.
     multiprocessing.resource_tracker.ensure_running()
     quiet()
@@ -223,13 +222,15 @@ def prepare():
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="python -m faults.failures", description=__doc__.partition("\n")[0])
-    parser.add_argument("--some", type=int, metavar="N", help="try only N failures, drawn at random")
-    parser.add_argument("--seed", type=int, default=0, help="seed of --some")
-    parser.add_argument("--program", action="append", default=[], help="try only this program")
-    parser.add_argument("--kind", action="append", default=[], help="try only this kind of call")
-    parser.add_argument("--show", action="store_true", help="print a line for each run")
-    args = parser.parse_args()
+    args = arguments(
+        "failures",
+        __doc__,
+        some=(int, "try only this many failures, drawn at random"),
+        seed=(0, "seed of --some"),
+        program=([], "try only this program"),
+        kind=([], "try only this kind of call"),
+        show=(False, "print a line for each run"),
+    )
     prepare()
     counts, start = Counter(), time.monotonic()
 

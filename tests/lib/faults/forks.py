@@ -6,7 +6,6 @@ child; batches that the child drops stay intact in the parent; the child can run
 for a lock that is never released. Half of the forks happen with plain loaders, half with loaders that pin.
 """
 
-import argparse
 import contextlib
 import faulthandler
 import gc
@@ -21,7 +20,7 @@ import traceback
 import torch
 from torch.utils.data import Dataset
 
-from .trials import number, quiet, seed_of
+from .trials import arguments, number, quiet, seed_of
 
 # Seconds after which a child counts as hung.
 LIMIT = 60
@@ -159,10 +158,7 @@ class Forks:
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="python -m faults.forks", description=__doc__.partition("\n")[0])
-    parser.add_argument("--forks", type=int, default=500, help="the number of forks in each half")
-    parser.add_argument("--seed", type=int, help="seed of the moments (default: random)")
-    args = parser.parse_args()
+    args = arguments("forks", __doc__, forks=(500, "the number of forks in each half"))
     from pinning_support import pinning
     from rules import left_after, state
 

@@ -6,7 +6,6 @@ repeatedly and are replaced.
 Required: the process ends, prints at most one traceback for each signal, and leaves no worker.
 """
 
-import argparse
 import contextlib
 import logging
 import os
@@ -20,7 +19,7 @@ import torch
 from torch.utils.data import Dataset
 
 from . import mains
-from .trials import drawn
+from .trials import ONLY, arguments, drawn
 
 PLACES = ["next", "user", "start", "shutdown", "del", "exit"]
 
@@ -199,20 +198,17 @@ def check_output(trial, output, figures):
     return wrong
 
 
-def arguments():
-    parser = argparse.ArgumentParser(prog="python -m faults.interrupts", description=__doc__.partition("\n")[0])
-    parser.add_argument("--count", type=int, default=100, help="the number of programs")
-    parser.add_argument("--seed", type=int, help="seed of programs and moments (default: random)")
-    parser.add_argument("--only", type=int, help="run only the program with this number")
-    parser.add_argument("--limit", type=float, default=20.0, help="seconds within which the process must end")
-    parser.add_argument("--outlive", type=float, default=1.0, help="seconds that workers may outlive the process")
-    parser.add_argument("--show", action="store_true", help="print the output of each program")
-    return parser.parse_args()
-
-
 def main():
     """Returns a function to call: in the driver it exits, in a new main process it runs the program."""
-    args = arguments()
+    args = arguments(
+        "interrupts",
+        __doc__,
+        count=(100, "the number of programs"),
+        only=ONLY,
+        limit=(20.0, "seconds within which the process must end"),
+        outlive=(1.0, "seconds that workers may outlive the process"),
+        show=(False, "print the output of each program"),
+    )
     mains.prepare()
     figures, start = Counter(), time.monotonic()
     failed, run = mains.run_all(

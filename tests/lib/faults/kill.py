@@ -5,7 +5,6 @@ error that names its pid, and the next epoch works, or the epoch survives it wit
 death no worker and no file is left.
 """
 
-import argparse
 import contextlib
 import logging
 import os
@@ -15,7 +14,7 @@ import time
 from typing import NamedTuple
 
 from . import mains
-from .trials import Numbered, drawn, number
+from .trials import ONLY, Numbered, arguments, drawn, number
 
 METHODS = ["fork"] * 18 + ["forkserver", "spawn"]
 
@@ -34,6 +33,7 @@ class Trial(NamedTuple):
     delay: float
     kept: bool
     restarts: bool
+    dispatch: str
     victim: str
     moment: float
 
@@ -52,6 +52,7 @@ class Trial(NamedTuple):
             delay=rng.choice([0, 0, 0.0005, 0.002]),
             kept=flip(),
             restarts=flip(),
+            dispatch=rng.choice(["round_robin", "round_robin", "shared_queue"]),
             victim="main" if flip(0.3) else "worker",
             moment=rng.random(),
         )
@@ -77,6 +78,7 @@ class Program:
             in_order=trial.in_order,
             pin_memory=trial.pinned,
             max_restarts=1 if trial.restarts else None,
+            dispatch=trial.dispatch,
         )
 
     def run(self):
@@ -192,18 +194,15 @@ def drive(main, trial, figures, limit):
     return wrong
 
 
-def arguments():
-    parser = argparse.ArgumentParser(prog="python -m faults.kill", description=__doc__.partition("\n")[0])
-    parser.add_argument("--epochs", type=int, default=100, help="the number of kills")
-    parser.add_argument("--seed", type=int, help="seed of loaders and moments (default: random)")
-    parser.add_argument("--only", type=int, help="run only the kill with this number")
-    parser.add_argument("--limit", type=float, default=1.0, help="seconds that workers may outlive main")
-    return parser.parse_args()
-
-
 def main():
     """Returns a function to call: in the driver it exits, in a new main process it runs the program."""
-    args = arguments()
+    args = arguments(
+        "kill",
+        __doc__,
+        epochs=(100, "the number of kills"),
+        only=ONLY,
+        limit=(1.0, "seconds that workers may outlive main"),
+    )
     mains.prepare()
     figures = dict.fromkeys(["workers killed", "mains killed", "deaths raised", "too late", "gone", "seen"], 0)
     start = time.monotonic()

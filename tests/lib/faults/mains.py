@@ -20,6 +20,7 @@ import time
 
 from support import shared_memory_of
 
+from . import trials as trials_module
 from .scenes import use_the_parents_fork_server
 from .trials import quiet
 
@@ -141,22 +142,28 @@ def run_all(trials, program, drive, check_output, show=False):
 
     Returns (the number of failed trials, None), but (0, the function to run) in a new main process.
     """
-    failed, start = 0, time.monotonic()
-    for done, (name, trial) in enumerate(trials, 1):
+    programs, start = [], time.monotonic()
+
+    def play(trial, _):
         process = fork()
         if process is None:
-            return 0, program(trial).run
+            programs.append(program(trial).run)
+            return None
         wrong = drive(process, trial)
         output, files = process.close()
         wrong += check_output(trial, output)
         if files:
             wrong.append(f"files left behind: {files}")
-        failed += bool(wrong)
-        if wrong or show:
-            print("WRONG " * bool(wrong) + name, *wrong, output, sep="\n", flush=True)
+        if show and not wrong:
+            print(trial, output, sep="\n", flush=True)
+        return [*wrong, output] if wrong else []
+
+    def progress(done, failed):
         if done % 100 == 0:
             print(f"{done} done, {failed} wrong, {time.monotonic() - start:.0f} s", flush=True)
-    return failed, None
+
+    _, failed = trials_module.run_all(trials, play, progress=progress)
+    return (0, programs[0]) if programs else (failed, None)
 
 
 REPORT_PIPE = None

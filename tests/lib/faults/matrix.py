@@ -5,7 +5,6 @@ signal and worker; further calls raise the same error; the next epoch works; not
 batches are delivered, and there is no error.
 """
 
-import argparse
 import contextlib
 import gc
 import itertools
@@ -25,7 +24,7 @@ import torch
 
 from . import scenes
 from .scenes import LAST, SIGNALS, VICTIM, WAYS
-from .trials import quiet
+from .trials import arguments, quiet
 
 PLACES = ["birth", "init", "iter", "item", "packing", "idle", "between", "shutdown"]
 METHODS = ["fork", "forkserver", "spawn"]
@@ -287,13 +286,13 @@ def expected_text(case, pid):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="python -m faults.matrix", description=__doc__.partition("\n")[0])
-    parser.add_argument("--all", action="store_true", help="run the full product, not only a set that covers each pair")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the order, and of the covering set")
-    parser.add_argument(
-        "--only", action="append", default=[], metavar="TEXT", help="run only cases with these words in their name"
+    args = arguments(
+        "matrix",
+        __doc__,
+        all=(False, "run the full product, not only a set that covers each pair"),
+        seed=(0, "seed of the order, and of the covering set"),
+        only=([], "run only cases with these words in their name"),
     )
-    args = parser.parse_args()
     quiet()
     cases = all_cases() if args.all else covering(args.seed)
     # An aborted run has then covered some of everything.

@@ -7,7 +7,6 @@ list of workers; the log has no other message; nothing is left behind.
 `--leaks 1000` instead restarts the workers of one iterator 1000 times, and compares what the process holds.
 """
 
-import argparse
 import collections
 import contextlib
 import gc
@@ -15,20 +14,18 @@ import logging
 import multiprocessing.forkserver
 import os
 import re
-import signal
 import sys
 import tempfile
 import time
-import traceback
 import warnings
 from typing import NamedTuple
 
 import torch
 
-from . import restart_data, restart_leaks
+from . import restart_data, restart_leaks, trials
 from .killer import Kill, Killer, Plan
 from .restart_data import KINDS
-from .trials import drawn, quiet
+from .trials import ONLY, arguments, drawn, quiet
 
 # Seconds within which a trial must end.
 LIMIT = 120
@@ -283,52 +280,34 @@ class Log(logging.Handler):
             self.lines.append(f"logged: {record.getMessage()}")
 
 
-def overdue(*_):
-    raise TimeoutError("the trial does not end")
-
-
-def arguments():
-    parser = argparse.ArgumentParser(prog="python -m faults.restarts", description=__doc__.partition("\n")[0])
-    parser.add_argument("--epochs", type=int, default=100, help="the least number of epochs")
-    parser.add_argument("--seed", type=int, help="seed of loaders and moments (default: random)")
-    parser.add_argument("--only", type=int, help="run only the trial with this number")
-    parser.add_argument("--leaks", type=int, metavar="N", help="instead restart the workers of one iterator N times")
-    parser.add_argument("--kind", choices=restart_leaks.KINDS, help="with --leaks: test only this kind of loader")
-    return parser.parse_args()
-
-
 def run_all(args, log):
     """Runs trials for the required number of epochs. Returns (the number of failed trials, figures)."""
     from pinning_support import pinning
     from rules import left_after, state
 
-    failed, figures, before = 0, collections.Counter(), state()
-    signal.signal(signal.SIGALRM, overdue)
-    for name, trial in drawn(Trial, args.epochs, args):
-        wrong = []
+    figures, before = collections.Counter(), state()
+
+    def play(trial, done):
+        nonlocal before
+        if figures["epochs"] >= args.epochs:
+            return None
+        figures["trials"] = done
         with contextlib.ExitStack() as stack:
+            stack.callback(log.lines.clear)
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="restarts-"))
             if trial.pinned:
                 stack.enter_context(pinning())
-            signal.alarm(LIMIT)
-            try:
-                wrong += Play(trial, folder, figures).run()
-            except Exception:
-                wrong.append(traceback.format_exc())
-            signal.alarm(0)
-        figures["trials"] += 1
-        wrong += log.lines
-        log.lines.clear()
-        if (figures["trials"] % 20 == 0 or wrong) and (leftovers := left_after(before, 5)):
+            wrong = Play(trial, folder, figures).run() + log.lines
+        if (done % 20 == 0 or wrong) and (leftovers := left_after(before, 5)):
             wrong.append(f"left behind: {leftovers}")
             before = state()
-        if wrong:
-            print(f"WRONG {name}", *wrong, sep="\n", flush=True)
-        failed += bool(wrong)
-        if figures["trials"] % 50 == 0:
-            print(f"{figures['trials']} trials, {failed} wrong, {dict(figures)}", flush=True)
-        if figures["epochs"] >= args.epochs:
-            break
+        return wrong
+
+    def progress(done, failed):
+        if done % 50 == 0:
+            print(f"{done} trials, {failed} wrong, {dict(figures)}", flush=True)
+
+    _, failed = trials.run_all(drawn(Trial, args.epochs, args), play, LIMIT, progress)
     if leftovers := left_after(before, 10):
         print(f"WRONG at the end\nleft behind: {leftovers}")
         failed += 1
@@ -336,7 +315,14 @@ def run_all(args, log):
 
 
 def main():
-    args = arguments()
+    args = arguments(
+        "restarts",
+        __doc__,
+        epochs=(100, "the least number of epochs"),
+        only=ONLY,
+        leaks=(int, "instead restart the workers of one iterator this many times"),
+        kind=(str, f"with --leaks: test only this kind of loader, one of {', '.join(restart_leaks.KINDS)}"),
+    )
     quiet()
     # A state read after the last batch leads to this warning.
     warnings.filterwarnings("ignore", "an epoch of 0 batches")

@@ -6,7 +6,6 @@ many epochs and checked again. Each minute a line shows what the process holds. 
 wrong, a fault had the wrong effect, or the figures have grown.
 """
 
-import argparse
 import collections
 import contextlib
 import itertools
@@ -24,6 +23,7 @@ import torch
 from support import DataLoader, TorchDataLoader, arena_bytes, mappings, open_files, trim_pool, within
 
 from .soak_data import KINDS, Fault, Spec, hash_of, loader_of, without_bad
+from .trials import arguments
 
 METHODS = ["fork"] * 30 + ["forkserver", "spawn"]
 # What may happen in an epoch. Half of the loaders run undisturbed.
@@ -275,12 +275,12 @@ def growth_of(lines):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="make stress KIND=soak", description=__doc__.partition("\n")[0])
-    parser.add_argument("--minutes", type=float, default=20, help="how long to run (default: %(default)s)")
-    parser.add_argument(
-        "--seed", type=int, default=int(time.time()), help="seed of loaders and faults (default: the time)"
+    args = arguments(
+        "soak",
+        __doc__,
+        minutes=(20.0, "how long to run (default: 20)"),
+        seed=(int(time.time()), "seed of loaders and faults (default: the time)"),
     )
-    args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     logging.getLogger("rustloader").setLevel(logging.ERROR)  # hides the lines of restarts and bad samples

@@ -1,7 +1,10 @@
-"""Shared by the drivers: trials drawn from a seed, and samples that identify themselves."""
+"""Shared by the drivers: the command line, trials drawn from a seed, their loop, and samples that name themselves."""
 
+import argparse
 import random
+import signal
 import time
+import traceback
 import warnings
 
 import torch
@@ -13,6 +16,26 @@ def quiet():
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "This DataLoader will create")
     warnings.filterwarnings("ignore", ".*multi-threaded.*", DeprecationWarning)
+
+
+def arguments(driver, doc, **options):
+    """Parses the command line of a driver. `options` has (default, help) by name. The default gives the type: False is
+    that of a flag, [] that of an option that may be repeated, and a class that of an option without a default. Every
+    driver has --seed; `seed` is its default."""
+    parser = argparse.ArgumentParser(prog=f"python -m faults.{driver}", description=doc.partition("\n")[0])
+    options = {"seed": (int, "seed of the trials (default: random)"), **options}
+    for name, (default, text) in options.items():
+        if default is False:
+            kind = {"action": "store_true"}
+        elif default == []:
+            kind = {"action": "append", "default": [], "metavar": "TEXT"}
+        else:
+            kind = {"type": default} if isinstance(default, type) else {"type": type(default), "default": default}
+        parser.add_argument(f"--{name}", help=text, **kind)
+    return parser.parse_args()
+
+
+ONLY = (int, "run only the trial with this number")
 
 
 def seed_of(args):
@@ -28,6 +51,34 @@ def drawn(kind, count, args):
     for at in range(count) if args.only is None else [args.only]:
         trial = kind.random(random.Random(f"{seed}-{at}"))
         yield f"--seed {seed} --only {at}: {trial}", trial
+
+
+def overdue(*_):
+    raise TimeoutError("the trial does not end")
+
+
+def run_all(trials, play, limit=None, progress=None, sep="\n"):
+    """Plays each of `trials`, (name, trial), until `play(trial, number)` returns None instead of a list of problems. An
+    exception is a problem, and so is a trial that takes longer than `limit` seconds. Calls `progress(number, failed)`
+    after each trial. Returns (the number of trials, the number of failed ones)."""
+    number = failed = 0
+    if limit is not None:
+        signal.signal(signal.SIGALRM, overdue)
+    for number, (name, trial) in enumerate(trials, 1):
+        signal.alarm(limit or 0)
+        try:
+            wrong = play(trial, number)
+        except Exception:
+            wrong = [traceback.format_exc()]
+        signal.alarm(0)
+        if wrong is None:
+            return number - 1, failed
+        failed += bool(wrong)
+        if wrong:
+            print(f"WRONG {name}", *wrong, sep=sep, flush=True)
+        if progress is not None:
+            progress(number, failed)
+    return number, failed
 
 
 class Numbered(Dataset):

@@ -66,12 +66,6 @@ def test_batches_are_pinned_and_right(host, persistent, in_order):
     assert host.reused > 0, "no block was reused"
 
 
-def test_without_batching(host):
-    loader = DataLoader(Images(9, (3, 80, 80)), batch_size=None, num_workers=2, pin_memory=True)
-    for i, (x, y) in enumerate(epoch(loader)):
-        assert torch.equal(x, Images(9, (3, 80, 80)).image(i)) and host.owns(x) and y == i
-
-
 def test_only_small_tensors_share_a_storage(host):
     (batch,) = epoch(DataLoader(Fields(8), batch_size=8, num_workers=1, pin_memory=True))
     large = [batch[name].untyped_storage() for name in "ab"]
@@ -116,21 +110,6 @@ def test_all_pinned_memory_comes_from_one_thread(host):
     host.threads.clear()  # iter() initializes the allocator in the calling thread
     assert len(list(iterator)) == 10
     assert host.threads == {THREAD}
-
-
-def test_the_thread_lives_as_long_as_the_workers(host):
-    loader = DataLoader(Images(8), num_workers=2, pin_memory=True, persistent_workers=True)
-    for _ in range(2):
-        iterator = iter(loader)
-        list(iterator)
-        assert iterator._pin_memory_thread.is_alive() and iterator._pin_memory_thread.daemon
-        assert not iterator._pin_memory_thread_done_event.is_set()
-        assert threads_named(THREAD) == 1
-    iterator._shutdown_workers()
-    assert not iterator._pin_memory_thread.is_alive()
-    assert iterator._pin_memory_thread_done_event.is_set()
-    iterator._pin_memory_thread.join()
-    assert wait_until(lambda: threads_named(THREAD) == 0)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 from pinning_support import pinning, thread_name
-from sample_data import Dying, DyingOnce, Failing, Given, Numbers, key_error, runtime_error, two_arguments
+from sample_data import DyingOnce, Failing, Given, Numbers, key_error, runtime_error, two_arguments
 from support import (
     BOTH,
     DataLoader,
@@ -199,18 +199,6 @@ def test_p20_a_death_is_seen_although_the_thread_is_busy(host, acts):
     assert {x for x in got[count:]} | {last} == {last} and "is killed by signal" in last[2]
 
 
-@pytest.mark.ours
-def test_p20_a_worker_dies_after_the_thread(host, acts):
-    acts[2] = raising(SystemExit())
-    iterator = iter(loader_of(Acts(9), prefetch_factor=6))
-    assert wait_until(lambda: not iterator._pin_memory_thread.is_alive())
-    os.kill(worker_pids(iterator)[0], signal.SIGKILL)
-    assert wait_until(lambda: gone(worker_pids(iterator)[0]))
-    assert outcomes(iterator, 2) == [("value", 0), ("value", 1)]
-    kind, _, text = outcome(next, iterator)
-    assert kind == "error" and ("is killed by signal" in text or "Pin memory thread exited" in text)
-
-
 def test_p19_a_late_thread_is_a_timeout_and_nothing_is_lost(host, acts):
     go = threading.Event()
     acts[1] = lambda: go.wait(60)
@@ -346,9 +334,3 @@ def test_an_iterator_that_is_collected_on_its_own_pin_thread_ends(host, acts):
     assert collected[0][0] == "rl_pin"
     thread.join(60)
     assert not thread.is_alive()
-
-
-@pytest.mark.ours
-def test_a_worker_that_dies_at_once(host):
-    answers = outcomes(iter(loader_of(Dying(4, 0, 3))), 2)
-    assert all("exited unexpectedly with exit code 3" in text for _, _, text in answers)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from copied_shutdown import copied_shutdown
 from pinning_support import pinning
-from sample_data import Epochs, Images, Numbers, Shards
+from sample_data import Images, Numbers, Shards
 from support import (
     TORCH_MODE,
     DataLoader,
@@ -19,11 +19,9 @@ from support import (
     epoch,
     from_engine,
     gone,
-    in_thread,
     mappings,
     open_files,
     outcome,
-    outcomes_of,
     threads_named,
     trim_pool,
     values,
@@ -100,35 +98,6 @@ def test_p11_persistent_epochs_also_after_a_break(host):
     iterator._shutdown_workers()
 
 
-def test_p15_datasets_that_end_at_different_times(host):
-    def answers(cls, in_order):
-        loader = cls(Shards([5, 0, 9]), batch_size=2, num_workers=3, pin_memory=True, in_order=in_order)
-        return outcomes_of(loader, 12)
-
-    assert answers(DataLoader, True) == answers(TorchDataLoader, True)
-    assert sorted(answers(DataLoader, False)) == sorted(answers(TorchDataLoader, False))
-
-
-def test_persistent_iterable_epochs(host):
-    loader = DataLoader(Epochs(), batch_size=None, num_workers=2, pin_memory=True, persistent_workers=True)
-    for number in range(3):
-        got = list(loader)
-        assert got == [[w, number, i] for i in range(3) for w in range(2)]
-    loader._iterator._shutdown_workers()
-
-
-def test_counters_are_torchs_at_every_step(host):
-    def counters(iterator):
-        tasks = {task: info[0] for task, info in iterator._task_info.items()}
-        return iterator._send_idx, iterator._rcvd_idx, tasks
-
-    def steps(cls):
-        iterator = iter(cls(Numbers(7), num_workers=2, pin_memory=True))
-        return [counters(iterator), *((batch.tolist(), counters(iterator)) for batch in iterator)]
-
-    assert steps(DataLoader) == steps(TorchDataLoader)
-
-
 def test_two_iterators_at_once_each_with_a_thread(host):
     loader = DataLoader(Numbers(30), num_workers=2, pin_memory=True)
     first, second = iter(loader), iter(loader)
@@ -136,12 +105,6 @@ def test_two_iterators_at_once_each_with_a_thread(host):
     for i, (a, b) in enumerate(zip(first, second, strict=True)):
         assert a.item() == b.item() == i
     assert wait_until(lambda: threads_named(THREAD) == 0)
-
-
-def test_next_from_other_threads(host):
-    iterator = in_thread(lambda: iter(DataLoader(Numbers(20), num_workers=2, pin_memory=True)))
-    got = [in_thread(next, iterator).item() for _ in range(5)] + [x.item() for x in iterator]
-    assert got == list(range(20))
 
 
 @pytest.mark.ours

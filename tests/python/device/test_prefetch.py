@@ -11,7 +11,7 @@ import pytest
 import torch
 from prefetch_support import prefetch, tensors
 from sample_data import Numbers
-from support import DataLoader, run_script, rustloader, values
+from support import DataLoader, rustloader, values
 
 pytestmark = pytest.mark.ours
 
@@ -123,32 +123,6 @@ def test_an_error_keeps_its_place_and_the_loader_goes_on_after_it(device):
     assert got == [[2] * 4]
 
 
-def test_what_a_loader_raises_that_is_no_exception_keeps_its_place_too(device):
-    iterator = iter(prefetch(Failing(tensors(1)[0], SystemExit(3)), depth=3))
-    next(iterator)
-    with pytest.raises(SystemExit):
-        next(iterator)
-
-
-def test_a_copy_that_fails_is_an_error_in_its_place(device):
-    calls = []
-
-    def before_copy():
-        calls.append(1)
-        if len(calls) == 2:
-            raise torch.OutOfMemoryError("no memory on the device")
-
-    device.before_copy = before_copy
-    iterator, got = iter(prefetch(tensors(3))), []
-    device.read(next(iterator), got.append)
-    with pytest.raises(torch.OutOfMemoryError, match="on the device"):
-        next(iterator)
-    device.read(next(iterator), got.append)
-    assert next(iterator, None) is None
-    device.run_all()
-    assert got == [[0] * 4, [2] * 4] and device.faults == []
-
-
 def test_arguments_are_checked():
     for depth in (0, -1, 1.0, True, None):
         with pytest.raises(ValueError, match=f"depth must be a positive integer, got {depth}"):
@@ -254,18 +228,6 @@ def test_a_device_without_streams_gets_each_batch_in_its_turn():
 # Loops that end early
 
 
-def test_a_loop_that_breaks_off_leaves_nothing(device):
-    batches = prefetch(tensors(10), depth=3)
-    for epoch in range(5):
-        for _, batch in zip(range(4), batches, strict=False):
-            device.read(batch, lambda values: None)
-        del batch
-        gc.collect()
-        assert device.live == 0, epoch
-    device.run_all()
-    assert device.faults == []
-
-
 def test_close_ends_the_loops_and_frees_their_batches(device):
     with prefetch(tensors(10), depth=3) as batches:
         first, second = iter(batches), iter(batches)
@@ -280,31 +242,6 @@ def test_close_ends_the_loops_and_frees_their_batches(device):
     assert len(list(batches)) == 10
     device.run_all()
     assert device.faults == []
-
-
-def test_batches_that_an_earlier_loop_held_when_it_failed_are_freed(device):
-    batches = prefetch(Failing(*tensors(3), ValueError("no"), *tensors(3)), depth=2)
-    iterator = iter(batches)
-    for _ in range(3):
-        device.read(next(iterator), lambda values: None)
-    with pytest.raises(ValueError, match="no"):
-        next(iterator)
-    # The iterator is still alive, as in the frame of a caught error.
-    assert device.live == 0
-    device.run_all()
-    assert device.faults == []
-
-
-def test_kept_batches_outlive_everything(device):
-    batches = prefetch(tensors(6))
-    kept = list(batches)
-    del batches
-    gc.collect()
-    device.run_all()
-    assert [x.tolist() for x in kept] == [[k] * 4 for k in range(6)]
-    assert device.handed_over >= 6
-    del kept
-    assert device.live == 0
 
 
 def test_a_handler_that_closes_within_next_frees_everything(device):
@@ -352,23 +289,6 @@ def test_a_forked_child_is_refused(device):
 
 
 # Several streams and threads
-
-
-def test_the_stream_that_calls_next_is_the_one_that_waits(device):
-    batches = prefetch(tensors(8), depth=3)
-    streams, got = [device.make(), device.make()], []
-    for k, batch in enumerate(batches):
-        with device.using(streams[k % 2]):
-            # The batch was delivered to the default stream.
-            device.join(streams[k % 2], device.default)
-            device.read(batch, got.append)
-            device.join(device.default, streams[k % 2])
-    iterator = iter(batches)
-    for k in range(8):
-        with device.using(streams[k % 2]):
-            device.read(next(iterator), got.append)
-    device.run_all()
-    assert sorted(got) == sorted([[k] * 4 for k in range(8)] * 2) and device.faults == []
 
 
 def test_two_consumers_get_each_batch_once(device):
@@ -441,53 +361,6 @@ def test_what_a_handler_raises_at_any_call_loses_no_batch(device):
         if not interrupts:
             break
     assert rounds > 100 and counted[0] < at and device.faults == []
-
-
-def test_signals_at_random_moments_lose_no_batch():
-    # In a separate process: pytest-timeout uses the alarm of this one.
-    status, _, err = run_script("""
-        import gc
-        from sample_data import Numbers
-        import rustloader.device.prefetch.loader
-        from rustloader.device.prefetch.streams import NoStreams
-        class Interrupted(Exception): pass
-        armed = [False]
-        def handler(signum, frame):
-            if armed[0]:
-                raise Interrupted
-        signal.signal(signal.SIGALRM, handler)
-        class Cloning(NoStreams):
-            # It copies immediately and in C: a handler cannot raise within the stand-in's own code.
-            device = torch.device("cuda", 0)
-            def __init__(self):
-                self.copy = torch.Tensor.clone
-        rustloader.device.prefetch.loader.streams_of = lambda asked: Cloning()
-        for workers in (0, 2):
-            loader = rustloader.StatefulDataLoader(Numbers(1500), num_workers=workers, batch_size=None)
-            iterator = iter(rustloader.prefetch_to_device(loader))
-            got, interrupts, ended = [], 0, False
-            signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
-            while not ended:
-                batch = None
-                try:
-                    armed[0] = True
-                    for batch in iterator:
-                        break
-                    else:
-                        ended = True
-                    armed[0] = False
-                except Interrupted:
-                    armed[0] = False
-                    interrupts += 1
-                if batch is not None:
-                    got.append(batch)
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            del iterator
-            gc.collect()
-            assert interrupts > 10, interrupts
-            assert [x.item() for x in got] == list(range(1500)), len(got)
-    """)
-    assert (status, err) == (0, ""), err
 
 
 def test_a_loop_that_is_left_during_a_capture_records_nothing(device):

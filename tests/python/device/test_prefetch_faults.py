@@ -208,21 +208,6 @@ def test_close_ends_all_loops_while_a_thread_is_in_next_of_one(device):
     assert device.faults == []
 
 
-def test_close_within_a_next_that_raises_frees_everything(device):
-    def source():
-        yield torch.ones(1)
-        yield torch.ones(1)
-        batches.close()
-        raise KeyboardInterrupt
-
-    batches = prefetch(source())
-    iterator = iter(batches)
-    next(iterator)
-    with pytest.raises(KeyboardInterrupt):
-        next(iterator)
-    assert device.live == 0
-
-
 def test_an_iterator_that_is_destroyed_while_another_is_freed(device):
     """As the garbage collector may do at any call."""
     batches = prefetch(tensors(10), depth=3)

@@ -248,20 +248,6 @@ def test_a_type_that_torch_does_not_pin_is_named(device, caplog):
     assert "a batch of type Sample is not pinned: it has no pin_memory()" in caplog.text
 
 
-def test_pinned_batches_log_nothing(device, caplog):
-    with caplog.at_level(logging.INFO, "rustloader"):
-        list(prefetch(DataLoader(Images(8), batch_size=2, num_workers=1)))
-    assert "prefetch_to_device" not in caplog.text
-
-
-def test_statistics_are_those_of_the_loader(device):
-    loader = DataLoader(Images(8), batch_size=2, num_workers=1)
-    batches = prefetch(loader)
-    assert len(list(batches)) == 4
-    assert rustloader.stats(batches).batches == 4
-    device.run_all()
-
-
 def test_a_prefetcher_needs_no_engine():
     with contextlib.closing(prefetch(TorchDataLoader(Numbers(4), batch_size=2), device="cpu")) as batches:
         assert values(batches) == [[0, 1], [2, 3]]

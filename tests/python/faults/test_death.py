@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 from sample_data import Dying, DyingOnce, Numbers, Slow, as_list, worker_id
-from support import DataLoader, gone, in_thread, outcome, outcomes, values, wait_until, within, worker_pids
+from support import DataLoader, gone, outcome, outcomes, values, wait_until, within, worker_pids
 
 pytestmark = pytest.mark.ours
 
@@ -56,47 +56,6 @@ def test_p22_torchs_handlers_report_the_signal_in_the_worker(number, capfd):
     assert "ERROR: Unexpected " in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("way", ["SIGKILL", "exit 0"])
-def test_p20_a_death_is_seen_from_any_thread(way):
-    iterator = in_thread(lambda: iter(DataLoader(Dying(20, 2, WAYS[way][0]), num_workers=1, batch_size=None)))
-    pid = worker_pids(iterator)[0]
-    assert [in_thread(next, iterator).item() for _ in range(2)] == [0, 1]
-    with within(10), pytest.raises(RuntimeError) as caught:
-        in_thread(next, iterator)
-    assert str(caught.value).startswith(text_of(way, pid))
-
-
-def test_p20_a_death_while_next_waits():
-    iterator = iter(DataLoader(Slow(4, {1: 60}), num_workers=2, batch_size=None))
-    next(iterator)
-    pid = worker_pids(iterator)[1]
-    killed = []
-
-    def kill(*_):
-        killed.append(time.monotonic())
-        os.kill(pid, signal.SIGKILL)
-
-    before = signal.signal(signal.SIGALRM, kill)
-    timer = signal.setitimer(signal.ITIMER_REAL, 0.4)
-    try:
-        with pytest.raises(RuntimeError, match="is killed by signal: Killed"):
-            next(iterator)
-        assert time.monotonic() - killed[0] < 10
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, *timer)
-        signal.signal(signal.SIGALRM, before)
-
-
-@pytest.mark.parametrize("way", ["SIGKILL", "exit 3"])
-def test_p20_out_of_order_gives_every_batch_that_is_complete(way):
-    iterator = iter(DataLoader(Dying(20, 5, WAYS[way][0]), num_workers=2, batch_size=None, in_order=False))
-    results = outcomes(iterator, 20)
-    numbers = [o[1] for o in results if o[0] == "value"]
-    assert len(set(numbers)) == len(numbers) >= 1 and 5 not in numbers
-    assert results[-1][0] == "error" and results[-1][1] is RuntimeError
-    assert [o[0] for o in results] == ["value"] * len(numbers) + ["error"] * (20 - len(numbers))
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, 0])
 def test_a_persistent_loader_starts_new_workers_after_a_death(tmp_path, how):
     loader = DataLoader(
@@ -109,17 +68,6 @@ def test_a_persistent_loader_starts_new_workers_after_a_death(tmp_path, how):
     for _ in range(2):
         assert values(loader) == list(range(12))
     assert not set(worker_pids(loader._iterator)) & set(pids)
-
-
-def test_a_persistent_loader_reports_a_death_between_epochs():
-    loader = DataLoader(Numbers(6), num_workers=2, batch_size=None, persistent_workers=True)
-    assert len(values(loader)) == 6
-    victim = loader._iterator._workers[0]
-    os.kill(victim.pid, signal.SIGKILL)
-    assert wait_until(lambda: gone(victim.pid))
-    with within(20), pytest.raises(RuntimeError, match="is killed by signal: Killed"):
-        iter(loader)
-    assert values(loader) == list(range(6))
 
 
 def test_a_persistent_loader_reports_a_death_that_was_detected_but_not_raised(tmp_path):
@@ -212,32 +160,6 @@ def test_p26_a_keyboard_interrupt_in_a_worker_is_a_death_without_a_traceback(cap
     with within(20), pytest.raises(RuntimeError, match="DataLoader worker"):
         next(iterator)
     assert "Traceback" not in capfd.readouterr().err
-
-
-def test_a_worker_that_dies_while_it_starts():
-    def die(_):
-        os._exit(5)
-
-    for persistent in (False, True):
-        loader = DataLoader(Numbers(6), num_workers=1, worker_init_fn=die, persistent_workers=persistent)
-        with within(20), pytest.raises(RuntimeError, match="exited unexpectedly with exit code 5"):
-            list(loader)
-
-
-def test_kept_batches_of_a_dead_worker_stay_valid():
-    class Big(Dying):
-        def __getitem__(self, i):
-            return torch.full((60_000,), super().__getitem__(i).item())
-
-    iterator = iter(DataLoader(Big(40, 21, signal.SIGKILL), num_workers=2, batch_size=None))
-    kept = []
-    with pytest.raises(RuntimeError, match="Killed"):
-        for x in iterator:
-            kept.append(x)
-    for x in DataLoader(Big(40, 99, 0), num_workers=2, batch_size=None):
-        x.fill_(-1)
-    del x
-    assert len(kept) == 21 and all(bool((x == i).all()) for i, x in enumerate(kept))
 
 
 def stubborn(_):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from failing_samples import BAD, SIZE, Broken, index_batches, left, minus, numbers
-from support import SOON, DataLoader, LoaderIter, gone, rustloader, wait_until, worker_pids
+from support import DataLoader, LoaderIter, rustloader
 
 from rustloader.fetch.failures import BatchWithFailures, Failure, failure_of
 from rustloader.metrics.faults import KEPT_DEATHS, KEPT_FAILURES, Faults
@@ -22,15 +22,6 @@ def test_next_data_returns_plain_batches():
 
     loader = DataLoader(Broken(), batch_size=4, num_workers=1, on_error="skip")
     assert numbers(Mine(loader)) == left(index_batches())
-
-
-def test_the_workers_exit_with_the_iterator():
-    loader = DataLoader(Broken(), batch_size=4, num_workers=2, on_error="skip")
-    iterator = iter(loader)
-    next(iterator)
-    pids = worker_pids(iterator)
-    del iterator
-    assert all(wait_until(lambda pid=pid: gone(pid), SOON) for pid in pids)
 
 
 def test_statistics_show_the_failures():

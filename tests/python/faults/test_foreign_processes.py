@@ -19,7 +19,6 @@ from support import (
     DataLoader,
     LoaderIter,
     config_of,
-    epoch,
     from_engine,
     gone,
     outcome,
@@ -30,7 +29,7 @@ from support import (
 )
 
 if not TORCH_MODE:
-    from rustloader import _core, report
+    from rustloader import _core
     from rustloader.iterator import fallback
     from rustloader.settings.limits import StallLimits
     from rustloader.supervision import stalls
@@ -439,20 +438,6 @@ def test_a_death_is_reported_when_the_list_of_workers_was_emptied():
     iterator._shutdown_workers()
     for process in processes:
         process.join()
-
-
-@pytest.mark.ours
-def test_the_error_of_the_body_comes_before_that_of_the_last_report():
-    def callback(stats):
-        raise KeyError("the callback")
-
-    loader = DataLoader(Numbers(2), num_workers=1)
-    epoch(loader)
-    with pytest.raises(ValueError, match="the body") as caught, report(loader, callback, every=1000):
-        raise ValueError("the body")
-    assert "KeyError: 'the callback'" in caught.value.__notes__[0]
-    with pytest.raises(KeyError, match="the callback"), report(loader, callback, every=1000):
-        pass
 
 
 @pytest.mark.ours

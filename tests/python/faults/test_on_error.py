@@ -20,9 +20,8 @@ from failing_samples import (
     negated,
     numbers,
 )
-from pinning_support import pinning
 from sample_data import as_list
-from support import DataLoader, TorchDataLoader, rustloader
+from support import DataLoader, rustloader
 from torch.utils.data import Subset
 from torch.utils.data._utils import fetch
 
@@ -89,14 +88,6 @@ def test_out_of_order_all_samples_come_once(dataset, dispatch):
     for _ in range(3):
         assert sorted(numbers(loader)) == left(index_batches())
     assert sorted(failed(rustloader.stats(loader))) == sorted([(i, "skipped") for i in BAD] * 3)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kw", [dict(drop_last=True), dict(batch_size=1), dict(batch_size=100)], ids=str)
-def test_batches_of_any_size(kw, workers):
-    settings = dict(batch_size=4) | kw
-    loader = DataLoader(Broken(), num_workers=workers, on_error="skip", **settings)
-    assert numbers(loader) == left(index_batches(**settings))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -239,32 +230,6 @@ def test_without_batches_a_failed_sample_is_replaced(workers):
     torch.manual_seed(3)
     loader = DataLoader(Broken(), batch_size=None, num_workers=workers, on_error="replace")
     assert [int(sample[0]) for sample in loader] == replaced([range(SIZE)], rebuilt_base_seed(3), 0)[0][0]
-
-
-@pytest.mark.parametrize("pinned", [dict(on_error="skip"), dict(on_error=minus)], ids=["skip", "function"])
-@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader], ids=["plain", "stateful"])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_batches_are_pinned(workers, kind, pinned):
-    with pinning() as host:
-        loader = kind(Broken(), batch_size=4, num_workers=workers, pin_memory=True, **pinned)
-        batches = list(loader)
-        assert all(host.owns(batch) for batch in batches)
-        assert numbers(batches) == (left if pinned["on_error"] == "skip" else negated)(index_batches())
-        del batches
-    assert [i for i, _ in failed(rustloader.stats(loader))] == list(BAD)
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_install_sets_it_for_torchs_class(workers):
-    with rustloader.installed(on_error="skip", max_errors=len(BAD)):
-        loader = TorchDataLoader(Broken(), batch_size=4, num_workers=workers)
-        assert numbers(loader) == left(index_batches())
-        # A loader's own function takes precedence.
-        assert numbers(DataLoader(Broken(), batch_size=4, num_workers=workers, on_error=minus)) == negated(
-            index_batches()
-        )
-        assert numbers(DataLoader(Broken(), batch_size=4)) == left(index_batches())
-    assert failed(rustloader.stats(loader)) == [(i, "skipped") for i in BAD]
 
 
 @pytest.mark.parametrize("kw", [dict(), dict(on_error="raise"), dict(on_error="raise", max_errors=3)], ids=str)

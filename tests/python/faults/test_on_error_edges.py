@@ -1,14 +1,12 @@
 """`on_error`: errors that are not a sample's failure, functions and replacements that fail, unusual datasets."""
 
-import contextlib
-import functools
 import signal
 
 import pytest
 import torch
 from failing_samples import Broken, Endless, InBatches, Stream, failed, index_batches, numbers
 from sample_data import Numbers, as_list
-from support import OLD_TORCH, DataLoader, rustloader
+from support import DataLoader, rustloader
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 from torch.utils.data._utils import fetch
 
@@ -331,15 +329,3 @@ def test_a_fetcher_that_was_replaced_is_left_alone(monkeypatch, caplog):
                 list(loader)
         messages = [it.getMessage() for it in caplog.records if it.name == "rustloader"]
         assert messages == ["a DataLoader: on_error has no effect: torch's fetcher was replaced"] * (workers + 1)
-
-
-def torchs_hint():
-    """Expects torch's warning, which older versions do not issue."""
-    return contextlib.nullcontext() if OLD_TORCH else pytest.warns(UserWarning, match="Got pickle error")
-
-
-def test_a_function_that_cannot_be_pickled():
-    on_error = functools.partial(max, (i for i in ()))
-    loader = DataLoader(Broken(), num_workers=1, on_error=on_error, multiprocessing_context="spawn")
-    with pytest.raises(TypeError, match="generator"), torchs_hint():
-        iter(loader)

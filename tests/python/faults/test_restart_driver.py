@@ -28,6 +28,7 @@ def test_restarts_leave_nothing_behind_in_the_iterator(kind):
     drive("restarts", "--leaks", 30, "--kind", kind)
 
 
+@pytest.mark.random
 def test_a_soak_with_restarts_stalls_and_bad_samples():
     drive("soak", "--minutes", 0.15, "--seed", 1)
 

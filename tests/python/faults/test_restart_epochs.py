@@ -1,4 +1,7 @@
-"""Whole epochs with ``max_restarts``: workers die, and the batches are those of a run without deaths."""
+"""Whole epochs with ``max_restarts``: workers die, and the batches are those of a run without deaths.
+
+The table has a row for each kind of dataset and option; `make stress KIND=restarts` draws their combinations.
+"""
 
 import os
 import signal
@@ -17,7 +20,7 @@ from restart_support import (
     without_order,
 )
 from sample_data import as_list
-from support import TORCH_MODE, DataLoader, same, state_of, wait_until, worker_pids
+from support import TORCH_MODE, DataLoader, same, worker_pids
 
 if not TORCH_MODE:
     import rustloader
@@ -26,93 +29,59 @@ if not TORCH_MODE:
 pytestmark = [pytest.mark.ours, pytest.mark.warns]
 
 N = 24
+DATASETS = {
+    "map": (lambda deaths: Mortal(N, deaths), {0: 1, 5: 2, 6: 1, 13: 1, N - 1: 1}),
+    "large": (lambda deaths: Mortal(N, deaths, 30_000), {3: 1, 9: 1, 17: 1}),
+    "stream": (lambda deaths: MortalStream([11, 4], deaths), {(0, 0): 1, (0, 7): 2, (1, 3): 1, (0, 10): 1}),
+    "stateful stream": (lambda deaths: StatefulStream([11, 4], deaths), {(0, 0): 1, (0, 7): 2, (1, 3): 1, (0, 10): 1}),
+}
+OPTIONS = {
+    "none": dict(),
+    "persistent": dict(persistent_workers=True),
+    "shuffle, seeds of batches": dict(shuffle=True, seed_by="batch"),
+    "shared queue": dict(dispatch="shared_queue", persistent_workers=True),
+    "out of order": dict(in_order=False),
+    "shared queue, out of order": dict(dispatch="shared_queue", in_order=False),
+    "window": dict(reorder_window=12, num_workers=3),
+    "window of bytes": dict(reorder_window="1MiB"),
+    "prefetch": dict(prefetch_factor=1),
+    "pinned": dict(pin_memory=True, persistent_workers=True),
+    "forkserver": dict(multiprocessing_context="forkserver", persistent_workers=True),
+    "spawn": dict(multiprocessing_context="spawn", persistent_workers=True),
+    "snapshots": dict(snapshot_every_n_steps=3, persistent_workers=True),
+    "no snapshots": dict(snapshot_every_n_steps=0),
+}
+# Only map-style datasets can have these.
+OF_MAPS = {"shuffle, seeds of batches", "shared queue", "shared queue, out of order", "window"}
+CASES = [
+    (dataset, options)
+    for dataset in DATASETS
+    for options in OPTIONS
+    if not ("stream" in dataset and options in OF_MAPS) and not ("map" in dataset and "snapshots" in options)
+    if dataset != "large" or options in ("none", "pinned", "shared queue")
+]
 
 
-def compare_epochs(folder, dataset, deaths, count=3, ordered=True, **kw):
-    """Compares epochs with deaths to those without."""
-    actual = epochs(loader_of(dataset(deaths), **kw), count)
-    expected = epochs(loader_of(dataset(Deaths()), **kw), count)
-    if not ordered:
+@pytest.mark.parametrize(("dataset", "options"), CASES)
+def test_the_batches_are_those_of_a_run_without_deaths(dataset, options, tmp_path, host):
+    make, fatal = DATASETS[dataset]
+    kw, deaths = OPTIONS[options], Deaths(tmp_path, fatal)
+    if dataset == "large":
+        kw = kw | dict(collate_fn=None)
+    if "snapshots" in options:
+        kw = kw | dict(cls=StatefulDataLoader)
+    actual, expected = (epochs(loader_of(make(it), **kw), 2) for it in (deaths, Deaths()))
+    if not kw.get("in_order", True):
         actual, expected = without_order(actual), without_order(expected)
-    assert actual == expected
-    assert deaths.count() == sum(deaths.fatal.values()), "not all deaths have occurred"
+    assert same(actual, expected)
+    assert deaths.count() == sum(fatal.values()), "not all deaths have occurred"
 
 
-# Batches
-
-
-@pytest.mark.parametrize("seed_by", ["sample", "batch"])
-@pytest.mark.parametrize("persistent", [False, True], ids=["", "persistent"])
-@pytest.mark.parametrize(
-    "kw",
-    [{}, {"dispatch": "shared_queue"}, {"in_order": False}, {"dispatch": "shared_queue", "in_order": False}],
-    ids=["round robin", "shared queue", "out of order", "shared queue, out of order"],
-)
-def test_the_batches_are_those_of_a_run_without_deaths(tmp_path, kw, persistent, seed_by):
-    deaths = Deaths(tmp_path, {0: 1, 5: 2, 6: 1, 13: 1, N - 1: 1})
-    options = {"persistent_workers": persistent, "seed_by": seed_by, "shuffle": True, **kw}
-    compare_epochs(tmp_path, lambda deaths: Mortal(N, deaths), deaths, ordered=kw.get("in_order", True), **options)
-
-
-@pytest.mark.parametrize("window", [{}, {"reorder_window": 12}, {"reorder_window": "1MiB"}, {"prefetch_factor": 1}])
 @pytest.mark.parametrize("how", [signal.SIGSEGV, 0, 3])
-def test_any_death_with_any_window(tmp_path, how, window):
+def test_any_death(tmp_path, how):
     deaths = Deaths(tmp_path, {3: 1, 4: 1, 20: 1}, how)
-    compare_epochs(tmp_path, lambda deaths: Mortal(N, deaths), deaths, 1, num_workers=3, **window)
-
-
-def test_tensors_in_the_arena(tmp_path):
-    deaths = Deaths(tmp_path, {3: 1, 9: 1, 17: 1})
-    kw = {"collate_fn": None}
-    actual = epochs(loader_of(Mortal(N, deaths, 30_000), **kw))
-    assert same(actual, epochs(loader_of(Mortal(N, size=30_000), **kw))) and deaths.count() == 3
-
-
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_each_way_of_starting_workers(tmp_path, method):
-    deaths = Deaths(tmp_path, {3: 1, 12: 1})
-    kw = {"multiprocessing_context": method, "persistent_workers": True}
-    compare_epochs(tmp_path, lambda deaths: Mortal(N, deaths), deaths, 2, **kw)
-
-
-@pytest.mark.parametrize("persistent", [False, True], ids=["", "persistent"])
-@pytest.mark.parametrize("seed_by", ["sample", "batch"])
-@pytest.mark.parametrize("kind", [MortalStream, StatefulStream])
-def test_an_iterable_dataset_repeats_its_batches(tmp_path, kind, seed_by, persistent):
-    deaths = Deaths(tmp_path, {(0, 0): 1, (0, 7): 2, (1, 3): 1, (0, 10): 1})
-    kw = {"persistent_workers": persistent, "seed_by": seed_by}
-    compare_epochs(tmp_path, lambda deaths: kind([11, 4], deaths), deaths, **kw)
-
-
-@pytest.mark.parametrize("every", [1, 3, 0])
-@pytest.mark.parametrize("persistent", [False, True], ids=["", "persistent"])
-@pytest.mark.parametrize("kind", [MortalStream, StatefulStream])
-def test_an_iterable_dataset_of_a_stateful_loader_continues_from_its_snapshot(tmp_path, kind, persistent, every):
-    deaths = Deaths(tmp_path, {(0, 0): 1, (0, 7): 2, (1, 3): 1, (0, 10): 1})
-    kw = {"cls": StatefulDataLoader, "persistent_workers": persistent, "snapshot_every_n_steps": every}
-    compare_epochs(tmp_path, lambda deaths: kind([11, 4], deaths), deaths, **kw)
-
-
-@pytest.mark.parametrize("kind", [Mortal, MortalStream, StatefulStream])
-@pytest.mark.parametrize("cut", [1, 3, 5])
-def test_a_state_after_a_restart_resumes_exactly(tmp_path, kind, cut):
-    def loader(folder, fatal):
-        (tmp_path / folder).mkdir()
-        size = 15 if kind is Mortal else [9, 6]
-        return loader_of(kind(size, Deaths(tmp_path / folder, fatal)), StatefulDataLoader)
-
-    early, late = (2, 11) if kind is Mortal else ((0, 1), (1, 4))
-    torch.manual_seed(5)
-    expected = list(loader("undisturbed", {}))
-    torch.manual_seed(5)
-    iterator = iter(loaded := loader("first", {early: 1, late: 1}))
-    actual = [next(iterator) for _ in range(cut)]
-    state = loaded.state_dict()
-    del iterator
-    resumed = loader("second", {early: 1, late: 1})
-    resumed.load_state_dict(state)
-    actual += list(resumed)
-    assert actual == expected
+    assert epochs(loader_of(Mortal(N, deaths), num_workers=3)) == epochs(loader_of(Mortal(N), num_workers=3))
+    assert deaths.count() == 3
 
 
 @pytest.mark.parametrize("kw", [{}, {"dispatch": "shared_queue"}, {"persistent_workers": True}])
@@ -131,14 +100,11 @@ def test_a_sample_that_kills_each_worker_is_skipped_with_on_error(tmp_path, kw):
 def test_an_iterable_dataset_without_a_state_repeats_its_order_with_torchs_seeds(tmp_path, fatal):
     """Its first samples are drawn again, with the same random numbers."""
     deaths = Deaths(tmp_path, fatal)
-    compare_epochs(
-        tmp_path,
-        lambda deaths: MortalStream([9, 5], deaths),
-        deaths,
-        1,
-        seed_by="worker",
-        worker_init_fn=lambda worker: deaths.pass_by("start"),
+    kw = dict(seed_by="worker", worker_init_fn=lambda worker: deaths.pass_by("start"))
+    assert epochs(loader_of(MortalStream([9, 5], deaths), **kw)) == epochs(
+        loader_of(MortalStream([9, 5]), seed_by="worker")
     )
+    assert deaths.count() == sum(fatal.values())
 
 
 @pytest.mark.parametrize("persistent", [False, True], ids=["", "persistent"])
@@ -159,45 +125,6 @@ def test_an_order_that_iter_draws_is_drawn_again_in_each_epoch(cls, seed_by, per
             # A death between two epochs.
             kill(*worker_pids(iterator))
     assert actual == expected
-
-
-def test_pinned_batches(host, tmp_path):
-    deaths = Deaths(tmp_path, {3: 1, 9: 1, 17: 2})
-    kw = {"collate_fn": None, "pin_memory": True, "persistent_workers": True}
-    actual = epochs(loader_of(Mortal(N, deaths, 3000), **kw), 2)
-    assert all(batch.is_pinned() or host.owns(batch) for batch in actual[0])
-    assert same(actual, epochs(loader_of(Mortal(N, size=3000), **kw), 2)) and deaths.count() == 4
-
-
-# Moments
-
-
-@pytest.mark.parametrize("dispatch", ["round_robin", "shared_queue"])
-@pytest.mark.parametrize("victims", [(0,), (1,), (0, 1)])
-def test_kills_between_batches(victims, dispatch):
-    kw = {"dispatch": dispatch, "max_restarts": 1000}
-    (expected,) = epochs(loader_of(Mortal(N), **kw))
-    torch.manual_seed(3)
-    iterator, actual = iter(loader_of(Mortal(N), **kw)), []
-    for number in range(N // 2):
-        # Not for each batch: one at which three workers die is not retried.
-        if number % 3 == 0:
-            pids = worker_pids(iterator)
-            kill(*(pids[victim] for victim in victims))
-        actual.append(next(iterator))
-    assert actual == expected
-
-
-def test_a_kill_between_epochs_of_persistent_workers():
-    loader = loader_of(Mortal(N), persistent_workers=True)
-    actual = epochs(loader, 1)
-    for _ in range(3):
-        pids = worker_pids(loader._iterator)
-        kill(*pids)
-        assert wait_until(lambda pids=pids: all(state_of(pid) in "ZX" for pid in pids))
-        actual.append(list(loader))
-        assert not set(worker_pids(loader._iterator)) & set(pids)
-    assert actual == epochs(loader_of(Mortal(N), persistent_workers=True), 4)
 
 
 def test_deaths_during_the_start(tmp_path):

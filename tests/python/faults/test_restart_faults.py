@@ -3,14 +3,9 @@
 import os
 
 import pytest
-import torch
 from restart_support import Deaths, DiesAgain, Mortal, MortalStream, epochs, kill, loader_of
-from sample_data import Held
 from support import (
     TORCH_MODE,
-    children,
-    in_time,
-    open_files,
     state_of,
     within,
     worker_pids,
@@ -18,7 +13,7 @@ from support import (
 
 if not TORCH_MODE:
     import rustloader
-    from rustloader import LoaderTimeoutError, WorkerDiedError
+    from rustloader import WorkerDiedError
 
 pytestmark = [pytest.mark.ours, pytest.mark.warns]
 
@@ -95,23 +90,6 @@ def test_a_start_that_the_program_ends_does_not_count_against_the_first_batch(tm
     assert deaths.count() == 4
 
 
-def test_without_the_option_a_death_is_final_at_once(tmp_path):
-    deaths = Deaths(tmp_path, {3: 1})
-    iterator = iter(loader_of(Mortal(N, deaths), max_restarts=0))
-    next(iterator)
-    with pytest.raises(WorkerDiedError) as caught:
-        next(iterator)
-    assert caught.value.__notes__ == ["Worker 1 was assigned the batch with index [2, 3]."]
-    assert caught.value.restarts == 0 and deaths.count() == 1
-
-
-def test_install_sets_the_option(tmp_path):
-    deaths = Deaths(tmp_path, {3: 1})
-    with rustloader.installed(max_restarts=1):
-        loader = torch.utils.data.DataLoader(Mortal(N, deaths), num_workers=2, batch_size=None)
-        assert [sample[0] for sample in loader] == list(range(N))
-
-
 # What a program observes
 
 
@@ -131,18 +109,6 @@ def test_a_program_may_empty_the_list_of_workers(tmp_path):
     assert len(list(iterator)) == N // 2
     for worker in workers:
         worker.join()
-
-
-def test_many_restarts_leave_nothing_behind():
-    iterator = iter(loader_of(Mortal(200), max_restarts=1000))
-    next(iterator)
-    kill(worker_pids(iterator)[0])
-    next(iterator)
-    files, processes = len(open_files()), len(children())
-    for _ in range(60):
-        kill(worker_pids(iterator)[0])
-        next(iterator)
-    assert len(open_files()) <= files + 2 and len(children()) == processes
 
 
 def test_each_restart_is_a_line_in_the_log(tmp_path, lines):
@@ -199,19 +165,6 @@ def test_seeds_of_workers_continue_with_new_streams(tmp_path, lines):
     (tmp_path / "again").mkdir()
     repeated = epochs(loader_of(Mortal(N, Deaths(tmp_path / "again", {6: 1, 10: 1})), **kw))
     assert repeated == actual, "the new streams come from the base seed"
-
-
-def test_timeouts_still_apply_after_a_restart(tmp_path):
-    deaths = Deaths(tmp_path, {3: 1})
-    assert len(list(loader_of(Mortal(N, deaths), timeout=100))) == N // 2
-    go = tmp_path / "go"
-    iterator = iter(loader_of(Held(4, 1, go), timeout=0.5, batch_size=None, collate_fn=None))
-    assert in_time(next, iterator) == ("value", 0)
-    kill(worker_pids(iterator)[1])
-    with pytest.raises(LoaderTimeoutError):
-        next(iterator)
-    go.touch()
-    assert in_time(next, iterator) == ("value", 1)
 
 
 def test_processor_times_are_still_measured_after_a_restart(tmp_path):

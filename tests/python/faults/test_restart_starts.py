@@ -13,7 +13,6 @@ from support import (
     TORCH_MODE,
     DataLoader,
     gone,
-    in_thread,
     in_time,
     state_of,
     values,
@@ -155,11 +154,6 @@ def test_threads_share_an_iterator(tmp_path):
     for thread in threads:
         thread.join(STARTED)
     assert sorted(delivered) == [[2 * n, 2 * n + 1] for n in range(N // 2)]
-
-
-def test_a_restart_in_another_thread(tmp_path):
-    iterator = iter(loader_of(Mortal(N, Deaths(tmp_path, {3: 1}))))
-    assert len(in_thread(list, iterator)) == N // 2
 
 
 # Warnings

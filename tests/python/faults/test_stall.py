@@ -9,7 +9,6 @@ import time
 
 import pytest
 import torch
-from pinning_support import pinning
 from sample_data import Numbers, Slow, worker_id
 from support import STARTED, DataLoader, gone, state_of, values, wait_until, within, worker_pids
 from torch.utils.data import IterableDataset
@@ -272,16 +271,6 @@ def test_the_start_of_a_later_epoch_is_named(limits, monkeypatch, tmp_path):
     )
 
 
-def test_a_stuck_worker_is_named_with_pinning_too(warnings, limits, tmp_path):
-    limits(0, 0.3)
-    with pinning():
-        assert take_all(DataLoader(Stuck(4, [1], tmp_path), batch_size=None, num_workers=1, pin_memory=True)) == [
-            *range(4)
-        ]
-    text = warning_about(warnings, 1)
-    assert re.search(r"the batch has index 1\..*test_stall\.py\", line \d+ in __getitem__\n", text, re.S), text
-
-
 class Own(Stuck):
     """Has its own handler, which writes to a file: from main, from the start, or from just before the stuck item."""
 
@@ -318,31 +307,6 @@ def test_a_users_handler_is_never_called(warnings, limits, tmp_path, when):
     text = warning_about(warnings, 2)
     assert text.endswith(f"Stack unavailable: it has its own handler for signal {SIGNAL} (SIGRTMIN+13).")
     assert not dataset.file.exists()
-
-
-class InstallsLate(Stuck):
-    """Installs a handler in the very item that hangs until the handler has been called and a warning names the item."""
-
-    def __init__(self, folder):
-        super().__init__(3, [1], folder)
-        self.calls = folder / "calls"
-
-    def __getitem__(self, i):
-        if i == 1:
-            signal.signal(SIGNAL, lambda *_: self.calls.open("a").write("x"))
-            self.begins(i)
-            assert wait_until(self.calls.exists, 240)
-        return super().__getitem__(i)
-
-
-def test_a_handler_that_a_hanging_item_installs_is_called_once(warnings, limits, monkeypatch, tmp_path):
-    """docs/faults.md says so: that the handler is another one cannot be detected from outside."""
-    limits(0, 0.3)
-    monkeypatch.setenv("RUSTLOADER_STALL_STACK_SECONDS", "1")
-    dataset = InstallsLate(tmp_path)
-    assert take_all(DataLoader(dataset, batch_size=None, num_workers=1)) == [0, 1, 2]
-    assert "Stack unavailable: it did not answer within 1 s" in warning_about(warnings, 1)
-    assert dataset.calls.read_text() == "x"
 
 
 class RemovesHandler(Stuck):

@@ -11,10 +11,9 @@ import time
 import types
 
 import pytest
-from pinning_support import pinning
 from resume_support import Workers
-from sample_data import Dying, Numbers, Slow, untouched, worker_id
-from support import STARTED, DataLoader, finish, gone, run_script, start_script, values, wait_until, within, worker_pids
+from sample_data import Numbers, Slow, untouched, worker_id
+from support import STARTED, DataLoader, finish, gone, start_script, values, wait_until, within, worker_pids
 from torch.utils.data import IterableDataset
 
 import rustloader
@@ -175,56 +174,6 @@ def test_a_stuck_worker_is_killed_whatever_the_options(warnings, tmp_path, optio
     assert 3 not in delivered and set(delivered) >= {0, 1, 2} and error.exitcode == -signal.SIGKILL
     assert error.index == [3] and len(warnings) == 1 and f"(pid {error.pid})" in warnings[0]
     assert str(error).endswith(f". DataLoader worker (pid {error.pid}) is killed by signal: Killed. ")
-
-
-def test_batches_of_other_workers_are_delivered_meanwhile(warnings, tmp_path):
-    dataset = Stuck(tmp_path / "began", sleep, n=40, at=1)
-    # Even on a busy machine, the other worker's batches arrive within this limit.
-    iterator = iter(DataLoader(dataset, batch_size=None, num_workers=2, in_order=False, stall_timeout=5))
-    delivered = [int(next(iterator)) for _ in range(30)]
-    assert 1 not in delivered and warnings == []
-    stalled = False
-    while not stalled:
-        try:
-            next(iterator)
-        except rustloader.WorkerStalledError:
-            stalled = True
-    assert len(warnings) == 1
-
-
-def test_a_stuck_worker_is_killed_with_the_pin_thread(warnings, tmp_path):
-    with pinning():
-        dataset = Stuck(tmp_path / "began", keep_the_gil)
-        loader = DataLoader(dataset, batch_size=None, num_workers=2, pin_memory=True, stall_timeout=LIMIT)
-        iterator = iter(loader)
-        assert [int(next(iterator)) for _ in range(3)] == [0, 1, 2]
-        assert stalled_error(iterator).index == 3
-    assert len(warnings) == 1
-
-
-class SecondEpoch(Numbers):
-    """Gets stuck at a sample of the second epoch."""
-
-    def __init__(self, at):
-        super().__init__(4)
-        self.at = at
-        self.fetched = 0
-
-    def __getitem__(self, i):
-        self.fetched += 1
-        if self.fetched == 3 and i == self.at:
-            sleep()
-        return super().__getitem__(i)
-
-
-def test_a_later_epoch_of_persistent_workers(warnings):
-    options = dict(batch_size=None, num_workers=2, persistent_workers=True, stall_timeout=LIMIT)
-    loader = DataLoader(SecondEpoch(1), **options)
-    assert values(loader) == [0, 1, 2, 3]
-    iterator = iter(loader)
-    assert int(next(iterator)) == 0
-    assert stalled_error(iterator).index == 1
-    assert len(warnings) == 1
 
 
 def test_a_worker_stuck_in_an_abandoned_epoch_does_not_stop_the_next_one(warnings, tmp_path):
@@ -441,32 +390,6 @@ def test_a_stuck_worker_is_replaced_and_no_batch_is_lost(warnings, tmp_path, way
         assert values(loader) == [*range(8)] and len(warnings) == 2
 
 
-def test_a_stuck_worker_is_replaced_with_the_pin_thread(warnings, tmp_path):
-    with pinning():
-        options = dict(num_workers=2, batch_size=None, pin_memory=True, stall_timeout=LIMIT, max_restarts=1)
-        assert values(DataLoader(StuckOnce(tmp_path, (3,)), **options)) == [*range(8)]
-    assert len(warnings) == 1
-
-
-class StuckOnceStream(IterableDataset):
-    """Its samples together take longer than the limit."""
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def __iter__(self):
-        for i in range(12):
-            time.sleep(0.3)
-            get_stuck_once(self.folder, i, (9,))
-            yield i
-
-
-def test_the_replay_after_a_restart_takes_longer_than_the_limit(warnings, tmp_path):
-    options = dict(num_workers=1, batch_size=None, stall_timeout=LIMIT, max_restarts=1)
-    assert values(DataLoader(StuckOnceStream(tmp_path), **options)) == [*range(12)]
-    assert len(warnings) == 1
-
-
 def test_beyond_max_restarts_the_stall_is_an_error(warnings, tmp_path):
     dataset = Stuck(tmp_path / "began", sleep, n=2, at=1)
     iterator = iter(DataLoader(dataset, num_workers=1, batch_size=None, stall_timeout=0.5, max_restarts=1))
@@ -484,13 +407,6 @@ def test_a_batch_that_is_always_too_slow_costs_three_workers_wherever_they_get_s
     assert (error.restarts, error.index, len(warnings)) == (2, [0, 1, 2, 3], 3)
     assert error.__notes__[-1] == "The batch is not retried: 3 workers died while fetching it."
     assert rustloader.stats(loader).faults.skipped == 0
-
-
-def test_a_crash_is_no_stall(warnings):
-    options = dict(num_workers=1, batch_size=None, stall_timeout=60, max_restarts=1)
-    with pytest.raises(rustloader.WorkerDiedError) as caught:
-        list(DataLoader(Dying(2, 1, signal.SIGKILL), **options))
-    assert type(caught.value) is rustloader.WorkerDiedError and warnings == []
 
 
 # The error, the log, the option
@@ -531,36 +447,3 @@ def test_the_error_survives_a_pickle(warnings, tmp_path):
     copied = pickle.loads(pickle.dumps(error))
     assert type(copied) is rustloader.WorkerStalledError and str(copied) == str(error)
     assert (copied.worker_id, copied.index) == (0, [0])
-
-
-def test_a_loader_from_torch_has_the_option_of_install(tmp_path):
-    source = f"""
-    import time, torch.utils.data, rustloader, logging
-    logging.disable()
-    class Stuck:
-        def __len__(self): return 1
-        def __getitem__(self, i): time.sleep({LONG})
-    rustloader.install(stall_timeout=0.5)
-    try:
-        list(torch.utils.data.DataLoader(Stuck(), num_workers=1))
-    except rustloader.WorkerStalledError as error:
-        print("stalled", error.index)
-    """
-    assert run_script(source) == (0, "stalled [0]\n", "")
-
-
-@pytest.mark.parametrize(("option", "action"), [({"stall_timeout": 2.5}, "kill"), ({"max_restarts": 3}, "restart")])
-def test_without_workers_the_option_is_an_error(option, action):
-    [(name, value)] = option.items()
-    text = (
-        f"{name}={value} needs workers: with num_workers=0 the program's own process makes the samples, and there is "
-        f"no worker to {action}; set num_workers to 1 or more, or omit {name}"
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-        DataLoader(Numbers(2), **option)
-    assert DataLoader(Numbers(2), num_workers=1, **option).num_workers == 1
-
-
-@pytest.mark.parametrize("default", [{"stall_timeout": None}, {"max_restarts": None}, {"max_restarts": 0}], ids=str)
-def test_without_workers_the_default_may_be_given(default):
-    assert values(DataLoader(Numbers(2), batch_size=None, **default)) == [0, 1]

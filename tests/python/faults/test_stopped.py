@@ -12,7 +12,7 @@ import refusals
 import torch
 from pinning_support import pinning
 from sample_data import Numbers, WhoAmI
-from support import DataLoader, finish, gone, start_script, wait_until, within, worker_pids, workers_report
+from support import DataLoader, gone, wait_until, within, worker_pids, workers_report
 
 import rustloader.supervision.stalls
 
@@ -124,19 +124,6 @@ def test_shutdown_ends_it_within_its_deadline(seed, late, pinned, monkeypatch):
         assert all(map(gone, pids))
         del iterator
         assert wait_until(lambda: not host.live)
-
-
-def test_the_interpreter_exits_with_a_stopped_worker():
-    process = start_script("""
-        from sample_data import Numbers
-        iterator = iter(DataLoader(Numbers(100), num_workers=2))
-        next(iterator)
-        os.kill(iterator._workers[1].pid, signal.SIGSTOP)
-        print(*[w.pid for w in iterator._workers], flush=True)
-    """)
-    status, out, err = finish(process)
-    assert (status, err) == (0, "")
-    assert wait_until(lambda: all(gone(int(pid)) for pid in out.split()))
 
 
 # Calls of a worker from its start to its first sleep. Between populate and eventfd_write it publishes a result: it

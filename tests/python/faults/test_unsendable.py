@@ -50,17 +50,6 @@ def test_a_batch_larger_than_any_memory_is_a_memory_error_and_the_next_one_is_de
 
 
 @pytest.mark.ours
-def test_an_exception_class_that_cannot_be_pickled():
-    class Local(Exception):
-        pass
-
-    iterator = iter(DataLoader(Failing(5, {2: lambda: Local("mine")}), num_workers=2, batch_size=None))
-    results = outcomes(iterator, 6)
-    assert [o[1] for o in results if o[0] == "value"] == [0, 1, 3, 4] and results[-1] == ("end",)
-    assert results[2][0] == "error" and "Local" in results[2][2] and "worker process 0" in results[2][2]
-
-
-@pytest.mark.ours
 def test_the_traceback_of_an_unpicklable_exception_is_not_lost():
     class Local(Exception):
         pass
@@ -94,17 +83,6 @@ def test_an_exception_whose_str_raises():
     expected, actual = map(trace, BOTH)
     assert [o[0] for o in actual] == [o[0] for o in expected] == ["value", "error", "value", "value", "end"]
     assert actual[1][1] is expected[1][1]
-
-
-@pytest.mark.ours
-def test_a_base_exception_of_a_sample_is_not_lost():
-    def exit_error():
-        return SystemExit(3)
-
-    iterator = iter(DataLoader(Failing(4, {1: exit_error}), num_workers=1, batch_size=None))
-    assert next(iterator) == 0
-    with pytest.raises(RuntimeError, match=r"DataLoader worker .* exited unexpectedly"):
-        next(iterator)
 
 
 @pytest.mark.ours

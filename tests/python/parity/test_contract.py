@@ -5,13 +5,11 @@ import functools
 import inspect
 import itertools
 import multiprocessing
-import operator
 import types
 
 import pytest
 import torch
-from parity_table import epochs, rows
-from sample_data import Draws, Numbers, Shards, Value
+from sample_data import Numbers, Shards, Value
 from support import (
     BOTH,
     DataLoader,
@@ -24,7 +22,7 @@ from support import (
     wait_until,
     worker_pids,
 )
-from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, SequentialSampler, get_worker_info
+from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler, get_worker_info
 from torch.utils.data import dataloader as torch_dataloader
 
 from rustloader.settings import loader_state
@@ -154,17 +152,6 @@ def test_t4_lightning_rebuilds_a_loader_from_its_attributes(arguments):
     assert sorted(map(str, values(epoch(built[1])))) == sorted(map(str, values(built[0])))
     iterable = DataLoader(Shards([3]), num_workers=1, batch_size=None)
     assert len(epoch(type(iterable)(**lightning_arguments(iterable, None)))) == 3
-
-
-def test_t4_a_subclass_with_arguments_of_its_own_can_be_rebuilt():
-    class Mine(DataLoader):
-        def __init__(self, *args, scale=1, **kw):
-            super().__init__(*args, **kw)
-            self.scale = scale
-
-    loader = Mine(Numbers(4), scale=3, num_workers=1, batch_size=2)
-    rebuilt = Mine(**lightning_arguments(loader, SequentialSampler(loader.dataset)))
-    assert rebuilt.scale == 3 and values(epoch(rebuilt)) == [[0, 1], [2, 3]]
 
 
 def test_p1_fabric_and_ray_copy_the_attributes_of_a_loader():
@@ -362,20 +349,6 @@ def test_p5_timm_replaces_the_sampler_through_the_mangled_flag(batch_size):
         loader.batch_sampler = None
 
 
-class Mixup:
-    enabled = True
-
-    def __call__(self, samples):
-        return self.enabled, len(samples)
-
-
-def test_t1_timm_switches_an_attribute_of_the_collate_function():
-    loader = DataLoader(Numbers(4), batch_size=2, num_workers=1, collate_fn=Mixup())
-    assert epoch(loader) == [(True, 2)] * 2
-    loader.collate_fn.enabled = False
-    assert epoch(loader) == [(False, 2)] * 2
-
-
 # fastai, ignite, mmengine, detectron2
 
 
@@ -434,44 +407,6 @@ def test_the_iterator_reads_of_its_loader_what_torchs_reads():
     # The attributes of options that torch does not have may be missing, as in the namespace below.
     own = {loader_state.GIVEN, loader_state.AUTO}
     assert read_by(LoaderIter, DataLoader) - own <= read_by(TorchIter, TorchDataLoader)
-
-
-def test_ignite_rebuilds_with_another_batch_sampler():
-    loader = DataLoader(Numbers(6), batch_size=2, num_workers=1, shuffle=True)
-    assert loader._dataset_kind == torch_dataloader._DatasetKind.Map
-    left_out = ("batch_size", "sampler", "drop_last", "batch_sampler", "dataset_kind")
-    arguments = {k: getattr(loader, k) for k in vars(loader) if not k.startswith("_") and k not in left_out}
-    rebuilt = type(loader)(**arguments, batch_sampler=[[5, 4], [3]])
-    assert values(epoch(rebuilt)) == [[5, 4], [3]]
-
-
-def test_p8_mmengine_reads_the_samplers():
-    loader = DataLoader(Shards([4]), batch_size=3, num_workers=1)
-    assert loader.batch_sampler.batch_size == 3
-    sampler = DistributedSampler(Numbers(6), num_replicas=2, rank=0)
-    loader = DataLoader(Numbers(6), batch_size=3, sampler=sampler, num_workers=1)
-    first = values(epoch(loader))
-    loader.sampler.set_epoch(1)
-    assert values(epoch(loader)) != first
-    assert loader.batch_sampler.sampler is sampler
-
-
-class ToIterable(IterableDataset):
-    """As in detectron2: a map-style dataset as an iterable one, sharded by worker."""
-
-    def __init__(self, dataset, sampler):
-        self.dataset, self.sampler = dataset, sampler
-
-    def __iter__(self):
-        info = get_worker_info()
-        for i in itertools.islice(iter(self.sampler), info.id, None, info.num_workers):
-            yield self.dataset[i]
-
-
-@rows(workers=[1, 2, 3])
-def test_p14_p15_detectron2_shards_by_worker_and_seeds_by_generator(DataLoader, workers):
-    settings = dict(num_workers=workers, collate_fn=operator.itemgetter(0), generator=torch.Generator().manual_seed(5))
-    yield from epochs(DataLoader(ToIterable(Draws(7), range(7)), **settings))
 
 
 def test_t4_a_namespace_of_nothing_but_the_table_serves():

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from parity_table import drain, rows
 from sample_data import Draws, Shards
 from support import DataLoader, TorchDataLoader, rng_states, values
 from torch.utils.data import DistributedSampler
@@ -99,15 +98,3 @@ def test_p27_ranks_share_the_seed_of_a_pipe_and_divide_it():
     assert actual == expected
     for epoch in range(2):
         assert sorted(x for result in actual for x in result[epoch]) == list(range(24))
-
-
-@rows(world=[1, 2], drop_last=[False, True])
-def test_distributed_samplers_without_a_group(DataLoader, world, drop_last):
-    dataset = Draws(11)
-    for rank in range(world):
-        sampler = DistributedSampler(dataset, num_replicas=world, rank=rank, drop_last=drop_last)
-        loader = DataLoader(dataset, sampler=sampler, batch_size=None, num_workers=2)
-        for epoch in (0, 5):
-            sampler.set_epoch(epoch)
-            yield list(sampler), len(loader)
-            yield from drain(loader)

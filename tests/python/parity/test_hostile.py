@@ -361,20 +361,3 @@ def test_a_sampler_that_blocks_keeps_nobody_else_from_shutting_down():
     thread.join(10)
     assert not thread.is_alive() and seen[0][0] in ("error", "end", "value")
     assert outcome(next, iterator)[0] != "value"
-
-
-def test_a_death_while_the_sampler_blocks_is_told_after_it():
-    iterator = None
-
-    def kill():
-        os.kill(worker_pids(iterator)[0], signal.SIGKILL)
-        assert wait_until(lambda: gone(worker_pids(iterator)[0]))
-        return 4
-
-    iterator = iter(DataLoader(Numbers(6), num_workers=2, batch_size=None, sampler=Yields(0, 1, 2, 3, kill, 5)))
-    with within(60):
-        results = outcomes(iterator, 8)
-    values = [o[1] for o in results if o[0] == "value"]
-    # Whether the worker had done its second task when it was killed depends on timing.
-    assert values == list(range(len(values))) and len(values) in (2, 3, 4), results
-    assert all(o[0] == "error" and "is killed by signal: Killed" in o[2] for o in results[len(values) :]), results

@@ -11,7 +11,7 @@ import pytest
 import torch
 from parity_table import Raised, attempt, drain, rows
 from sample_data import Numbers, as_list, untouched
-from support import DataLoader, LoaderIter, outcomes, values
+from support import DataLoader, LoaderIter, values
 
 # Samplers, and the index batches that they yield
 
@@ -331,15 +331,3 @@ def test_loaders_and_iterators_that_compare_by_value():
     for _ in range(2):
         assert values(loader) == [0, 1, 2]
     loader._iterator._shutdown_workers()
-
-
-def test_a_loader_with_slots():
-    real = DataLoader(Numbers(3), batch_size=None, num_workers=1)
-
-    class StandIn:
-        __slots__ = ()
-
-        def __getattr__(self, name):
-            return getattr(real, name)
-
-    assert outcomes(LoaderIter(StandIn()), 4) == [*(("value", i) for i in range(3)), ("end",)]

@@ -4,11 +4,10 @@ import itertools
 import os
 import time
 
-import pytest
 import torch
 from parity_table import drain, epochs, rows, take
 from sample_data import Epochs, Shards, as_list
-from support import DataLoader, epoch, wait_until, worker_pids
+from support import DataLoader, wait_until, worker_pids
 from torch.utils.data import IterableDataset
 
 LENGTHS = [(5,), (1, 6), (6, 1), (3, 2), (0, 4), (0, 0), (2, 0, 5)]
@@ -26,35 +25,6 @@ BOOLS = [False, True]
 def test_p15_p24_uneven_shards_come_in_torchs_order(DataLoader, lengths, batching, persistent):
     workers = len(lengths)
     yield from epochs(DataLoader(Shards(lengths), num_workers=workers, persistent_workers=persistent, **batching))
-
-
-@pytest.mark.parametrize("persistent", BOOLS)
-def test_p15_out_of_order_shards_lose_nothing(persistent):
-    for lengths in LENGTHS:
-        expected = sorted([w, i] for w, n in enumerate(lengths) for i in range(n))
-        loader = DataLoader(
-            Shards(lengths),
-            num_workers=len(lengths),
-            batch_size=None,
-            in_order=False,
-            persistent_workers=persistent,
-        )
-        for _ in range(2):
-            assert sorted(sample.tolist() for sample in epoch(loader)) == expected, lengths
-
-
-def test_p15_exhausted_workers_are_passed_over_among_many():
-    """Most of the workers have little or no data; the others' batches come in order, and the epoch ends."""
-    lengths = [0, 3, 0, 0, 12, 1, 0]
-    for persistent in BOOLS:
-        loader = DataLoader(
-            Shards(lengths), num_workers=len(lengths), batch_size=None, persistent_workers=persistent, prefetch_factor=3
-        )
-        for _ in range(2):
-            samples = [sample.tolist() for sample in epoch(loader)]
-            assert sorted(samples) == sorted([w, i] for w, n in enumerate(lengths) for i in range(n))
-            for w, n in enumerate(lengths):
-                assert [i for who, i in samples if who == w] == list(range(n))
 
 
 @rows(taken=[1, 2, 5, 99])

@@ -8,7 +8,6 @@ import torch
 from sample_data import Held, Numbers
 from support import (
     BOTH,
-    TORCH_MODE,
     DataLoader,
     from_engine,
     gone,
@@ -56,20 +55,6 @@ def test_s1_an_iterator_in_cyclic_garbage_ends_its_workers(monkeypatch):
     with within(30):
         gc.collect()
         assert wait_until(lambda: all(map(gone, pids)), 30)
-
-
-def test_ultralytics_terminates_workers_before_shutdown():
-    iterator = iter(DataLoader(Numbers(40), num_workers=2))
-    for w in iterator._workers:
-        if w.is_alive():
-            w.terminate()
-    for w in iterator._workers:
-        w.join()
-    if TORCH_MODE:
-        with pytest.raises(RuntimeError):  # from torch's SIGCHLD handler, in whatever runs next
-            while True:
-                next(iterator)
-    iterator._shutdown_workers()
 
 
 def test_p21_the_profilers_label():

@@ -2,13 +2,12 @@
 
 import os
 import signal
-import threading
 import time
 
 import pytest
 import torch
 from sample_data import Images, Numbers
-from support import DataLoader, arena_bytes, gone, run_script, wait_until, within, worker_pids
+from support import DataLoader, arena_bytes, gone, wait_until, within, worker_pids
 from torch.utils.data import default_collate
 
 
@@ -123,38 +122,6 @@ def test_what_grandchildren_held_comes_back_when_they_have_ended(tmp_path):
     assert arena_bytes() < held / 2
 
 
-@pytest.mark.timeout(400)
-def test_a_child_of_main_loads_and_leaves_by_sys_exit_while_main_iterates():
-    status, out, err = run_script(
-        """
-        from sample_data import Images
-        dataset = Images(40, (3, 64, 64))
-        def right(k, batch):
-            return all(torch.equal(x, dataset.image(4 * k + i)) for i, x in enumerate(batch[0]))
-        loader = DataLoader(dataset, batch_size=4, num_workers=2, persistent_workers=not TORCH_MODE)
-        iterator = iter(loader)
-        held = [next(iterator) for _ in range(3)]
-        children = []
-        for _ in range(2):
-            child = os.fork()
-            if child == 0:
-                fresh = list(DataLoader(dataset, batch_size=4, num_workers=2))
-                assert all(right(k, batch) for k, batch in enumerate(held + fresh[len(held):]))
-                if TORCH_MODE:
-                    os._exit(5)  # at exit torch's iterator would end the parent's workers
-                sys.exit(5)
-            children.append(child)
-            held.append(next(iterator))
-        held += iterator
-        assert len(held) == 10 and all(right(k, batch) for k, batch in enumerate(held))
-        print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
-        print(len(list(loader)))
-    """,
-        seconds=300,
-    )
-    assert (status, out, err) == (0, "[5, 5]\n10\n", "")
-
-
 @pytest.mark.ours  # torch's iterator serves both, and each gets a part of the batches
 def test_a_sampler_that_forks_does_not_give_the_iterator_to_the_child():
     child = None
@@ -180,52 +147,3 @@ def test_a_sampler_that_forks_does_not_give_the_iterator_to_the_child():
             os._exit(9)
     assert samples == list(range(12))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-
-
-def forks_among_threads(in_child):
-    """The exit codes of children that this thread forks while two others iterate over loaders of their own."""
-    dataset, stop, wrong = Images(24, (3, 64, 64)), threading.Event(), []
-
-    def iterate():
-        while not stop.is_set():
-            for k, (images, _) in enumerate(DataLoader(dataset, batch_size=4, num_workers=1)):
-                if not right(images, dataset, k):
-                    wrong.append(k)
-
-    held = next(iter(DataLoader(dataset, batch_size=4, num_workers=1)))[0]
-    threads = [threading.Thread(target=iterate) for _ in range(2)]
-    [thread.start() for thread in threads]
-    codes = []
-    try:
-        for _ in range(6):
-            child = os.fork()
-            if child == 0:
-                signal.alarm(250)  # a deadlock becomes an exit code as well
-                code = 9
-                try:
-                    same = right(held, dataset, 0)
-                    code = 5 if same and in_child(dataset) else 6
-                finally:
-                    os._exit(code)
-            codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    finally:
-        stop.set()
-        [thread.join() for thread in threads]
-    assert wrong == []
-    return codes
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
-def test_threads_iterate_while_another_forks():
-    assert forks_among_threads(lambda dataset: True) == [5] * 6
-
-
-@pytest.mark.ours  # a promise that torch does not make: locks of its threads may be held in the child
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
-def test_a_child_forked_beside_busy_threads_can_load():
-    def load(dataset):
-        return [int(i) for _, labels in DataLoader(dataset, batch_size=4, num_workers=1) for i in labels] == list(
-            range(24)
-        )
-
-    assert forks_among_threads(load) == [5] * 6

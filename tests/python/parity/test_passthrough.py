@@ -2,11 +2,8 @@
 
 import errno
 import functools
-import gc
-import inspect
 import itertools
 import logging
-import warnings
 
 import pytest
 import torch
@@ -256,29 +253,6 @@ def test_every_handover_draws_and_asks_the_sampler_as_torch_does(reason, sampler
     with from_engine(0):
         assert trace(DataLoader, Mine if reason == "subclass" else None) == expected
     assert len(caplog.records) == 1
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_t28_module_filters_hold_for_a_handed_over_loader():
-    class Mine(LoaderIter):
-        def _process_data(self, *args):
-            return super()._process_data(*args)
-
-    def caught(*ignored):
-        loader = DataLoader(Numbers(2), num_workers=1, multiprocessing_context="spawn", collate_fn=lambda x: x)
-        with warnings.catch_warnings(record=True) as records, pytest.raises(Exception, match="lambda"):
-            warnings.simplefilter("always")
-            for module in ignored:
-                warnings.filterwarnings("ignore", module=module)
-            loader._get_iterator = functools.partial(Mine, loader)
-            iter(loader)
-        del loader
-        gc.collect()
-        return [str(w.message) for w in records if w.category is UserWarning]
-
-    # Older versions of torch do not warn.
-    assert len(caught()) == int("Got pickle error" in inspect.getsource(TorchIter.__init__))
-    assert not caught(r"torch\.utils\.data\.dataloader$")
 
 
 def test_torchs_own_loader_is_untouched():

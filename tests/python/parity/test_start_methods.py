@@ -1,6 +1,5 @@
-"""The same behavior whatever starts the workers: fork, forkserver, spawn (P14, P15, P17 to P20, P22, T25)."""
+"""The same behavior whatever starts the workers: fork, forkserver, spawn (P14, P15, P17 to P20, P22, T25, T26)."""
 
-import itertools
 import multiprocessing
 import signal
 import types
@@ -8,7 +7,8 @@ import types
 import numpy as np
 import pytest
 import torch
-from orders import FLOATS, Meeting, MeetsWhenUnpickled, MethodCalls, Shares, collate
+from orders import Meeting, MeetsWhenUnpickled, MethodCalls, Shares, collate
+from parity_table import drain, epochs, rows
 from sample_data import Dying, Epochs, Index, Pair, Record, Shards
 from support import TORCH_MODE, DataLoader, children, epoch, in_time, outcome, outcomes, values, worker_pids
 
@@ -16,18 +16,47 @@ METHODS = ["fork", "forkserver", "spawn"]
 PROCESSES = {"fork": "ForkProcess", "forkserver": "ForkServerProcess", "spawn": "SpawnProcess"}
 
 
-@pytest.fixture(scope="module", params=METHODS)
-def served(request):
-    """A persistent loader with two workers, and the list of the index batches of its next epoch."""
-    orders = [[("number", 0)]]
-    loader = DataLoader(
-        MethodCalls(),
+def calls(orders, method):
+    return dict(
+        dataset=MethodCalls(),
         batch_sampler=orders,
         collate_fn=collate,
         num_workers=2,
         persistent_workers=True,
-        multiprocessing_context=request.param,
+        multiprocessing_context=method,
     )
+
+
+def numbers(count):
+    return [[("number", 2 * i), ("number", 2 * i + 1)] for i in range(count)]
+
+
+# What each epoch of one persistent loader asks, one order a batch, and after how many calls of next() it is left.
+EPOCHS = {
+    "order": (numbers(20), 99),
+    "left early": (numbers(9), 3),
+    "after that": (numbers(2), 99),
+    "seeds": ([[("draw",)]] * 4, 99),
+    "errors": ([[("number", 0)], [("fail", "one")], [("number", 2)], [("nonsense",)], [("number", 4)]], 99),
+    "large": ([[("large", i), ("large", i + 1)] for i in range(6)], 99),
+    "loaders": ([[("inner_loader", workers)] for workers in (1, 0, 2, 0)], 99),
+    "children": ([[("subprocess",)], [("process",)], [("fork", "os._exit")], [("fork", "sys.exit")]], 99),
+}
+
+
+@rows(method=METHODS)
+def test_epochs(DataLoader, method):
+    orders = []
+    loader = DataLoader(**calls(orders, method))
+    for orders[:], limit in EPOCHS.values():
+        yield from drain(iter(loader), limit)
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def served(request):
+    """A persistent loader with two workers, and the list of the index batches of its next epoch."""
+    orders = [[("number", 0)]]
+    loader = DataLoader(**calls(orders, request.param))
     epoch(loader)
     yield loader, orders
     loader._iterator._shutdown_workers()
@@ -48,66 +77,15 @@ def asked(served, *orders):
     return outcomes(iter(loader), len(orders) + 1)
 
 
-def workers_of(served, count):
-    """(worker, pid, pid of its parent) of each batch."""
-    return [batch[0] for _, batch in asked(served, *[("who",)] * count)[:-1]]
-
-
-def test_batches_come_in_order_from_alternate_workers(served):
-    loader, orders = served
-    orders[:] = [[("number", 2 * i), ("number", 2 * i + 1)] for i in range(20)]
-    assert values(epoch(loader)) == [[2 * i, 2 * i + 1] for i in range(20)]
-    assert [worker for worker, _, _ in workers_of(served, 6)] == [0, 1] * 3
-
-
 def test_the_workers_are_started_by_the_method_named(served):
     loader, _ = served
     method = loader.multiprocessing_context.get_start_method()
     assert {type(w).__name__ for w in loader._iterator._workers} == {PROCESSES[method]}
     mine = children()
-    for (_, pid, parent), worker in zip(workers_of(served, 2), loader._iterator._workers, strict=True):
+    for (_, [who]), worker in zip(asked(served, ("who",), ("who",))[:-1], loader._iterator._workers, strict=True):
+        _, pid, parent = who
         assert pid == worker.pid and (pid in mine) == (method != "forkserver")
         assert parent in mine | {multiprocessing.current_process().pid}
-
-
-def test_errors_come_at_their_place_and_next_goes_on(served):
-    results = asked(served, ("number", 0), ("fail", "one"), ("number", 2), ("nonsense",), ("number", 4))
-    assert results == [
-        ("value", [0]),
-        ("error", KeyError, "Caught KeyError in DataLoader worker process 1."),
-        ("value", [2]),
-        ("error", AttributeError, "Caught AttributeError in DataLoader worker process 1."),
-        ("value", [4]),
-        ("end",),
-    ]
-
-
-def test_three_epochs_of_persistent_workers(served):
-    loader, orders = served
-    pids = worker_pids(loader._iterator)
-    for start in range(3):
-        orders[:] = [[("number", i)] for i in range(start, start + 5)]
-        assert values(epoch(loader)) == [[i] for i in range(start, start + 5)]
-    assert worker_pids(loader._iterator) == pids
-
-
-def test_a_new_epoch_after_a_break(served):
-    loader, orders = served
-    for taken in (1, 3, 5):
-        orders[:] = [[("number", i)] for i in range(9)]
-        assert values(itertools.islice(iter(loader), taken)) == [[i] for i in range(taken)]
-    assert values(epoch(loader)) == [[i] for i in range(9)]
-
-
-def test_default_collate_of_large_tensors_and_kept_batches(served):
-    loader, orders = served
-    orders[:] = [[("large", i), ("large", i + 1)] for i in range(12)]
-    kept = epoch(loader)
-    for _ in range(2):
-        for batch in loader:
-            batch.zero_()
-    for i, batch in enumerate(kept):
-        assert torch.equal(batch, torch.arange(FLOATS) + torch.tensor([[i], [i + 1]]))
 
 
 INDICES = [
@@ -142,28 +120,9 @@ def test_t25_every_kind_of_index_arrives_as_it_was_yielded(method):
 
 @pytest.mark.ours  # torch prints the error in a thread and hangs
 def test_t25_an_index_that_cannot_be_pickled_is_an_error_of_next(served):
-    loader, orders = served
-    orders[:] = [[("number", i)] for i in range(6)]
-    orders[4] = [("number", (i for i in ()))]
-    results = outcomes(iter(loader), 7)
+    results = asked(served, *(("number", i if i != 4 else (n for n in ())) for i in range(6)))
     assert [o for o in results if o[0] == "error"] == [("error", TypeError, "cannot pickle 'generator' object")]
     assert [o for o in results if o[0] != "error"] == [*[("value", [i]) for i in (0, 1, 2, 3, 5)], ("end",)]
-
-
-def test_a_loader_inside_of_a_worker(served):
-    text = "Caught AssertionError in DataLoader worker process 0."
-    results = asked(served, ("inner_loader", 1), ("inner_loader", 0), ("inner_loader", 2), ("inner_loader", 0))
-    assert results == [("error", AssertionError, text), ("value", [[0, 1, 2]])] * 2 + [("end",)]
-    loader, orders = served
-    orders[:] = [[("inner_loader", 1)]]
-    with pytest.raises(AssertionError, match="daemonic processes are not allowed to have children"):
-        next(iter(loader))
-
-
-def test_processes_inside_of_a_worker(served):
-    results = asked(served, ("subprocess",), ("process",), ("fork", "os._exit"), ("fork", "sys.exit"), ("number", 4))
-    error = ("error", AssertionError, "Caught AssertionError in DataLoader worker process 1.")
-    assert results == [("value", ["42\n"]), error, ("value", [7]), ("value", [7]), ("value", [4]), ("end",)]
 
 
 @pytest.mark.ours  # torch's main process takes the child's batch for the worker's, or fails on both
@@ -172,9 +131,6 @@ def test_a_child_that_comes_back_out_of_the_dataset_does_not_speak_for_its_worke
     for _ in range(2):
         results = asked(served, ("number", 0), ("fork", how), ("number", 2), ("fork", how), ("number", 4))
         assert results == [("value", [0]), ("value", [1]), ("value", [2]), ("value", [1]), ("value", [4]), ("end",)]
-    loader, orders = served
-    orders[:] = [[("large", i)] for i in range(4)]
-    assert [batch[0, 0].item() for batch in epoch(loader)] == [0, 1, 2, 3]
 
 
 def test_p19_p20_a_timeout_loses_nothing_and_a_death_is_named(context, tmp_path):
@@ -190,14 +146,12 @@ def test_p19_p20_a_timeout_loses_nothing_and_a_death_is_named(context, tmp_path)
     assert in_time(next, iterator) == ("value", 0)  # the start of the worker may take a few seconds
     assert outcome(next, iterator) == late
     (tmp_path / "go").touch()
-    assert in_time(next, iterator) == ("value", 1)
-    assert in_time(next, iterator) == ("value", 2)
+    assert [in_time(next, iterator) for _ in range(2)] == [("value", 1), ("value", 2)]
     if TORCH_MODE:
         assert in_time(next, iterator) == ("end",)
         return
     text = f"DataLoader worker (pid {iterator._workers[0].pid}) is killed by signal: Killed. "
-    assert in_time(next, iterator) == ("error", RuntimeError, text)
-    assert outcomes(iterator, 2) == [("error", RuntimeError, text)] * 2
+    assert [in_time(next, iterator) for _ in range(3)] == [("error", RuntimeError, text)] * 3
 
 
 @pytest.mark.ours
@@ -221,25 +175,19 @@ def test_p20_where_the_kernel_keeps_no_status_the_fork_server_has_it(how, text, 
     loader = DataLoader(Dying(4, 1, how), num_workers=1, batch_size=None, multiprocessing_context="forkserver")
     iterator = iter(loader)
     assert next(iterator) == 0
-    with pytest.raises(RuntimeError, match=rf"DataLoader worker \(pid {iterator._workers[0].pid}\) {text}"):
+    with pytest.raises(RuntimeError, match=rf"DataLoader worker \(pid {worker_pids(iterator)[0]}\) {text}"):
         next(iterator)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_iterable_datasets_of_uneven_workers_and_several_epochs(method):
-    context = torch.multiprocessing.get_context(method)
-    options = dict(num_workers=2, multiprocessing_context=context)
-    loader = DataLoader(Epochs(), batch_size=None, persistent_workers=True, **options)
-    for e in range(3):
-        assert [tuple(s) for s in epoch(loader)] == [(w, e, i) for i in range(3) for w in range(2)]
-    assert {type(w).__name__ for w in loader._iterator._workers} == {PROCESSES[method]}
-    loader._iterator._shutdown_workers()
+@rows(method=METHODS)
+def test_iterable_datasets_of_uneven_workers_and_several_epochs(DataLoader, method):
+    options = dict(num_workers=2, multiprocessing_context=torch.multiprocessing.get_context(method))
+    yield from epochs(DataLoader(Epochs(), batch_size=None, persistent_workers=True, **options))
     if method != "spawn":  # it takes seconds, and nothing in it depends on the method
-        loader = DataLoader(Shards([1, 3]), batch_size=2, **options)
-        assert values(epoch(loader)) == [[[0, 0]], [[1, 0], [1, 1]], [[1, 2]]]
+        yield from drain(DataLoader(Shards([1, 3]), batch_size=2, **options))
 
 
-def test_datasets_that_hold_tensors_locks_values_arrays_and_queues(context):
+def test_t26_datasets_that_hold_tensors_locks_values_arrays_and_queues(context):
     dataset = Shares(8, context)
     loader = DataLoader(dataset, batch_size=None, num_workers=2 if context.get_start_method() != "spawn" else 1)
     loader.multiprocessing_context = context

@@ -1,6 +1,5 @@
 """The start itself: scripts, what cannot be sent to a worker, many workers (P9, S8)."""
 
-import os
 import re
 import signal
 import sys
@@ -14,8 +13,6 @@ import torch
 from orders import Calls, Characters, Holds, PickledOnce
 from sample_data import WhoAmI
 from support import (
-    BOTH,
-    OLD_TORCH,
     TORCH_MODE,
     DataLoader,
     children,
@@ -173,21 +170,6 @@ def failed_start(loader):
         except Exception as error:
             return type(error), str(error), [(w.category, str(w.message)) for w in caught if "pickle" in str(w.message)]
     raise AssertionError("the workers were started")
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # from torch's half-built iterator
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-@pytest.mark.parametrize("thing", ["an open file", "a lock", "a generator"])
-def test_what_cannot_be_pickled_is_the_original_error_and_a_warning(method, thing):
-    with open(os.devnull) as file:
-        held = {"an open file": file, "a lock": threading.Lock(), "a generator": (i for i in ())}[thing]
-        dataset = Holds(3, held)
-        expected, actual = (failed_start(cls(dataset, num_workers=2, multiprocessing_context=method)) for cls in BOTH)
-    ((category, text),) = actual[2]
-    if OLD_TORCH:  # it does not warn; rustloader does with every version
-        expected = (*expected[:2], actual[2])
-    assert actual == expected
-    assert category is UserWarning and text.startswith("Got pickle error when attempting to start a worker Process. ")
 
 
 @pytest.mark.forks

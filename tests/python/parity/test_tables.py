@@ -9,10 +9,9 @@ import pytest
 import torch
 from pinning_support import pinning
 from support import DataLoader, TorchDataLoader, epoch, first_line, within
-from torch.utils.data import BatchSampler, Dataset, StackDataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, get_worker_info
 from torch.utils.data._utils import collate, fetch
 
-import rustloader
 from rustloader import _core
 from rustloader.fetch import tables
 
@@ -162,18 +161,6 @@ def test_random_tables_with_workers(way, part):
                 assert forms(epoch(loader)) == forms(expected)
 
 
-def test_large_batches_lie_in_the_arena():
-    table = TensorDataset(torch.randn(4096, 64), torch.arange(4096))
-    kw = dict(batch_size=1024, num_workers=2)
-    with within(60):
-        loader = DataLoader(table, **kw)
-        batches = epoch(loader)
-        assert forms(batches) == forms(TorchDataLoader(table, **kw))
-        figures = rustloader.stats(loader)
-    assert [tensor.untyped_storage().nbytes() for tensor in batches[0]] == [1024 * 64 * 4, 1024 * 8]
-    assert figures.batches == 4
-
-
 class Recording(torch.utils.data.Sampler):
     """Yields the index batches that it was given."""
 
@@ -264,17 +251,6 @@ def test_tensors_that_change_after_construction(gathered):
             actual = outcome(DataLoader, changed(change), batch)
             assert actual == outcome(TorchDataLoader, changed(change), batch), (change, batch)
     assert len(gathered) == 4  # `shorter` once, `same` three times
-
-
-def test_an_empty_table_and_rows_without_elements(gathered):
-    for shape in ((0,), (0, 3)):
-        assert outcome(DataLoader, TensorDataset(torch.zeros(shape)), [0]) == outcome(
-            TorchDataLoader, TensorDataset(torch.zeros(shape)), [0]
-        )
-    assert gathered == []
-    table = TensorDataset(torch.zeros(5, 0), torch.zeros(5, 0, 3))
-    assert outcome(DataLoader, table, [0, 4]) == outcome(TorchDataLoader, table, [0, 4])
-    assert len(gathered) == 1
 
 
 def test_a_change_in_the_middle_of_an_epoch(gathered):
@@ -467,14 +443,6 @@ def test_replaced_functions_of_torch(late, table, gathered, monkeypatch):
     assert gathers(gathered, table)
 
 
-def test_other_settings(table, gathered):
-    ordinary(gathered, table, collate_fn=lambda samples: [samples[0][0]])
-    before = len(gathered)
-    unbatched = [list(cls(table, batch_size=None)) for cls in (DataLoader, TorchDataLoader)]
-    assert forms([list(sample) for sample in unbatched[0]]) == forms([list(sample) for sample in unbatched[1]])
-    assert len(gathered) == before
-
-
 def test_modes_of_torch(table, gathered):
     for mode in (torch.inference_mode(), torch.no_grad(), torch.autocast("cpu"), torch.device("cpu")):
         seen = []
@@ -622,10 +590,3 @@ def test_unknown_code_takes_the_ordinary_way(table, gathered, monkeypatch):
     assert tables._torch_is_known
     monkeypatch.setattr(tables, "_torch_is_known", False)
     ordinary(gathered, table)
-
-
-def test_batches_of_torchs_batch_sampler(table, gathered):
-    sampler = BatchSampler([4, 3, 2, 1, 0], 2, False)
-    batches = list(DataLoader(table, batch_sampler=sampler))
-    assert [batch[1].tolist() for batch in batches] == [[4, 3], [2, 1], [0]]
-    assert forms(batches) == forms(TorchDataLoader(table, batch_sampler=sampler))

@@ -67,36 +67,6 @@ def test_t20_default_collate_writes_straight_into_the_arena(sample):
     assert not in_arena(torch.zeros(70, 100).data_ptr())
 
 
-class Inherited(Numbers):
-    """A dataset with objects that only a process that is being started can be given."""
-
-    def __init__(self, n):
-        super().__init__(n)
-        context = multiprocessing.get_context("spawn")
-        self.lock, self.queue, self.event = context.Lock(), context.Queue(), context.Event()
-        self.table = torch.arange(100_000)
-        self.seen = torch.zeros(n).share_memory_()
-
-    def __getitem__(self, i):
-        with self.lock:
-            self.seen[i] += 1
-        self.queue.put(i)
-        self.event.set()
-        return self.table[i]
-
-
-def test_t26_a_spawned_workers_dataset_with_locks_queues_and_tensors():
-    dataset = Inherited(6)
-    assert values(epoch(DataLoader(dataset, num_workers=2, batch_size=None, multiprocessing_context="spawn"))) == list(
-        range(6)
-    )
-    assert dataset.event.is_set()
-    assert sorted(dataset.queue.get(timeout=60) for _ in range(6)) == list(range(6))
-    assert dataset.seen.tolist() == [1] * 6
-    dataset.queue.close()
-    dataset.queue.join_thread()
-
-
 class Descriptors(IterableDataset):
     """Its samples are descriptors, which a pickle alone cannot hold."""
 

@@ -69,24 +69,16 @@ def cores(monkeypatch, count):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(count)))
 
 
-def test_p9_worker_count_is_warned_of_at_init_and_at_each_iterator(one_core):
+@pytest.mark.parametrize(("persistent", "count"), [(False, 3), (True, 2)])
+def test_p9_worker_count_is_warned_of_at_init_and_at_each_iterator(persistent, count, one_core):
     def fn(cls):
-        loader = cls(Numbers(2), num_workers=2)
+        loader = cls(Numbers(2), num_workers=2, persistent_workers=persistent)
         list(loader)
         list(loader)
 
-    emitted = check(fn, 3)
+    emitted = check(fn, count)
     assert all(text.startswith("This DataLoader will create 2 worker processes in total.") for text, _ in emitted)
     assert {module for _, module in emitted} == {TORCH_MODULE}
-
-
-def test_p9_a_persistent_iterator_is_warned_of_once(one_core):
-    def fn(cls):
-        loader = cls(Numbers(2), num_workers=2, persistent_workers=True)
-        list(loader)
-        list(loader)
-
-    check(fn, 2)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -3,7 +3,6 @@
 import gc
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -189,12 +188,6 @@ def test_an_iterable_dataset_is_refused_where_the_loader_asks_for_threads(caplog
         "a DataLoader: worker_threads=4 has no effect: the samples of an iterable dataset come one after another"
     ]
     assert len([note for note in notes(caplog) if "no effect" in note]) == 1
-
-
-def test_torchs_loader_under_install():
-    with rustloader.installed(worker_threads=2):
-        batches = list(TorchDataLoader(Who(4), batch_size=2, num_workers=1, collate_fn=as_list))
-        assert batches == [[(False, 0, 1)] * 2] * 2
 
 
 class Quit:
@@ -453,25 +446,6 @@ def test_no_sample_is_begun_after_a_shutdown(tmp_path, pool):
         ThreadedDataset(dataset, pool(2, check), None).__getitems__(indices())
     watch.join()
     assert dataset.begun() == 2
-
-
-def test_a_killed_worker_is_named(tmp_path):
-    iterator = iter(DataLoader(StuckSamples(10, tmp_path), batch_size=10, num_workers=1, worker_threads=3))
-    [pid] = worker_pids(iterator)
-    assert wait_until(lambda: iterator._dataset.begun() == 3)
-    os.kill(pid, signal.SIGKILL)
-    with within(60), pytest.raises(RuntimeError, match=rf"DataLoader worker \(pid {pid}\) is killed by signal"):
-        next(iterator)
-
-
-def test_an_interrupt_of_the_worker_does_not_wait_for_stuck_samples(tmp_path):
-    iterator = iter(DataLoader(StuckSamples(10, tmp_path), batch_size=10, num_workers=1, worker_threads=3))
-    [pid] = worker_pids(iterator)
-    assert wait_until(lambda: iterator._dataset.begun() == 3)
-    os.kill(pid, signal.SIGINT)
-    assert wait_until(lambda: gone(pid))
-    with pytest.raises(RuntimeError, match="exited unexpectedly"):
-        next(iterator)
 
 
 @pytest.mark.warns
