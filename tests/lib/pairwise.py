@@ -11,4 +11,9 @@ def pairs(**values):
     combinations = itertools.product(*map(range, map(len, values.values())))
     cases = [dict(zip(values, combination, strict=True)) for combination in combinations]
     chosen = [cases[k] for k in lanes.cover(cases, len(cases))]
-    return pytest.mark.parametrize(list(values), [[values[name][k] for name, k in case.items()] for case in chosen])
+    rows = [[values[name][k] for name, k in case.items()] for case in chosen]
+    return pytest.mark.parametrize(list(values), rows, ids=["-".join(map(text, row)) for row in rows])
+
+
+def text(value):
+    return getattr(value, "__name__", None) or str(value)

@@ -188,7 +188,7 @@ class OwnIterator(IterableDataset):
 
 
 class CountedIterations(IterableDataset):
-    """Its iterator has no state; its own is the number of calls of iter(), which is not loaded."""
+    """Its iterator has no state; its own is the number of calls of iter()."""
 
     def __init__(self, size):
         self.size, self.iter_calls = size, 0
@@ -201,7 +201,7 @@ class CountedIterations(IterableDataset):
         return {"iter_calls": self.iter_calls}
 
     def load_state_dict(self, state):
-        pass
+        self.iter_calls = state["iter_calls"]
 
 
 class BothStateful(IterableDataset):
