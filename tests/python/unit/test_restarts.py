@@ -1,7 +1,7 @@
 """The decisions after a worker's death under ``max_restarts``, tested without workers."""
 
 import errno
-import logging
+import itertools
 from types import SimpleNamespace
 from unittest import mock
 
@@ -40,10 +40,48 @@ def decisions(decider, *worker_deaths, **kw):
     return [decider.on_death(each, **kw) for each in worker_deaths]
 
 
-def test_an_epoch_survives_as_many_deaths_as_allowed_of_all_workers_together():
-    decider = Restarts(2)
-    assert decisions(decider, death(0), death(1), death(2)) == [0.0, 0.0, None]
-    assert decider.survived == 2
+# (arguments of Restarts, arguments of each death, the decisions: a back-off in seconds, or None for a final error)
+BATCH, SAMPLE = {"task": 4}, {"task": 4, "place": 2}
+ROWS = {
+    "as many as allowed, of all workers together": ([2], [{"worker": w} for w in range(3)], [0, 0, None]),
+    "without a batch in between": ([100], [{"answers": 7}] * 9, [0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5, 5]),
+    "a batch in between": ([100], [{"answers": n} for n in (0, 0, 0, 1, 1, 2)], [0, 0.1, 0.2, 0, 0.1, 0]),
+    "workers apart": ([100], [{"worker": w} for w in (0, 0, 1, 1)], [0, 0.1, 0, 0.1]),
+    "want of memory": ([9], [{"answers": n, "out_of_memory": True} for n in (3, 3, 4)], [0.1, 0.2, 0.1]),
+    "a batch": ([100], [BATCH] * 3, [0, 0.1, None]),
+    "a batch that was not begun": ([9], [BATCH | {"under_way": False}] * 5, [0, 0.1, 0.2, 0.4, 0.8]),
+    "no batch": ([9], [{}] * 5, [0, 0.1, 0.2, 0.4, 0.8]),
+    "other batches": ([100], [{"task": n} for n in (4, 4, 5, 5, 4)], [0, 0.1, 0.2, 0.4, None]),
+    "a sample": ([100, True], [SAMPLE] * 3, [0, 0.1, 0.2]),
+    "a sample, and what takes its place": ([100, True], [SAMPLE] * 4, [0, 0.1, 0.2, None]),
+    "a sample, without skips": ([100, False], [SAMPLE] * 3, [0, 0.1, None]),
+    "a batch, with skips": ([100, True], [BATCH] * 3, [0, 0.1, None]),
+    "samples of a batch": ([100, True], [BATCH | {"place": n} for n in (4, 5, 2)], [0, 0.1, None]),
+    "samples of a batch, without skips": ([100], [BATCH | {"place": n} for n in (4, 5, 2)], [0, 0.1, None]),
+    "the rest of a batch": (
+        [100, True],
+        [BATCH | {"place": n} for n in (2, 2, 2, 3, 4, 3)],
+        [0, 0.1, 0.2, 0.4, 0.8, None],
+    ),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_each_death_has_its_decision(row):
+    arguments, steps, expected = ROWS[row]
+    decider = Restarts(*arguments)
+    generations = itertools.count()
+    for step, wanted in zip(steps, expected, strict=True):
+        kw = {name: step[name] for name in ("out_of_memory", "under_way") if name in step}
+        place = {name: value for name, value in step.items() if name not in kw}
+        assert decider.on_death(death(generation=next(generations), **place), **kw) == wanted
+    final = expected[-1] is None
+    assert decider.survived == len(steps) - final
+    not_retried = "The batch is not retried: 3 workers died while fetching it."
+    assert (not_retried in decider.notes(0)) == (final and "task" in steps[0])
+    assert decider.poison == (
+        {0: {4: {2: mock.ANY}}} if row.startswith(("a sample", "the rest")) and arguments[1:] == [True] else {}
+    )
 
 
 def test_each_epoch_survives_as_many():
@@ -54,41 +92,17 @@ def test_each_epoch_survives_as_many():
     assert decisions(decider, death(0, 1), death(1, 1)) == [0.0, None]
 
 
-def test_deaths_without_a_batch_in_between_wait_twice_as_long_each_time():
+def test_a_new_epoch_forgets_batches():
     decider = Restarts(100)
-    waits = decisions(decider, *(death(generation=n, answers=7) for n in range(9)))
-    assert waits == [0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+    decisions(decider, *(death(generation=n, task=4) for n in range(2)))
+    decider.begin_epoch()
+    assert decisions(decider, *(death(generation=n, task=4) for n in range(2, 4))) == [0.0, 0.1]
 
 
-def test_a_batch_in_between_ends_the_back_off():
-    decider = Restarts(100)
-    steps = [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 2)]
-    assert decisions(decider, *(death(generation=n, answers=answers) for n, answers in steps)) == [
-        0.0,
-        0.1,
-        0.2,
-        0.0,
-        0.1,
-        0.0,
-    ]
-
-
-def test_the_back_off_of_one_worker_does_not_concern_another():
-    decider = Restarts(100)
-    assert decisions(decider, death(0), death(0, 1), death(1), death(1, 1)) == [0.0, 0.1, 0.0, 0.1]
-
-
-def test_a_long_row_of_deaths_is_no_overflow():
+def test_a_long_row_of_deaths_is_bounded():
     decider = Restarts(5000)
     assert decisions(decider, *(death(generation=n) for n in range(3000)))[-1] == 5.0
-
-
-def test_want_of_memory_backs_off_from_the_first_death():
-    decider = Restarts(100)
-    oom = {"out_of_memory": True}
-    assert decider.on_death(death(generation=0, answers=3), **oom) == 0.1
-    assert decider.on_death(death(generation=1, answers=3), **oom) == 0.2
-    assert decider.on_death(death(generation=2, answers=4), **oom) == 0.1
+    assert len(decider.history) == 20 and decider.history[-1].startswith("worker 0 (pid 3099)")
 
 
 def test_a_death_that_comes_again_is_counted_once():
@@ -127,77 +141,18 @@ def test_a_refused_start_counts_as_a_death_and_backs_off():
     assert "worker 0 could not be restarted: [Errno 11] no processes left" in decider.history
 
 
-def test_a_batch_that_three_workers_die_at_is_not_tried_again():
-    decider = Restarts(100)
-    waits = decisions(decider, *(death(generation=n, task=4) for n in range(3)))
-    assert waits == [0.0, 0.1, None]
-    assert decider.notes(0)[-1] == "The batch is not retried: 3 workers died while fetching it."
-    assert not decider.poison
-
-
-def test_a_task_that_was_not_begun_is_not_to_blame():
-    decider = Restarts(100)
-    waits = decisions(decider, *(death(generation=n, task=4) for n in range(5)), under_way=False)
-    assert waits == [0.0, 0.1, 0.2, 0.4, 0.8]
-    assert decisions(decider, *(death(1, n) for n in range(5))) == waits, "the same must hold without a task"
-    assert not any("not retried" in note for note in decider.notes(0))
-
-
-def test_other_batches_do_not_add_up():
-    decider = Restarts(100)
-    steps = [(0, 4), (1, 4), (2, 5), (3, 5), (4, 4)]
-    waits = decisions(decider, *(death(generation=n, task=task) for n, task in steps))
-    assert waits == [0.0, 0.1, 0.2, 0.4, None]
-
-
-def test_a_new_epoch_forgets_batches():
-    decider = Restarts(100)
-    decisions(decider, *(death(generation=n, task=4) for n in range(2)))
-    decider.begin_epoch()
-    assert decisions(decider, *(death(generation=n, task=4) for n in range(2, 4))) == [0.0, 0.1]
-
-
-def test_a_sample_that_three_workers_die_at_is_passed_over():
+def test_poison_names_task_and_sample_and_cause():
     decider = Restarts(100, may_skip_samples=True)
-    waits = decisions(decider, *(death(1, n, task=4, place=2, first_task=20) for n in range(3)), cause="fell")
-    assert waits == [0.0, 0.1, 0.2]
+    decisions(decider, *(death(1, n, task=4, place=2, first_task=20) for n in range(3)), cause="fell")
     assert decider.poison == {1: {24: {2: "3 workers have died at this sample; the last one fell"}}}
     # Another sample of the same batch has its own three deaths.
     waits = decisions(decider, *(death(1, n, task=4, place=3, first_task=20) for n in range(3, 6)))
     assert None not in waits and sorted(decider.poison[1][24]) == [2, 3]
 
 
-def test_without_the_place_of_the_sample_the_batch_is_not_tried_again():
-    decider = Restarts(100, may_skip_samples=True)
-    assert decisions(decider, *(death(generation=n, task=4) for n in range(3)))[-1] is None
-    decider = Restarts(100, may_skip_samples=False)
-    assert decisions(decider, *(death(generation=n, task=4, place=1) for n in range(3)))[-1] is None
-
-
-@pytest.mark.parametrize("may_skip_samples", [False, True])
-def test_three_deaths_at_different_samples_of_a_batch_are_final_and_blame_none(may_skip_samples):
-    decider = Restarts(100, may_skip_samples)
-    steps = [(0, 4), (1, 5), (2, 4)]
-    waits = decisions(decider, *(death(generation=n, task=4, place=place) for n, place in steps))
-    assert waits == [0.0, 0.1, None] and not decider.poison
-    assert decider.notes(0)[-1] == "The batch is not retried: 3 workers died while fetching it."
-
-
-def test_the_rest_of_a_batch_has_three_deaths_of_its_own_once_a_sample_is_passed_over():
-    decider = Restarts(100, may_skip_samples=True)
-    steps = [*enumerate([2, 2, 2, 3, 4, 3])]
-    waits = decisions(decider, *(death(generation=n, task=4, place=place) for n, place in steps))
-    assert waits == [0.0, 0.1, 0.2, 0.4, 0.8, None] and [*decider.poison[0][4]] == [2]
-
-
-def test_what_takes_the_place_of_a_sample_that_was_passed_over_has_one_death():
-    decider = Restarts(100, may_skip_samples=True)
-    waits = decisions(decider, *(death(generation=n, task=4, place=2) for n in range(4)))
-    assert waits == [0.0, 0.1, 0.2, None]
-
-
 def test_the_history_names_worker_pid_cause_and_batch():
     decider = Restarts(2)
+    assert decider.notes(0) == []
     decider.on_death(death(1, task=4), "was killed by signal: Killed")
     decider.on_death(death(0, generation=3), "exited unexpectedly with exit code 3")
     assert decider.line_of(1) == "worker 1 (pid 100) was killed by signal: Killed, at batch 4 (index [4])"
@@ -207,18 +162,6 @@ def test_the_history_names_worker_pid_cause_and_batch():
         "Other worker deaths in this epoch (max_restarts=2):\n"
         "  worker 1 (pid 100) was killed by signal: Killed, at batch 4 (index [4])"
     ]
-
-
-def test_the_history_is_bounded():
-    decider = Restarts(5000)
-    decisions(decider, *(death(generation=n) for n in range(1000)))
-    assert len(decider.history) == 20 and decider.history[-1].startswith("worker 0 (pid 1099)")
-
-
-def test_a_first_death_has_no_notes():
-    decider = Restarts(1)
-    decider.on_death(death())
-    assert decider.notes(0) == []
 
 
 def test_threads_and_accelerators_make_a_fork_unsafe():
@@ -243,12 +186,6 @@ def test_the_lock_admits_its_own_thread_again():
 def test_refusals_of_the_system_are_distinguished_from_other_errors():
     assert all(process.is_refused(OSError(number, "")) for number in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE))
     assert not process.is_refused(OSError(errno.EPIPE, "")) and not process.is_refused(TimeoutError())
-
-
-def test_nothing_is_logged_by_a_decision(caplog):
-    with caplog.at_level(logging.DEBUG):
-        Restarts(1).on_death(death())
-    assert not caplog.records
 
 
 def killed(**kw):
