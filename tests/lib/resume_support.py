@@ -1,5 +1,6 @@
 """Workers that start from a state given by a test, and the snapshots that they send."""
 
+import copy
 import dataclasses
 import pickle
 import types
@@ -10,7 +11,6 @@ from sample_data import Numbers
 from support import DataLoader
 from torch.utils.data import IterableDataset, get_worker_info
 
-import rustloader
 from rustloader.iterator import session
 from rustloader.stateful_dataloader.sampling import sampling
 from rustloader.stateful_dataloader.schema import SamplerState
@@ -24,6 +24,31 @@ BASE = 7
 def typed(saved):
     """A sampler's part of a state, as a loader passes it on; None for None."""
     return saved and SamplerState.of(saved, saved)
+
+
+def merged(state):
+    """A sampler's part of a state, as a loader passes it back."""
+    saved = dict(state.own)
+    saved |= {"_index_sampler_state": state.index_sampler_state, "_sampler_iter_state": state.sampler_iter_state}
+    return copy.deepcopy({name: value for name, value in saved.items() if value is not None or name == "start"})
+
+
+def plain(value):
+    """A state with its tensors as bytes, to compare."""
+    if isinstance(value, torch.Tensor):
+        return value.numpy().tobytes()
+    if isinstance(value, SamplerState):
+        value = vars(value)
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+class Holder:
+    """A loader, as `check` reads it."""
+
+    def __init__(self, index_sampler):
+        self._index_sampler = index_sampler
 
 
 def begin(index_sampler, saved=None, position=0, ahead=(), every=1):
@@ -42,14 +67,14 @@ class Workers:
         # Workers are forked, so they inherit this patch.
         monkeypatch.setattr(main, "Publisher", self.publisher)
 
-    def set(self, *starts, every=1, first_ordinal=0, ahead=()):
-        self.starts, self.policy, self.ahead = list(starts) or None, SnapshotPolicy(every, first_ordinal), ahead
+    def set(self, *starts, every=1, first_ordinal=0):
+        self.starts, self.policy = list(starts) or None, SnapshotPolicy(every, first_ordinal)
         for file in self.folder.iterdir():
             file.unlink()
 
     def job(self, *, seeding, **kw):
         if seeding is not None:
-            seeding = dataclasses.replace(seeding, first_ordinal=self.policy.first_ordinal, ahead=self.ahead)
+            seeding = dataclasses.replace(seeding, first_ordinal=self.policy.first_ordinal)
         return Job(seeding=seeding, snapshots=self.policy, starts=self.starts, **kw)
 
     def publisher(self, port, *args):
@@ -69,11 +94,6 @@ class Workers:
                     count, payload, is_error = pickle.load(file)
                     snapshots.append((count, read_error(payload)[0] if is_error else read(payload), is_error))
         return snapshots
-
-    def start(self, answers, worker, replay):
-        """Returns the state from which the worker resumes after `answers` answers: its newest snapshot by then."""
-        _, state, _ = [it for it in self.sent(worker) if it[0] <= answers][-1]
-        return dataclasses.replace(state, replay=replay)
 
 
 def make(dataset, count=1, **kw):
@@ -152,14 +172,14 @@ class TailIterator:
 class Recalling(Numbers):
     """Sample i is (i, the samples made before it, its random numbers). The list of samples made is the state."""
 
-    def __init__(self, n, in_order=True):
+    def __init__(self, n):
         super().__init__(n)
-        self.made, self.in_order = [], in_order
+        self.made = []
 
     def __getitem__(self, i):
-        before = list(self.made) if self.in_order else None
+        before = list(self.made)
         self.made.append(int(i))
-        return int(i), before, drawn() if self.in_order else rustloader.sample_seed()
+        return int(i), before, drawn()
 
     def state_dict(self):
         return {"made": sorted(self.made)}

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from failing_samples import Broken, Drawing, InBatches, SavedStream, Stream, failed, minus, numbers
+from failing_samples import Broken, Drawing, InBatches, SavedIterator, SavedStream, Stream, failed, minus, numbers
 from support import rustloader
 
 from rustloader import ErrorLimitExceeded
@@ -22,20 +22,36 @@ BAD = (1, *range(4, 12), 14, 20, 21, 22)
 
 
 class Counting(Broken):
-    """Sample i is (i, the number of samples that this dataset has been asked for); its state is that number."""
+    """Sample i is (i, its draw, the number of samples that this dataset has been asked for), which is the state."""
 
     made = 0
 
     def __getitem__(self, i):
         self.made += 1
         sample = super().__getitem__(i)
-        return torch.tensor([sample[0], float(self.made)])
+        return torch.tensor([*sample, float(self.made)])
 
     def state_dict(self):
         return {"made": self.made}
 
     def load_state_dict(self, state):
         self.made = state["made"]
+
+
+class CountingDraws(Counting, Drawing):
+    pass
+
+
+class DrawnStream(SavedStream):
+    """Sample i is (i, a random number)."""
+
+    def __iter__(self):
+        return DrawnIterator(self.n, self.bad)
+
+
+class DrawnIterator(SavedIterator):
+    def __next__(self):
+        return torch.tensor([super().__next__(), torch.rand(())])
 
 
 def as_lists(batches):
@@ -57,11 +73,12 @@ SETTINGS = {
     "batches": (InBatches, dict(seed_by="batch", shuffle=True)),
     "without batches": (Broken, dict(batch_size=None)),
     "dataset with a state": (Counting, dict()),
-    "dataset with a state, few snapshots": (Counting, dict(snapshot_every_n_steps=3)),
+    "dataset with a state, few snapshots": (CountingDraws, dict(snapshot_every_n_steps=3, seed_by="sample")),
+    "dataset with a state, seeds of batches": (CountingDraws, dict(snapshot_every_n_steps=3, seed_by="batch")),
     "stream": (Stream, dict()),
     "stream without batches": (Stream, dict(batch_size=None)),
     "stream with a state": (SavedStream, dict()),
-    "stream with a state, few snapshots": (SavedStream, dict(snapshot_every_n_steps=2)),
+    "stream with a state, few snapshots": (DrawnStream, dict(snapshot_every_n_steps=2, seed_by="sample")),
     "stream, function": (SavedStream, dict(on_error=minus, seed_by="batch")),
 }
 

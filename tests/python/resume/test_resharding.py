@@ -8,6 +8,7 @@ import random
 from collections import Counter
 
 import pytest
+from resume_support import Holder
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from rustloader import StatefulDataLoader
@@ -62,11 +63,6 @@ class Job:
             delivered = [*itertools.islice(epoch.iterator, batches)]
             results.append((delivered, state_of(epoch.state(position + len(delivered)), position + len(delivered))))
         return [delivered for delivered, _ in results], [state for _, state in results]
-
-
-class Holder:
-    def __init__(self, index_sampler):
-        self._index_sampler = index_sampler
 
 
 def state_of(sampled, position, **more):
@@ -154,21 +150,6 @@ def test_what_is_left_is_dealt_anew(old, new):
             assert state["_rustloader"]["sampler"]["start"]["rank"] == rank
 
 
-def test_each_sample_exactly_once_where_nothing_is_repeated():
-    """Only the last run, on one rank, reaches the end of the order, so that no run repeats samples to pad it."""
-    job = Job(120, 2, seed=3, epoch=2)
-    for path in itertools.product((1, 2, 3, 4), (1, 2, 3, 5, 6), (1, 2, 4)):
-        states, everything = None, Counter()
-        for replicas in path:
-            resharded = None if states is None else reshard(states, replicas)
-            delivered, states = job.run(replicas, resharded, batches=5 if replicas < 4 else 2)
-            everything += samples(delivered)
-        order, consumed = job.order(), sum(everything.values())
-        assert everything == Counter(order[:consumed])
-        rest, _ = job.run(1, reshard(states, 1))
-        assert [index for batch in rest[0] for index in batch] == order[consumed:]
-
-
 def test_resharded_many_times():
     rng = random.Random(7)
     for _ in range(150):
@@ -192,21 +173,6 @@ def test_resharded_many_times():
                 assert state["_rustloader"]["sampler"]["start"]["consumed"] == consumed
         if not padded:
             assert everything == Counter(order[:consumed])
-
-
-def test_batches_keep_their_numbers():
-    job = Job(40, 2)
-    _, states = job.run(4, batches=3)
-    resharded = reshard(states, 2)
-    assert [state["_sampler_iter_yielded"] for state in resharded] == [3, 3]
-    after, states = job.run(2, resharded, batches=2)
-    assert [state["_sampler_iter_yielded"] for state in states] == [5, 5]
-    start = states[1]["_rustloader"]["sampler"]["start"]
-    assert (start["first"], start["consumed"], start["num_replicas"], start["rank"]) == (3, 24, 2, 1)
-    assert states[1]["_rustloader"]["sampler"]["length"] == 20
-    # Resumed within the new stripe, by the number of batches alone.
-    rest, _ = job.run(2, states)
-    assert samples(after) + samples(rest) == Counter(job.order()[24:])
 
 
 def loaders(replicas, states=None):
@@ -302,13 +268,6 @@ def test_finished_states_are_those_of_the_next_epoch():
 # States that are refused
 
 
-def refuses(states, words, replicas=3):
-    with pytest.raises(ValueError) as caught:
-        reshard(states, replicas)
-    for word in words:
-        assert word in str(caught.value)
-
-
 def changed(state, *path, to):
     state = copy.deepcopy(state)
     inner = state
@@ -318,80 +277,78 @@ def changed(state, *path, to):
     return state
 
 
-def test_numbers_of_ranks():
-    _, states = Job(10).run(2, batches=1)
-    for replicas in (0, -1, 2.0, "2", True, None):
-        refuses(states, ["num_replicas must be a positive integer", repr(replicas)], replicas)
+OWN, START = ("_rustloader",), ("_rustloader", "sampler", "start")
+# The states, and words of the error. `one` and `two` are the states of two ranks.
+REFUSED = {
+    "no states": (lambda one, two: [], "got none"),
+    "a missing rank": (lambda one, two: [two], "all 2 ranks"),
+    "a doubled rank": (lambda one, two: [one, two, one], "all 2 ranks.*0, 1, 0"),
+    "another position": (lambda one, two: [one, state_of_rank_1(batches=2)], "number of batches.*1 and 2.*same batch"),
+    "another epoch": (lambda one, two: [one, state_of_rank_1(epoch=1)], "differ in the"),
+    "another seed": (lambda one, two: [one, state_of_rank_1(seed=1)], "differ in the"),
+    "another order": (lambda one, two: [one, state_of_rank_1(shuffle=False)], "differ in the"),
+    "another length": (lambda one, two: [one, state_of_rank_1(size=21)], "differ in the"),
+    "drop_last": (lambda one, two: [one, state_of_rank_1(drop_last=True)], "differ in the"),
+    "drop_last of samplers": (lambda one, two: [one, state_of_rank_1(sampler_drop_last=True)], "differ in the"),
+    "another batch size": (lambda one, two: [one, state_of_rank_1(batch_size=4)], "batch_size.*2 and 4"),
+    "one finished": (lambda one, two: [one, two | {"_iterator_finished": True}], "_iterator_finished"),
+    "one not begun": (lambda one, two: [one, changed(two, *START, to=None)], "begun' and 'not begun"),
+    "the first not begun": (lambda one, two: [changed(one, *START, to=None), two], "not begun' and 'begun"),
+    "another reshard": (lambda one, two: [one, changed(two, *START, "consumed", to=2)], "consumed"),
+    "out of order": (lambda one, two: [one, changed(two, *OWN, "ahead", to=[3, 4])], r"\[3, 4\].*in_order=True"),
+    "a dataset's state": (
+        lambda one, two: [changed(state, *OWN, "dataset", "stateful", to=True) for state in (one, two)],
+        "dataset has a state",
+    ),
+    "None": (lambda one, two: [None], "StatefulDataLoader"),
+    "an empty dict": (lambda one, two: [{}], "StatefulDataLoader"),
+    "no own part": (lambda one, two: [{"_rustloader": 3}], "StatefulDataLoader"),
+    "no sampler": (lambda one, two: [{"_rustloader": {"sampler": []}}], "StatefulDataLoader"),
+    "no position": (
+        lambda one, two: [{name: one[name] for name in one if name != "_sampler_iter_yielded"}],
+        "_sampler_iter_yielded",
+    ),
+    "a text": (lambda one, two: [one | {"_sampler_iter_yielded": "x"}], "non-negative integer.*'x'"),
+    "a negative position": (lambda one, two: [one | {"_sampler_iter_yielded": -1}], "non-negative integer.*-1"),
+    "no main snapshot": (lambda one, two: [one | {"_snapshot": {}}], "_main_snapshot"),
+}
 
 
-def test_ranks_that_are_missing_or_doubled():
-    _, states = Job(10).run(3, batches=1)
-    refuses([], ["got none"])
-    refuses(states[:2], ["all 3 ranks", "0, 1"])
-    refuses([states[0], states[1], states[1]], ["all 3 ranks", "0, 1, 1"])
-    refuses([*states, states[0]], ["all 3 ranks", "0, 1, 2, 0"])
+def state_of_rank_1(size=20, batches=1, **kw):
+    return Job(size, **kw).run(2, batches=batches)[1][1]
 
 
-def test_ranks_at_different_positions():
-    job = Job(20)
-    _, first = job.run(2, batches=1)
-    _, second = job.run(2, batches=2)
-    refuses([first[0], second[1]], ["number of batches", "1 and 2", "after the same batch"])
+@pytest.mark.parametrize("case", REFUSED)
+def test_states_that_do_not_fit_are_refused(case):
+    make, words = REFUSED[case]
+    with pytest.raises(ValueError, match=words):
+        reshard(make(*Job(20).run(2, batches=1)[1]), 3)
 
 
-def test_ranks_of_different_runs():
-    _, states = Job(20).run(2, batches=1)
-    for other in (
-        Job(20, epoch=1),
-        Job(20, seed=1),
-        Job(20, shuffle=False),
-        Job(21),
-        Job(20, drop_last=True),
-        Job(20, sampler_drop_last=True),
-    ):
-        _, others = other.run(2, batches=1)
-        refuses([states[0], others[1]], ["differ in the"])
-    _, others = Job(20, 4).run(2, batches=1)
-    refuses([states[0], others[1]], ["batch_size", "2 and 4"])
-    refuses([states[0], states[1] | {"_iterator_finished": True}], ["_iterator_finished"])
-    refuses([states[0], changed(states[1], "_rustloader", "sampler", "start", to=None)], ["begun' and 'not begun"])
-    refuses([changed(states[0], "_rustloader", "sampler", "start", to=None), states[1]], ["not begun' and 'begun"])
-    refuses([states[0], changed(states[1], "_rustloader", "sampler", "start", "consumed", to=2)], ["consumed"])
+@pytest.mark.parametrize("replicas", [0, -1, 2.0, "2", True, None])
+def test_numbers_of_ranks(replicas):
+    with pytest.raises(ValueError, match=f"num_replicas must be a positive integer.*{replicas!r}"):
+        reshard(Job(10).run(2, batches=1)[1], replicas)
 
 
-def test_batches_out_of_order():
-    _, states = Job(20).run(2, batches=1)
-    refuses([states[0], changed(states[1], "_rustloader", "ahead", to=[3, 4])], ["[3, 4]", "in_order=True"])
+@pytest.mark.parametrize("name", ["epoch", "rank", "num_replicas", "dataset_length", "consumed", "first", "shuffle"])
+def test_junk_in_a_start_is_named(name):
+    (state,) = Job(20).run(1, batches=1)[1]
+    with pytest.raises(ValueError, match=repr(name)):
+        reshard([changed(state, *START, name, to="x")], 3)
 
 
-def test_datasets_with_a_state():
-    _, states = Job(20).run(2, batches=1)
-    refuses(
-        [changed(state, "_rustloader", "dataset", "stateful", to=True) for state in states], ["dataset has a state"]
-    )
+SAMPLERS = {
+    "random": RandomSampler(range(9)),
+    "sequential": SequentialSampler(range(9)),
+    "stateful": StatefulDistributedSampler(range(9), 2, 0),
+    "other": [1, 2, 3],
+}
 
 
-def test_other_samplers():
-    samplers = {
-        "random": RandomSampler(range(9)),
-        "sequential": SequentialSampler(range(9)),
-        "stateful": StatefulDistributedSampler(range(9), 2, 0),
-        "other": [1, 2, 3],
-    }
-    for kind, sampler in samplers.items():
-        epoch = sampling(BatchSampler(sampler, 2, False), iter(BatchSampler(sampler, 2, False)), None, 0, (), 1, True)
-        refuses([state_of(epoch.state(0), 0)], [repr(kind), "torch's DistributedSampler"])
-
-
-def test_junk():
-    _, states = Job(20).run(1, batches=1)
-    for junk in (None, 3, {}, {"_rustloader": 3}, {"_rustloader": {}}, {"_rustloader": {"sampler": []}}):
-        refuses([junk], ["StatefulDataLoader"])
-    refuses(
-        [{name: states[0][name] for name in states[0] if name != "_sampler_iter_yielded"}], ["_sampler_iter_yielded"]
-    )
-    refuses([states[0] | {"_sampler_iter_yielded": "x"}], ["non-negative integer", "'x'"])
-    refuses([states[0] | {"_sampler_iter_yielded": -1}], ["non-negative integer", "-1"])
-    refuses([states[0] | {"_snapshot": {}}], ["_main_snapshot"])
-    for name in ("epoch", "rank", "num_replicas", "dataset_length", "consumed", "first", "shuffle"):
-        refuses([changed(states[0], "_rustloader", "sampler", "start", name, to="x")], [repr(name)])
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_other_samplers(kind):
+    batches = BatchSampler(SAMPLERS[kind], 2, False)
+    epoch = sampling(batches, iter(batches), None, 0, (), 1, True)
+    with pytest.raises(ValueError, match=f"{kind!r}.*torch's DistributedSampler"):
+        reshard([state_of(epoch.state(0), 0)], 3)

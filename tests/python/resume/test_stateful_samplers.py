@@ -7,7 +7,8 @@ import random
 
 import pytest
 import torch
-from resume_support import begin, typed
+from resume_support import Holder, begin, merged, plain, typed
+from stateful.datasets import IteratorWithState, OwnIteratorWithState
 from support import outcome
 from torch.utils.data import BatchSampler as TorchBatchSampler
 from torch.utils.data import RandomSampler as TorchRandomSampler
@@ -27,25 +28,9 @@ def generator(seed):
     return torch.Generator().manual_seed(seed)
 
 
-def plain(value):
-    if isinstance(value, torch.Tensor):
-        return value.numpy().tobytes()
-    if isinstance(value, SamplerState):
-        value = vars(value)
-    if isinstance(value, dict):
-        return {name: plain(item) for name, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
 def random_settings(rng):
     size = rng.randint(1, 80)
     return size, dict(replacement=rng.random() < 0.5, num_samples=rng.choice([None, rng.randint(1, 3 * size)]))
-
-
-def merged(state):
-    saved = dict(state.own)
-    saved |= {"_index_sampler_state": state.index_sampler_state, "_sampler_iter_state": state.sampler_iter_state}
-    return copy.deepcopy({name: value for name, value in saved.items() if value is not None or name == "start"})
 
 
 class Counted(Sampler):
@@ -68,67 +53,6 @@ class Counted(Sampler):
 
     def load_state_dict(self, state_dict):
         self.at = state_dict["at"]
-
-
-class Walker(Sampler):
-    """Its iterator is stateful; the sampler is not."""
-
-    def __init__(self, size):
-        self.size = size
-
-    def __iter__(self):
-        return Walk(self.size)
-
-    def __len__(self):
-        return self.size
-
-
-class Walk:
-    def __init__(self, size):
-        self.size, self.at = size, 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.at == self.size:
-            raise StopIteration
-        self.at += 1
-        return self.at - 1
-
-    def state_dict(self):
-        return {"at": self.at, "inner": [self.at]}
-
-    def load_state_dict(self, state_dict):
-        self.at = state_dict["at"]
-
-
-class Itself(Sampler):
-    """Is its own iterator, which `iter` resets."""
-
-    def __init__(self, size):
-        self.size, self.at, self.loaded = size, 0, False
-
-    def __iter__(self):
-        if not self.loaded:
-            self.at = 0
-        return self
-
-    def __next__(self):
-        self.loaded = False
-        if self.at == self.size:
-            raise StopIteration
-        self.at += 1
-        return self.at - 1
-
-    def __len__(self):
-        return self.size
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state_dict):
-        self.at, self.loaded = state_dict["at"], True
 
 
 class Growing(Sampler):
@@ -162,10 +86,10 @@ SAMPLERS = {
     "distributed": lambda seed: TorchBatchSampler(StatefulDistributedSampler(range(23), 2, 1), 3, False),
     "distributed without batches": lambda seed: StatefulDistributedSampler(range(23), 2, 1),
     "torchdata's batches of torch's sampler": lambda seed: BatchSampler(SequentialSampler(range(23)), 3, False),
-    "a stateful iterator": lambda seed: TorchBatchSampler(Walker(23), 3, False),
-    "a stateful iterator without batches": lambda seed: Walker(23),
+    "a stateful iterator": lambda seed: TorchBatchSampler(IteratorWithState(23), 3, False),
+    "a stateful iterator without batches": lambda seed: IteratorWithState(23),
     "a stateful sampler": lambda seed: TorchBatchSampler(Counted(23), 3, True),
-    "its own iterator": lambda seed: BatchSampler(Itself(23), 3, False),
+    "its own iterator": lambda seed: BatchSampler(OwnIteratorWithState(23), 3, False),
     "a batch sampler": lambda seed: Growing(9),
 }
 
@@ -197,11 +121,11 @@ def test_every_position(name, every):
 
 def test_a_sampler_that_is_its_own_iterator_in_torchs_batches():
     """torch calls `iter` for each batch, and would start over each time."""
-    whole = [*BatchSampler(Itself(23), 3, False)]
-    first = begin(TorchBatchSampler(Itself(23), 3, False))
+    whole = [*BatchSampler(OwnIteratorWithState(23), 3, False)]
+    first = begin(TorchBatchSampler(OwnIteratorWithState(23), 3, False))
     assert [*itertools.islice(first.iterator, 20)] == whole
     for at in range(len(whole)):
-        second = begin(TorchBatchSampler(Itself(23), 3, False), merged(first.state(at)), at)
+        second = begin(TorchBatchSampler(OwnIteratorWithState(23), 3, False), merged(first.state(at)), at)
         assert [*itertools.islice(second.iterator, 20)] == whole[at:]
 
 
@@ -276,24 +200,6 @@ def test_the_samples_that_a_state_counts():
     assert second.state(len(whole)).sampler_iter_state["samples_yielded"] == 23
 
 
-class Eager(Counted):
-    """Reads its position when an iterator is created."""
-
-    def __iter__(self):
-        return self._walk(self.at)
-
-    def _walk(self, at):
-        for index in range(at, self.size):
-            self.at = index + 1
-            yield index
-
-
-def test_a_sampler_that_reads_its_state_when_it_is_iterated():
-    first = begin(Eager(9))
-    assert [*itertools.islice(first.iterator, 4)] == [0, 1, 2, 3]
-    assert [*begin(Eager(9), merged(first.state(3)), 3).iterator] == [3, 4, 5, 6, 7, 8]
-
-
 class Keeping(Sampler):
     """Keeps and changes the dict that it loads."""
 
@@ -324,6 +230,8 @@ def test_a_sampler_that_changes_what_it_loads():
         second = begin(make(), saved, 2, every=0)
         list(itertools.islice(second.iterator, 2))
         assert saved == merged(state)
+        assert second.state(2) == state
+        (second.state(2).index_sampler_state or second.state(2).sampler_iter_state["sampler_state"]).clear()
         assert second.state(2) == state
         assert [*begin(make(), saved, 2).iterator] == whole[2:]
 
@@ -435,59 +343,12 @@ def test_a_position_that_a_program_set_back():
 
 
 def test_a_state_for_a_sampler_that_has_none():
-    for index_sampler in (Walker(5), TorchBatchSampler(Walker(5), 2, False)):
+    for index_sampler in (IteratorWithState(5), TorchBatchSampler(IteratorWithState(5), 2, False)):
         saved = {"_index_sampler_state": {"at": 3}}
         if isinstance(index_sampler, TorchBatchSampler):
             saved = {"_sampler_iter_state": {"samples_yielded": 2, "sampler_state": {"at": 3}}}
-        with pytest.raises(ValueError, match="Walker lacks state_dict or load_state_dict"):
+        with pytest.raises(ValueError, match="IteratorWithState lacks state_dict or load_state_dict"):
             next(begin(index_sampler, saved, 1).iterator)
-
-
-def test_nothing_happens_before_the_first_batch():
-    events = []
-
-    class Watched(Counted):
-        def __iter__(self):
-            events.append("iter")
-            return super().__iter__()
-
-        def state_dict(self):
-            events.append("state")
-            return super().state_dict()
-
-        def load_state_dict(self, state_dict):
-            events.append("load")
-            super().load_state_dict(state_dict)
-
-        def __len__(self):
-            events.append("len")
-            return super().__len__()
-
-    saved = {"kind": "stateful", "state_position": 1, "_sampler_iter_state": {"samples_yielded": 2}}
-    saved["_sampler_iter_state"]["sampler_state"] = {"at": 2}
-    index_sampler = TorchBatchSampler(Watched(6), 2, False)
-    epoch = sampling(index_sampler, iter(index_sampler), typed(saved), 1, (), 1, map_style=True)
-    assert events == []
-    assert next(epoch.iterator) == [2, 3]
-    assert events == ["load", "iter", "state"]
-    epoch = sampling(index_sampler, iter(index_sampler), None, 0, (), 1, map_style=True)
-    events.clear()
-    next(epoch.iterator)
-    assert events == ["iter", "state", "state"]
-
-
-def test_states_are_copies():
-    first = begin(Growing(5))
-    [*itertools.islice(first.iterator, 2)]
-    one, two = first.state(1), first.state(1)
-    assert one.index_sampler_state == {"size": 5, "at": 1}
-    one.index_sampler_state["at"] = 77
-    assert first.state(1) == two
-    saved = merged(two)
-    second = begin(Growing(5), saved, 1)
-    next(second.iterator)
-    assert saved == merged(two)
-    assert second.state(1) == two
 
 
 def test_copies_of_all_kinds_of_values():
@@ -643,10 +504,6 @@ def test_unknown_samplers_in_torchs_batch_sampler_are_iterated_by_torch(drop_las
 
 
 def test_checks_of_samplers_with_a_state():
-    class Holder:
-        def __init__(self, index_sampler):
-            self._index_sampler = index_sampler
-
     for make in SAMPLERS.values():
         first = begin(make(1))
         next(first.iterator)

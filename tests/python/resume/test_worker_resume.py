@@ -1,15 +1,11 @@
 """Real workers begin a resumed epoch as the WorkerStart in their job says."""
 
 import itertools
-import pickle
 import threading
-import types
 
 import pytest
 import torch
-from generators import drawn
 from resume_support import (
-    BASE,
     Faulty,
     Logged,
     Recalling,
@@ -22,16 +18,12 @@ from resume_support import (
 )
 from sample_data import Numbers, as_list, untouched
 from support import config_of, outcome, wait_until
-from torch.utils.data import IterableDataset, _DatasetKind
+from torch.utils.data import _DatasetKind
 from torch.utils.data._utils import fetch
 
-from rustloader.fetch.inline import StepFetcher
-from rustloader.fetch.seeds import Seeding, Seeds
-from rustloader.fetch.step import Step
-from rustloader.iterator import early_epochs
 from rustloader.workers import resuming
 from rustloader.workers.bootstrap import Job
-from rustloader.workers.snapshots import SnapshotPolicy, Snapshots, WorkerStart, read
+from rustloader.workers.snapshots import WorkerStart
 
 pytestmark = pytest.mark.ours
 
@@ -56,27 +48,6 @@ def test_a_start_has_its_order_and_the_replay_is_not_collated(workers):
     states = [(count, state.dataset_state, state.iterator_state, state.ended) for count, state, _ in workers.sent()]
     i = [(0, 5, False), (1, 11, False), (2, 13, False), (3, 14, True), (4, 14, True)]
     assert states == [(count, {"mark": 3}, {"i": i}, ended) for count, i, ended in i]
-
-
-@pytest.mark.forks
-def test_without_a_start_an_epoch_begins_as_ever(workers):
-    batches = list(make(Tail(4), worker_init_fn=log_init))
-    assert batches[0] == ([0, 1], ["init", "iter", "state", 0, 1])
-    assert [count for count, _, _ in workers.sent()] == [0, 1, 2, 3]
-
-
-@pytest.mark.forks
-def test_a_dataset_without_a_state_is_not_given_one(workers):
-    class Plain(IterableDataset):
-        log = []  # noqa: RUF012
-
-        def __iter__(self):
-            return iter(range(6))
-
-    workers.set(WorkerStart({"mark": 3}, {"i": 5}))
-    assert [samples for samples, _ in make(Plain())] == [[0, 1], [2, 3], [4, 5]]
-    sent = [(count, state.ended) for count, state, _ in workers.sent()]
-    assert sent == [(0, False), (4, True)]
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -119,111 +90,6 @@ def test_a_dataset_that_ends_in_the_replay_is_not_asked_again(workers, batch_siz
 # Batches of a resumed epoch
 
 
-class RecallingBatches(Recalling):
-    def __getitems__(self, indices):
-        return [self[i] for i in indices]
-
-
-MAP_CASES = {
-    "by sample": dict(seed_by="sample"),
-    "by batch": dict(seed_by="batch"),
-    "whole batches": dict(seed_by="sample", cls=RecallingBatches),
-    "threads": dict(seed_by="sample", worker_threads=3),
-}
-
-
-@pytest.mark.parametrize("case", MAP_CASES)
-@pytest.mark.parametrize("answers", [2, 3])
-@pytest.mark.forks
-def test_a_map_style_dataset_goes_on_from_a_snapshot_and_a_replay(workers, case, answers):
-    kw = dict(MAP_CASES[case])
-    cls = kw.pop("cls", Recalling)
-    in_order = case != "threads"
-    batches = [list(range(k, k + 3)) for k in range(0, 36, 3)]
-
-    def run(batches):
-        loader = make(cls(36, in_order), 2, batch_size=1, batch_sampler=batches, collate_fn=with_draws, **kw)
-        return list(loader)
-
-    workers.set(every=12)
-    expected = run(batches)
-    # Both workers have made `answers` batches since the first snapshot.
-    low = 2 * answers
-    batches_of = [[batch for k, batch in enumerate(batches[:low]) if k % 2 == worker] for worker in (0, 1)]
-    starts = [workers.start(0, worker, batches_of[worker]) for worker in (0, 1)]
-    workers.set(*starts, first_ordinal=low)
-    assert run(batches[low:]) == expected[low:]
-    # Counts start from 0; states do not.
-    for worker in (0, 1):
-        sent = workers.sent(worker)
-        assert [count for count, _, _ in sent] == list(range(7 - answers))
-        assert sent[0][1].dataset_state == {"made": []}
-        assert sent[1][1].dataset_state == {"made": sorted(sum(batches_of[worker], batches[low + worker]))}
-
-
-def test_single_samples_go_on_and_are_not_converted(workers):
-    workers.set(every=0)
-    converted = []
-
-    def convert(sample):
-        converted.append(sample[0])
-        return sample, list(converted)
-
-    kw = dict(count=1, batch_size=None, collate_fn=convert, seed_by="sample")
-    expected = list(make(Recalling(6), **kw))
-    workers.set(WorkerStart({"made": []}, replay=[0, 1]), first_ordinal=2)
-    loader = make(Recalling(6), sampler=range(2, 6), **kw)
-    assert list(loader) == [(sample, seen[2:]) for sample, seen in expected[2:]]
-
-
-def test_ordinals_that_were_delivered_ahead_are_left_out(workers):
-    batches = [[k] for k in range(8)]
-    kw = dict(count=2, batch_size=1, collate_fn=as_list, seed_by="sample")
-    expected = list(make(Recalling(8), batch_sampler=batches, **kw))
-    workers.set(first_ordinal=2, ahead=(3, 5))
-    delivered = list(make(Recalling(8), batch_sampler=[batches[k] for k in (2, 4, 6, 7)], **kw))
-    assert [it[0][2] for it in delivered] == [expected[k][0][2] for k in (2, 4, 6, 7)]
-
-
-class Dice(IterableDataset):
-    """Numbers, each with a random draw; the iterator has a state if `stateful`."""
-
-    def __init__(self, n, stateful):
-        self.n, self.stateful, self.log = n, stateful, []
-
-    def __iter__(self):
-        return DiceIterator(self) if self.stateful else ((i, drawn()) for i in range(self.n))
-
-
-class DiceIterator(TailIterator):
-    def __next__(self):
-        if self.i == self.dataset.n:
-            raise StopIteration
-        self.i += 1
-        return self.i - 1, drawn()
-
-
-@pytest.mark.parametrize("seed_by", ["batch", "sample"])
-@pytest.mark.parametrize("batch_size", [2, None])
-@pytest.mark.parametrize("stateful", [False, True])
-@pytest.mark.parametrize("answers", [1, 2, 3])
-@pytest.mark.forks
-def test_a_stream_goes_on_from_a_snapshot_and_a_replay(workers, seed_by, batch_size, stateful, answers):
-    def run():
-        return list(make(Dice(7, stateful), 2, batch_size=batch_size, collate_fn=with_draws, seed_by=seed_by))
-
-    workers.set(every=0)
-    expected = run()
-    workers.set(every=4)
-    assert run() == expected
-    # An iterator with a state has a snapshot after every second answer.
-    counts = [[count for count, _, _ in workers.sent(worker) if count <= answers][-1] for worker in (0, 1)]
-    assert counts == ([answers // 2 * 2] * 2 if stateful else [0, 0])
-    starts = [workers.start(answers, worker, answers - counts[worker]) for worker in (0, 1)]
-    workers.set(*starts, first_ordinal=2 * answers)
-    assert run() == expected[2 * answers :]
-
-
 def test_the_tasks_before_an_epoch():
     for workers, first_ordinal in itertools.product(range(1, 5), range(30)):
         for worker in range(workers):
@@ -232,52 +98,6 @@ def test_the_tasks_before_an_epoch():
                 assert resuming.earlier_tasks(count, worker, workers, first_ordinal) == tasks[len(tasks) - count :]
     # No task is before the first one of the epoch.
     assert resuming.earlier_tasks(3, 1, 2, 4) == [-4, -3, -1]
-
-
-@pytest.mark.parametrize("seed_by", ["batch", "sample"])
-@pytest.mark.parametrize("kind", [_DatasetKind.Map, _DatasetKind.Iterable])
-def test_a_replay_without_workers(kind, seed_by):
-    dataset = Recalling(12) if kind == _DatasetKind.Map else Dice(12, True)
-    batches = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
-    collated = []
-
-    def collate(samples):
-        collated.append(samples)
-        return samples, drawn()
-
-    def fetcher(dataset, start, first_ordinal):
-        loading = resuming.Loading(dataset, start)
-        plain = _DatasetKind.create_fetcher(kind, dataset, True, collate, False)
-        loading.load_iterator(plain)
-        seeds = Seeds(Seeding(seed_by == "sample", BASE, 0, first_ordinal), int(kind == _DatasetKind.Iterable))
-        it = StepFetcher(Step(dataset, kind, True, seeds), plain)
-        resuming.load_counters(it.seeds, start)
-        return it
-
-    first = fetcher(dataset, WorkerStart(), 0)
-    snapshots = Snapshots(SnapshotPolicy(1), 0, kind)
-    expected = [first.fetch(batches[0])]
-    snapshot = read(snapshots.first(first, dataset))
-    expected += [first.fetch(batch) for batch in batches[1:]]
-    start = WorkerStart(
-        snapshot.dataset_state, snapshot.iterator_state, batches=snapshot.batches, samples=snapshot.samples
-    )
-    dataset = type(dataset)(*([12] if kind == _DatasetKind.Map else [12, True]))
-    resumed = fetcher(dataset, start, 3)
-    collated.clear()
-    resuming.replay(resumed, iter(batches[1:3]), kind)
-    assert collated == []
-    assert resumed.fetch(batches[3]) == expected[3] and len(collated) == 1
-    if kind == _DatasetKind.Iterable:
-        resuming.replay(resumed, batches, kind)
-        assert resumed.inner.ended
-        loading = resuming.Loading(dataset, start)
-        loading.load_iterator(plain := _DatasetKind.create_fetcher(kind, dataset, True, collate, False))
-        assert not plain.ended
-
-
-def test_counters_without_seeds():
-    resuming.load_counters(None, WorkerStart(batches=3))
 
 
 def test_a_job_goes_to_a_worker_without_the_starts_of_others():
@@ -350,18 +170,6 @@ def test_a_fetcher_that_a_library_replaced_fetches_in_full(workers, monkeypatch)
 # Epochs, and the end
 
 
-class WithSetEpoch(Recalling):
-    def set_epoch(self, epoch):
-        if epoch == 9:
-            raise KeyError("epoch 9")
-        self.made = [epoch]
-
-
-class StreamWithSetEpoch(Tail):
-    def set_epoch(self, epoch):
-        self.n = epoch
-
-
 @pytest.mark.forks
 def test_later_epochs_of_persistent_workers_begin_anew(workers):
     workers.set(WorkerStart({"made": [50]}, replay=[[0, 1]]), first_ordinal=1)
@@ -390,28 +198,6 @@ def test_a_replay_that_no_task_has_begun_ends_with_the_epoch(workers):
     assert list(loader) == [[2, 3]]
     loader.batch_sampler.sampler = range(4)
     assert list(loader) == [[0, 1], [0, 1]]
-
-
-@pytest.mark.parametrize("make_dataset", [lambda: WithSetEpoch(8), lambda: StreamWithSetEpoch(8)])
-@pytest.mark.forks
-def test_the_dataset_is_told_the_epoch_before_its_iterator_is_made(workers, make_dataset, monkeypatch):
-    loader = make(make_dataset(), persistent_workers=True, collate_fn=as_list, seed_by="batch")
-    list(loader)
-    call = {"set_epoch": ((2,), {})}
-    monkeypatch.setattr(
-        early_epochs, "pickle", types.SimpleNamespace(dumps=lambda message: pickle.dumps(message | call))
-    )
-    batches = list(loader)
-    if isinstance(loader.dataset, WithSetEpoch):
-        assert batches[0][1][1] == [2, 0]
-        assert workers.sent()[5][1].dataset_state == {"made": [2]}
-        call["set_epoch"] = ((9,), {})
-        assert outcome(next, iter(loader))[:2] == ("error", KeyError)
-        assert workers.sent()[-1][2]
-        call["set_epoch"] = ((), {"epoch": 3})
-        assert next(iter(loader))[1][1] == [3, 0]
-    else:
-        assert batches == [[0, 1]]
 
 
 class Stuck(Recalling):

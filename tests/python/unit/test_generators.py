@@ -127,21 +127,6 @@ def test_other_threads_lose_and_repeat_no_draw():
     assert len(set(drawn)) == len(drawn) > 0
 
 
-def test_a_thread_that_comes_in_between_is_no_matter():
-    before = states()
-    saved = GeneratorStates()
-    np.random.normal()
-    waits = threading.Event()
-    thread = threading.Thread(target=waits.wait)
-    thread.start()
-    try:
-        saved.restore()
-        assert states() == before
-    finally:
-        waits.set()
-        thread.join()
-
-
 def test_words_that_are_all_zero():
     np.random.set_state(("MT19937", np.zeros(624, np.uint32), 624))
     saved = GeneratorStates()

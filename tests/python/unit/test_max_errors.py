@@ -5,7 +5,6 @@ import pickle
 import pytest
 from failing_samples import Broken, Endless, InBatches, Stream, failed, index_batches, left, numbers
 from pairwise import pairs
-from pinning_support import pinning
 from support import SOON, DataLoader, gone, rustloader, wait_until, worker_pids
 from torch.utils.data import DistributedSampler
 
@@ -145,15 +144,6 @@ def test_an_iterator_that_fails_without_end_ends_at_the_limit(limit, workers):
         for _ in range(3):
             next(iterator)
     assert len(caught.value.failures) == limit + 1
-
-
-def test_with_pinning():
-    with pinning():
-        loader = DataLoader(
-            Broken(12, [1, 9]), batch_size=4, num_workers=2, on_error="skip", max_errors=1, pin_memory=True
-        )
-        delivered, error = taken(iter(loader))
-        assert delivered == left(index_batches(8), [1]) and [it.index for it in error.failures] == [1, 9]
 
 
 def test_a_share_is_one_of_the_samplers_length():

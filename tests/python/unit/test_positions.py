@@ -2,25 +2,19 @@
 
 import gc
 import itertools
-import os
 import signal
-import threading
 import weakref
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
 from pinning_support import pinning
-from sample_data import Dying, Given, Held, untouched, worker_id
+from sample_data import Given, WhoAmI, untouched
 from support import (
     DataLoader,
     LoaderIter,
-    gone,
-    waits_in_next,
-    worker_pids,
     workers_report,
 )
-from torch.utils.data import Dataset, IterableDataset
 
 from rustloader._core import ERROR
 from rustloader.iterator.epochs import Epochs
@@ -41,21 +35,6 @@ def has_answered(iterator, answers):
             with pytest.raises(ValueError, match=f"{answers} answers were given in this epoch, {wrong} {other}"):
                 position(iterator, other)
     return bool(position(iterator, answers))
-
-
-class WithWorker(Dataset):
-    """Sample i is (i, worker ID), or an error if `i` is in `failing`."""
-
-    def __init__(self, n, failing=()):
-        self.n, self.failing = n, failing
-
-    def __len__(self):
-        return self.n
-
-    def __getitem__(self, i):
-        if i in self.failing:
-            raise ValueError(i)
-        return i, worker_id()
 
 
 def loader_of(dataset, workers=2, **kw):
@@ -82,7 +61,7 @@ OPTIONS = {
 @pytest.mark.parametrize("kind", OPTIONS)
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_position_is_what_was_delivered(kind, workers):
-    iterator = iter(loader_of(WithWorker(40), workers, **OPTIONS[kind]))
+    iterator = iter(loader_of(WhoAmI(40), workers, **OPTIONS[kind]))
     delivered = []
     assert position(iterator, 0) == (0, [], [0] * workers, None)
     for item in iterator:
@@ -95,51 +74,6 @@ def test_a_position_is_what_was_delivered(kind, workers):
     # After the end the workers are gone, and the position stays.
     assert iterator._shutdown
     assert position(iterator, 40) == counted(delivered, workers)
-
-
-def test_a_worker_that_is_slow_leaves_a_gap(tmp_path):
-    iterator = iter(loader_of(Held(12, 0, tmp_path / "go"), in_order=False))
-    others = [int(next(iterator)) for _ in range(5)]
-    assert others == [1, 3, 4, 5, 6]
-    assert position(iterator, 5) == (0, others, [0, 5], 1)
-    assert position(iterator, 5, 2) == (0, others[:3], [0, 3], 1)
-    (tmp_path / "go").touch()
-    rest = {int(item) for item in iterator}
-    assert rest == set(range(12)) - set(others)
-    assert position(iterator, 12)[:2] == (12, [])
-
-
-def test_errors_are_answers_and_no_batches():
-    iterator = iter(loader_of(WithWorker(12, failing=(1, 4, 5, 6))))
-    for i in range(12):
-        if i in (1, 4, 5, 6):
-            with pytest.raises(ValueError):
-                next(iterator)
-        else:
-            next(iterator)
-        assert has_answered(iterator, i + 1)
-        assert position(iterator, i + 1) == (i + 1, [], [i // 2 + 1, (i + 1) // 2], i % 2)
-    assert [position(iterator, 12, back)[0] for back in range(9)] == [12, 11, 10, 9, 8, 7, 3, 2, 0]
-    assert position(iterator, 12, 6) == (3, [], [2, 1], 0)
-
-
-def test_how_far_back_a_position_goes():
-    iterator = iter(loader_of(WithWorker(30, failing=(1,))))
-    for _ in range(3):
-        try:
-            next(iterator)
-        except ValueError:
-            continue
-    with pytest.raises(ValueError, match="2 batches of this epoch can be taken back, not 3"):
-        position(iterator, 3, 3)
-    for _ in range(10):
-        next(iterator)
-    assert position(iterator, 13, 9)[0] == 4
-    assert position(iterator, 12, 9)[0] == 3
-    with pytest.raises(ValueError, match="at most 9 batches back, not 10"):
-        position(iterator, 13, 10)
-    with pytest.raises(OverflowError):
-        position(iterator, 13, -1)
 
 
 # Errors in the main process
@@ -273,7 +207,7 @@ def test_errors_of_the_sampler_are_no_answers():
             yield from range(4)
             raise LookupError("no more")
 
-    iterator = iter(loader_of(WithWorker(9), 1, sampler=Sampler()))
+    iterator = iter(loader_of(WhoAmI(9), 1, sampler=Sampler()))
     seen = []
     while True:
         try:
@@ -289,49 +223,8 @@ def test_errors_of_the_sampler_are_no_answers():
 # From anywhere, at any time
 
 
-def test_another_thread_and_a_handler_ask_while_next_waits(tmp_path):
-    iterator = iter(loader_of(Held(8, 3, tmp_path / "go")))
-    for _ in range(3):
-        next(iterator)
-    positions = []
-
-    def handler(signum, frame):
-        positions.append(position(iterator, 3, 1))
-        (tmp_path / "go").touch()
-
-    def ask():
-        assert waits_in_next()
-        positions.append(position(iterator, 3))
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
-
-    before = signal.signal(signal.SIGUSR1, handler)
-    thread = threading.Thread(target=ask)
-    try:
-        thread.start()
-        assert int(next(iterator)) == 3
-    finally:
-        thread.join()
-        signal.signal(signal.SIGUSR1, before)
-    assert positions == [(3, [], [2, 1], 0), (2, [], [1, 1], 1)]
-    assert position(iterator, 4) == (4, [], [2, 2], 1)
-    iterator._shutdown_workers()
-
-
-def test_a_position_outlives_the_workers():
-    iterator = iter(loader_of(Dying(8, 4, signal.SIGKILL)))
-    for _ in range(4):
-        next(iterator)
-    with pytest.raises(RuntimeError, match="killed by signal"):
-        next(iterator)
-    assert position(iterator, 4) == (4, [], [2, 2], 1)
-    pids = worker_pids(iterator)
-    iterator._shutdown_workers()
-    assert all(map(gone, pids))
-    assert position(iterator, 4, 1) == (3, [], [2, 1], 0)
-
-
 def test_a_shutdown_with_tasks_under_way_delivers_none_of_them():
-    iterator = iter(loader_of(WithWorker(20), prefetch_factor=4))
+    iterator = iter(loader_of(WhoAmI(20), prefetch_factor=4))
     next(iterator)
     assert workers_report(iterator, state="idle")
     iterator._shutdown_workers()
@@ -340,7 +233,7 @@ def test_a_shutdown_with_tasks_under_way_delivers_none_of_them():
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_new_epoch_begins_at_position_0(whole):
-    loader = loader_of(WithWorker(9), persistent_workers=True)
+    loader = loader_of(WhoAmI(9), persistent_workers=True)
     iterator = iter(loader)
     for _ in iterator if whole else range(3):
         if not whole:
@@ -353,58 +246,6 @@ def test_a_new_epoch_begins_at_position_0(whole):
     next(iterator)
     assert position(iterator, 1) == (1, [], [1, 0], 0)
     iterator._shutdown_workers()
-
-
-def test_a_forked_child_is_refused():
-    iterator = iter(loader_of(WithWorker(4)))
-    next(iterator)
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            position(iterator, 1)
-        except RuntimeError as error:
-            os.write(write, str(error).encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    with open(read) as pipe:
-        assert "belongs to the process that this one was forked from" in pipe.read()
-    os.waitpid(pid, 0)
-    iterator._shutdown_workers()
-
-
-class Uneven(IterableDataset):
-    """Each worker has its own number of samples."""
-
-    def __init__(self, *sizes):
-        self.sizes = sizes
-
-    def __iter__(self):
-        return iter([(i, worker_id()) for i in range(self.sizes[worker_id()])])
-
-
-@pytest.mark.parametrize("in_order", [True, False])
-@pytest.mark.parametrize("persistent", [True, False])
-@pytest.mark.parametrize("sizes", [(2, 30), (30, 2), (0, 5), (0, 0), (7, 7), (3, 0, 40)])
-def test_tasks_at_which_a_worker_ends_leave_no_gap(sizes, in_order, persistent):
-    loader = loader_of(Uneven(*sizes), len(sizes), in_order=in_order, persistent_workers=persistent)
-    for _ in range(2 if persistent else 1):
-        iterator = iter(loader)
-        seen = []
-        for item in iterator:
-            seen.append(item)
-            low, ahead, per_worker, last = position(iterator, len(seen))
-            assert per_worker == [sum(other == worker for _, other in seen) for worker in range(len(sizes))]
-            assert last == item[1]
-            if in_order:
-                assert ahead == [] and low >= len(seen)
-        low, ahead, per_worker, _ = position(iterator, sum(sizes))
-        assert (ahead, per_worker) == ([], list(sizes))
-        # Every task was answered, or was outstanding when its worker ended and was left out.
-        assert sum(sizes) + len(sizes) <= low <= sum(sizes) + 2 * len(sizes) ** 2
-    if persistent:
-        iterator._shutdown_workers()
 
 
 # The first worker
@@ -427,7 +268,7 @@ class Beginning(LoaderIter):
 
 @pytest.mark.parametrize("in_order", [True, False])
 def test_the_first_task_goes_to_the_first_worker(in_order):
-    loader = loader_of(WithWorker(9), 3, in_order=in_order, persistent_workers=True)
+    loader = loader_of(WhoAmI(9), 3, in_order=in_order, persistent_workers=True)
     iterator = Beginning(loader)
     worker_of = dict(iterator)
     # With in_order=False, a task after the first round goes to a worker that has room.

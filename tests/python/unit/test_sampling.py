@@ -11,7 +11,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from resume_support import begin, typed
+from resume_support import Holder, begin, merged, plain, typed
 from support import outcome, within
 from torch.utils.data import (
     BatchSampler,
@@ -140,30 +140,12 @@ def steps(iterator, generator, count=sys.maxsize):
     return seen
 
 
-def merged(state):
-    """A state, as a loader passes it back."""
-    saved = dict(state.own)
-    saved |= {"_index_sampler_state": state.index_sampler_state, "_sampler_iter_state": state.sampler_iter_state}
-    return {name: value for name, value in saved.items() if value is not None or name == "start"}
-
-
 def saved_and_loaded(saved):
     """A state after it was written to a file and read back."""
     file = io.BytesIO()
     torch.save(saved, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
-
-
-def plain(value):
-    """A state with its tensors as bytes, to compare."""
-    if isinstance(value, torch.Tensor):
-        return value.numpy().tobytes()
-    if isinstance(value, SamplerState):
-        value = vars(value)
-    if isinstance(value, dict):
-        return {name: plain(item) for name, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 # An epoch that is not interrupted
@@ -224,22 +206,6 @@ def test_a_state_before_the_first_batch_makes_the_draws_that_follow(kind, given)
         assert plain(own.state(0)) == plain(first)
         torch.manual_seed(4)
         assert [*begin(plan.make(9)[0], merged(first)).iterator] == expected[0]
-
-
-def test_attributes_that_torch_reads_for_each_batch():
-    for kind in KINDS:
-        kw = dict(num_replicas=1, rank=0) if kind == "distributed" else {}
-        kw = dict(num_samples=20, replacement=False) if kind == "weighted" else kw
-        seen = []
-        for is_own in (False, True):
-            torch.manual_seed(0)
-            sampler, _ = Plan(kind, 20, **kw).make()
-            iterator = begin(sampler).iterator if is_own else iter(sampler)
-            batches = [next(iterator)]
-            sampler.batch_size = 5
-            seen.append([*batches, *iterator])
-        assert seen[0] == seen[1]
-        assert [len(batch) for batch in seen[0]] == [3, 5, 5, 5, 2]
 
 
 # Resuming
@@ -322,17 +288,6 @@ def test_a_generator_that_is_used_before_the_first_batch(kind, kw):
     generator.manual_seed(33)
     whole = [*first.iterator]
     assert [*begin(plan.make(8)[0], merged(first.state(1)), 1).iterator] == whole[1:]
-
-
-def test_positions_beyond_the_end_have_no_batches():
-    for kind in KINDS:
-        kw = dict(num_replicas=2, rank=1) if kind == "distributed" else {}
-        kw = dict(num_samples=7, replacement=True) if kind == "weighted" else kw
-        for batch_size in (3, None):
-            first = begin(Plan(kind, 7, batch_size, **kw).make()[0])
-            saved = merged(first.state(0))
-            rest = begin(Plan(kind, 7, batch_size, **kw).make()[0], saved, 1000)
-            assert [*rest.iterator] == []
 
 
 def test_nothing_is_drawn_or_loaded_before_the_first_batch():
@@ -450,21 +405,6 @@ def test_samplers_that_this_package_does_not_know_are_iterated_anew():
         first = begin(plan.make()[0])
         assert next(first.iterator) == whole[0]
         assert [*begin(plan.make()[0], merged(first.state(1)), 2).iterator] == whole[2:]
-
-
-def test_replaced_methods_count_as_unknown(monkeypatch):
-    calls = []
-
-    def counted(self):
-        calls.append(1)
-        return iter(range(9))
-
-    monkeypatch.setattr(SequentialSampler, "__iter__", counted)
-    index_sampler = BatchSampler(SequentialSampler(range(4)), 3, False)
-    epoch = begin(index_sampler, None, 1)
-    assert epoch.state(1).own["kind"] == "other"
-    assert [*epoch.iterator] == [[3, 4, 5], [6, 7, 8]]
-    assert calls == [1]
 
 
 def test_unusual_batch_sizes_are_left_to_torch():
@@ -656,11 +596,6 @@ def check_saved(fields, loader):
     check(typed(fields), loader)
 
 
-class Holder:
-    def __init__(self, index_sampler):
-        self._index_sampler = index_sampler
-
-
 def refusal(saved, index_sampler):
     with pytest.raises(ValueError) as caught:
         check_saved(saved, Holder(index_sampler))
@@ -711,6 +646,7 @@ def test_differences_are_named():
         (dict(num_replicas=3), ["2 ranks", "has 3 ranks", "reshard"]),
         (dict(seed=5), ["seed=0", "has a DistributedSampler with seed=5"]),
         (dict(shuffle=False), ["shuffle=True", "has a DistributedSampler with shuffle=False"]),
+        (dict(cut=True), ["drop_last=False", "has a DistributedSampler with drop_last=True"]),
         (dict(size=99), ["over 100 indices", "over 99 indices"]),
         (dict(size=101), ["over 100 indices", "over 101 indices"]),
     ],
@@ -721,13 +657,6 @@ def test_differences_of_distributed_samplers_are_named(change, words):
     text = refusal(saved, Plan("distributed", **settings | change).make()[0])
     for word in words:
         assert word in text
-
-
-def test_a_distributed_sampler_that_drops_the_last_indices():
-    sampler = DistributedSampler(Sized(9), 2, 0, drop_last=True)
-    saved = begin(BatchSampler(sampler, 2, False)).state(0).own
-    text = refusal(saved, BatchSampler(DistributedSampler(Sized(9), 2, 0), 2, False))
-    assert "with drop_last=True" in text and "has a DistributedSampler with drop_last=False" in text
 
 
 def test_junk_is_refused():

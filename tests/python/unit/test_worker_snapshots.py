@@ -126,20 +126,6 @@ def place(iterator, worker, answers):
     return count, state.iterator_state["i"]
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_a_delivered_batch_has_its_snapshot(engine, method):
-    engine(*[WorkerStart({"mark": torch.ones(2)}, {"i": 2}, replay=1)] * 2)
-    iterator = iter(make(Tail(10), 2, multiprocessing_context=method))
-    assert iterator._core.wait_started()
-    assert [place(iterator, worker, 0) for worker in (0, 1)] == [(0, 2), (0, 2)]
-    for answers in range(1, 4):
-        for worker in (0, 1):
-            assert next(iterator)[0] == [2 * answers + 2, 2 * answers + 3]
-            assert place(iterator, worker, answers) == (answers, 2 * answers + 4)
-            assert torch.equal(snapshot(iterator, worker, answers)[1].dataset_state["mark"], torch.ones(2))
-    assert outcome(next, iterator)[0] == "end"
-
-
 class SlowState(Logged, IterableDataset):
     """Yields 0, 1, 2. Its state, the number of samples yielded, takes 50 ms."""
 
@@ -208,44 +194,10 @@ def test_a_worker_is_sent_its_own_state_alone(engine, tmp_path):
     assert [path.read_text() for path in paths] == pids
 
 
-def test_the_end_has_its_snapshot(engine):
-    loader = make(Tail(3), 2, persistent_workers=True, collate_fn=as_list)
-    iterator = iter(loader)
-    for _ in range(2):
-        assert [next(iterator) for _ in range(4)] == [[0, 1], [0, 1], [2], [2]]
-        assert outcome(next, iterator)[0] == "end"
-        for worker in (0, 1):
-            assert place(iterator, worker, 2) == (2, 3) and place(iterator, worker, 1) == (1, 2)
-            assert snapshot(iterator, worker, 2)[1].ended
-        assert iter(loader) is iterator
-
-
 def test_the_end_of_a_dataset_without_batches_has_its_snapshot(engine):
     iterator = iter(make(Tail(2), persistent_workers=True, batch_size=None, collate_fn=untouched))
     assert list(iterator) == [0, 1]
     assert [snapshot(iterator, 0, answers)[1].ended for answers in (1, 2, 3)] == [False, False, True]
-
-
-def test_an_error_of_worker_init_fn_is_known_at_the_start(engine):
-    iterator = iter(make(Numbers(4), 2, worker_init_fn=bad_init))
-    assert iterator._core.wait_started()
-    for worker in (0, 1):
-        count, error, is_error = snapshot(iterator, worker, 0)
-        assert (count, is_error, error.exc_type, error.where[-1]) == (0, True, KeyError, str(worker))
-
-
-class Refusing(Tail):
-    def state_dict(self):
-        return {"mark": self.mark, "open": open(__file__) if self.log[-1] == 3 else None}
-
-
-def test_batches_go_on_without_a_state(engine):
-    iterator = iter(make(Refusing(8), collate_fn=as_list))
-    assert next(iterator) == [0, 1] and place(iterator, 0, 1) == (1, 2)
-    assert next(iterator) == [2, 3]
-    count, error, is_error = snapshot(iterator, 0, 2)
-    assert (count, is_error, error.exc_type) == (2, True, TypeError) and "TextIOWrapper" in error.exc_msg
-    assert list(iterator) == [[4, 5], [6, 7]]
 
 
 def test_a_state_may_be_large(engine):
