@@ -156,13 +156,6 @@ def test_a_text_that_is_set_later_is_refused_at_iter(cls, persistent):
     assert len(list(loader)) == 4
 
 
-def test_other_arguments_are_checked_as_with_a_number():
-    with pytest.raises(ValueError, match="prefetch_factor option should be non-negative"):
-        DataLoader(Numbers(4), num_workers="auto", prefetch_factor=-1)
-    loader = DataLoader(Numbers(4), num_workers="auto", multiprocessing_context="fork", max_restarts=1)
-    assert loader.num_workers >= 1 and len(list(loader)) == 4
-
-
 @pytest.mark.parametrize(
     "cores, ranks, memory, wanted",
     [(8, None, 64, 8), (8, "4", 64, 2), (8, "16", 64, 1), (200, None, 512, 16), (8, "", 1, 4), (8, "2", 1, 2),
@@ -518,18 +511,6 @@ def test_a_copy_goes_on_by_itself(cls, how, decisions):
     assert len(list(other)) == N and (other.num_workers, loader.num_workers) == (4, 3)
 
 
-def test_a_loader_that_is_built_anew_from_its_attributes_keeps_the_number(decisions):
-    """As Lightning and accelerate do."""
-    decisions.counts = [3, 4]
-    loader = DataLoader(Numbers(N), num_workers="auto")
-    list(loader)
-    list(loader)
-    rebuilt = DataLoader(**{name: value for name, value in vars(loader).items() if name in ("dataset", "num_workers")})
-    for _ in range(3):
-        list(rebuilt)
-    assert rebuilt.num_workers == 3 and decisions.counts == [4]
-
-
 # install()
 
 
@@ -551,11 +532,6 @@ def test_install_counts_for_loaders_that_ask_for_workers(persistent, decisions):
         list(loader)
         assert workers_of(iter(loader)) == 1
         assert rustloader.stats(loader).num_workers == 1
-
-
-def test_torchs_class_itself_takes_no_text():
-    with rustloader.installed(num_workers="auto"), pytest.raises(TypeError):
-        TorchDataLoader(Numbers(4), num_workers="auto")
 
 
 def test_install_counts_for_our_loaders_with_a_number(decisions):
@@ -594,16 +570,6 @@ def test_an_iterable_dataset_resumes_with_the_number_of_its_state(taken, persist
     assert type(loader.num_workers) is int and loader.num_workers == 3
     decisions.counts = [1]
     assert flat(values(loader)) == list(range(N)) and loader.num_workers == 1
-
-
-def test_the_state_at_the_end_of_an_epoch(decisions, tmp_path):
-    loader = StatefulDataLoader(Stream(N), 2, num_workers="auto")
-    decisions.counts = [3]
-    list(loader), list(loader)
-    state = saved(loader.state_dict(), tmp_path)
-    loader = StatefulDataLoader(Stream(N), 2, num_workers="auto")
-    loader.load_state_dict(state)
-    assert flat(values(loader)) == list(range(N)) and loader.num_workers == 3
 
 
 @pytest.mark.parametrize("taken", [0, 5, N])

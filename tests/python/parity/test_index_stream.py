@@ -1,10 +1,8 @@
 """The index stream has torch's indices and draws, at the same calls, without a list of all indices."""
 
-import copy
 import gc
 import itertools
 import os
-import pickle
 import random
 import signal
 import sys
@@ -238,14 +236,6 @@ def test_a_replaced_method_of_an_iterable_datasets_sampler_is_called(monkeypatch
     assert [*stream(index_sampler, iter(index_sampler))] == [["a", "b"], ["c"]]
 
 
-def test_a_method_that_yields_something_else_is_called(monkeypatch):
-    def backwards(self):
-        yield from reversed(range(len(self.data_source)))
-
-    monkeypatch.setattr(RandomSampler, "__iter__", backwards)
-    assert next(indices_of(DataLoader(DATA, shuffle=True, batch_size=4))) == [9, 8, 7, 6]
-
-
 def test_an_iterator_that_a_program_puts_in_place_stays(monkeypatch):
     base = torch.utils.data.dataloader._BaseDataLoaderIter
     original = base._reset
@@ -287,11 +277,6 @@ def test_a_sampler_that_is_replaced_before_the_first_call():
     assert same_steps(make, disturb=replace(with_replacement))
 
 
-def test_the_iterator_without_workers_stays_torchs():
-    iterator = iter(DataLoader(DATA, shuffle=True))
-    assert type(iterator) is torch.utils.data.dataloader._SingleProcessDataLoaderIter
-
-
 def test_install_leaves_loaders_without_workers_alone():
     with rustloader.installed():
         iterator = indices_of(TorchDataLoader(DATA, shuffle=True))
@@ -302,79 +287,6 @@ def test_install_leaves_loaders_without_workers_alone():
 
 
 # Loaders
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("workers", [0, 1, 2])
-@pytest.mark.parametrize("given", [False, True])
-def test_epochs_of_loaders_are_torchs(workers, persistent, given):
-    if persistent and not workers:
-        return
-
-    def play(cls):
-        torch.manual_seed(5)
-        generator = torch.Generator().manual_seed(6) if given else None
-        kw = dict(num_workers=workers, persistent_workers=persistent, collate_fn=untouched)
-        loader = cls(Sized(23), batch_size=4, shuffle=True, generator=generator, **kw)
-        seen = []
-        for _ in range(3):
-            for batch in loader:
-                seen.append((batch, states(generator)))
-            seen.append(states(generator))
-        return seen
-
-    with within(120):
-        assert play(DataLoader) == play(TorchDataLoader)
-
-
-@pytest.mark.handover
-def test_torchs_iterator_with_workers_gets_a_stream(monkeypatch, caplog):
-    def process_data(self, data, *args):
-        return original(self, data, *args)
-
-    cls = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
-    original = cls._process_data
-    monkeypatch.setattr(cls, "_process_data", process_data)
-    kw = dict(batch_size=4, shuffle=True, num_workers=1, collate_fn=untouched, persistent_workers=True)
-    with within(60):
-        torch.manual_seed(2)
-        loader = DataLoader(Sized(23), **kw)
-        iterator = iter(loader)
-        assert type(iterator._sampler_iter) is IndexStream
-        epochs = [list(iterator), list(loader)]
-        assert iterator.engine_batches == 0
-        torch.manual_seed(2)
-        loader = TorchDataLoader(Sized(23), **kw)
-        assert epochs == [list(loader), list(loader)]
-    assert "_process_data of torch's own iterator was replaced" in caplog.text
-
-
-def test_iterators_that_are_abandoned_or_run_at_the_same_time():
-    def play(cls):
-        torch.manual_seed(3)
-        loader = cls(Sized(20), batch_size=3, shuffle=True, collate_fn=untouched)
-        first, second = iter(loader), iter(loader)
-        seen = [next(second), next(first), next(first)]
-        third = iter(loader)
-        seen += [next(third), *first, *second]
-        del third
-        return seen, list(loader), torch.get_rng_state().tolist()
-
-    assert play(DataLoader) == play(TorchDataLoader)
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
-def test_copied_loaders(copied):
-    def play(cls):
-        torch.manual_seed(4)
-        generator = torch.Generator().manual_seed(1)
-        loader = cls(Sized(20), batch_size=3, shuffle=True, generator=generator, collate_fn=untouched)
-        kept = iter(loader)
-        seen = [next(kept)]
-        other = copied(loader)
-        return seen, list(other), list(kept), list(loader), states(generator)
-
-    assert play(DataLoader) == play(TorchDataLoader)
 
 
 # When things happen
@@ -497,23 +409,6 @@ def test_an_error_of_len_keeps_its_cause():
     assert raised.value.__cause__ is data.error
 
 
-def test_generators_that_torch_refuses():
-    def set_generator(generator):
-        return lambda step, batches: setattr(batches.sampler, "generator", generator)
-
-    for wrong in (object(), "generator", 3):
-        seen = same_steps(random_sampler(10), disturb=set_generator(wrong))
-        assert seen[0][0] == "error"
-
-    def on_meta(cls):
-        iterator = indices_of(cls(Sized(10), shuffle=True))
-        with torch.device("meta"):
-            return outcome(next, iterator), outcome(next, iterator)
-
-    assert on_meta(DataLoader) == on_meta(TorchDataLoader)
-    assert on_meta(DataLoader)[0][0] == "error"
-
-
 def test_a_permutation_that_is_no_ordinary_tensor(monkeypatch):
     class Own(torch.Tensor):
         pass
@@ -522,17 +417,6 @@ def test_a_permutation_that_is_no_ordinary_tensor(monkeypatch):
     monkeypatch.setattr(torch, "randperm", lambda *args, **kw: original(*args, **kw).as_subclass(Own))
     assert len(same_steps(random_sampler(10, num_samples=14))) == 7
     assert len(same_steps(shard(10, num_replicas=3, rank=2))) == 4
-
-
-def test_attributes_that_are_gone():
-    for name in ("batch_size", "drop_last"):
-        for at in (1, 3, 5):
-
-            def disturb(step, batches, name=name, at=at):
-                if step == at:
-                    delattr(batches, name)
-
-            same_steps(random_sampler(10, drop_last=False), disturb=disturb)
 
 
 # Skipping
@@ -545,17 +429,6 @@ def skipped(make, count, seed=0):
     stream = indices_of(DataLoader(collate_fn=untouched, **arguments))
     stream.skip(count)
     return list(stream), states(generator)
-
-
-@pytest.mark.parametrize("part", range(4))
-def test_a_skip_leaves_out_the_first_batches_of_random_cases(part):
-    rng = random.Random(100 + part)
-    for _ in range(60):
-        case = rng.getrandbits(40)
-        make = random_case(random.Random(case))
-        whole, after = skipped(make, 0)
-        for count in {1, rng.randint(0, len(whole) + 1), max(len(whole) - 1, 0), len(whole), len(whole) + 1}:
-            assert skipped(make, count) == (whole[count:], after), (case, count)
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 6, 7, 1000, sys.maxsize])
@@ -604,32 +477,6 @@ def test_a_skip_comes_before_the_first_next():
             stream.skip(1)
     with pytest.raises(OverflowError):
         indices_of(DataLoader(Sized(3), shuffle=True)).skip(-1)
-
-
-@pytest.mark.parametrize("count", [0, 1, 3, 4, 9])
-def test_a_skip_where_torchs_generator_takes_over(count):
-    for other in ([7, 8, 9, 1, 2, 3, 4], OwnRandom(Sized(7))):
-        loader = DataLoader(DATA, shuffle=True, batch_size=2, collate_fn=untouched)
-        stream = indices_of(loader)
-        assert type(stream) is IndexStream
-        loader.batch_sampler.sampler = other
-        stream.skip(count)
-        torch.manual_seed(7)
-        batches = list(stream)
-        torch.manual_seed(7)
-        assert batches == list(BatchSampler(other, 2, False))[count:]
-
-
-def test_a_skip_with_a_batch_size_of_another_type():
-    for size in (True, torch.tensor(2), 2**40, None, 0):
-        loader = DataLoader(Sized(10), shuffle=True, batch_size=3)
-        torch.manual_seed(0)
-        loader.batch_sampler.batch_size = size
-        whole = list(indices_of(loader))
-        torch.manual_seed(0)
-        stream = indices_of(loader)
-        stream.skip(1)
-        assert list(stream) == whole[1:]
 
 
 # Interrupts, threads, memory
@@ -700,33 +547,6 @@ def test_an_interrupt_loses_and_doubles_nothing(make, skip):
         assert (batches, after) == expected, at
         at += 1
     assert at >= 5
-
-
-def test_an_interrupt_in_the_datasets_len():
-    class Interrupting(Sized):
-        times = 2
-
-        def __len__(self):
-            if self.times > 0:
-                self.times -= 1
-                signal.raise_signal(signal.SIGUSR1)
-            return self.size
-
-    data = Interrupting(10)
-    data.times = 0
-    torch.manual_seed(0)
-    expected = list(indices_of(DataLoader(data, shuffle=True, batch_size=4)))
-    torch.manual_seed(0)
-    stream = indices_of(DataLoader(data, shuffle=True, batch_size=4))
-    before = signal.signal(signal.SIGUSR1, raise_interrupt)
-    try:
-        data.times = 2
-        for _ in range(2):
-            with pytest.raises(Interrupt):
-                next(stream)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert list(stream) == expected
 
 
 def test_ctrl_c_while_the_engine_draws_a_permutation_does_not_end_the_epoch():

@@ -18,7 +18,6 @@ from support import (
     in_thread,
     run_script,
     rustloader,
-    same,
     start_script,
     values,
     worker_pids,
@@ -82,18 +81,6 @@ def test_torchs_loaders_use_the_engine_while_it_is_installed():
     rustloader.uninstall()
     with from_engine(0):
         assert values(loader) == list(range(6))
-
-
-def test_batches_seeds_and_draws_stay_torchs():
-    def epochs():
-        torch.manual_seed(3)
-        loader = TorchDataLoader(Numbers(20), batch_size=3, shuffle=True, num_workers=2)
-        return [batch for _ in range(2) for batch in loader], torch.rand(3)
-
-    expected = epochs()
-    with rustloader.installed(), from_engine(14):
-        actual = epochs()
-    assert same(actual, expected)
 
 
 def test_an_iterator_at_work_goes_on_after_install_and_after_uninstall():
@@ -351,20 +338,6 @@ def test_installed_restores_an_installation_that_its_body_has_ended():
         rustloader.uninstall()
     assert rustloader.is_installed() and options.current() == {"prefetch_factor": 4}
     assert torch_dataloader._MultiProcessingDataLoaderIter is not ORIGINAL["iterator"]
-
-
-def test_is_installed_follows_install_and_uninstall():
-    assert rustloader.is_installed() is False
-    rustloader.install()
-    assert rustloader.is_installed() is True
-    rustloader.uninstall()
-    assert rustloader.is_installed() is False
-    with rustloader.installed():
-        assert rustloader.is_installed()
-        with rustloader.installed(in_order=False):
-            assert rustloader.is_installed()
-        assert rustloader.is_installed()
-    assert not rustloader.is_installed()
 
 
 def test_installed_has_no_truth_value_and_installs_nothing_before_it_is_entered():

@@ -1,17 +1,12 @@
 """`rustloader.install(stateful=True)`: rustloader's StatefulDataLoader in torchdata's place, and back again."""
 
 import importlib
-import logging
-import sys
-import types
 
 import pytest
 import torchdata.stateful_dataloader
 from support import ROOT, run_script, rustloader
 from torch.utils.data import dataloader as torch_dataloader
 from torchdata.stateful_dataloader import stateful_dataloader as home
-
-from rustloader.installation import stateful as stateful_install
 
 pytestmark = pytest.mark.ours
 
@@ -35,18 +30,6 @@ def as_before():
     assert current_classes() == (ORIGINAL["loader"], ORIGINAL["loader"])
 
 
-@pytest.fixture
-def module():
-    module = types.ModuleType("a_users_module")
-    sys.modules[module.__name__] = module
-    yield module
-    del sys.modules[module.__name__]
-
-
-def lines(caplog, level):
-    return [r.getMessage() for r in caplog.records if r.name == "rustloader" and r.levelno == level]
-
-
 def test_without_the_option_torchdata_stays_as_it_is():
     with rustloader.installed():
         assert current_classes() == (ORIGINAL["loader"], ORIGINAL["loader"])
@@ -60,33 +43,6 @@ def test_the_package_and_its_module_have_ours_until_uninstall():
     assert current_classes() == (our_class(), our_class())
     rustloader.uninstall()
     assert current_classes() == (ORIGINAL["loader"], ORIGINAL["loader"])
-
-
-def test_an_import_at_call_time_gets_ours():
-    """As accelerate does."""
-
-    def imported():
-        from torchdata.stateful_dataloader import StatefulDataLoader
-
-        return StatefulDataLoader
-
-    for _ in range(2):
-        with rustloader.installed(stateful=True):
-            assert imported() is our_class()
-        assert imported() is ORIGINAL["loader"]
-
-
-def test_names_and_tuples_of_loaded_modules_are_rebound_and_restored(module):
-    original = ORIGINAL["loader"]
-    before = {"name": original, "pair": (original, 1), "other": (1, 2), "meant": our_class()}
-    vars(module).update(before)
-    rustloader.install(stateful=True)
-    assert (module.name, module.pair) == (our_class(), (our_class(), 1))
-    assert module.other is before["other"] and module.meant is our_class()
-    module.late = our_class()  # imported from torchdata while it is installed
-    rustloader.uninstall()
-    assert all(vars(module)[name] is value for name, value in before.items())
-    assert module.late is original
 
 
 def test_false_takes_it_out_and_none_leaves_it():
@@ -109,23 +65,6 @@ def test_a_context_restores_what_it_found():
     assert rustloader.is_installed() and rustloader.settings.options.current() == {}
 
 
-@pytest.mark.warns
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-def test_a_class_from_before_install_stays_on_torchdatas(module, caplog):
-    exec(
-        "from torchdata.stateful_dataloader import StatefulDataLoader\n"
-        "class Mine(StatefulDataLoader):\n"
-        "    def __init__(self, *args, **kw):\n"
-        "        StatefulDataLoader.__init__(self, *args, **kw)\n",
-        vars(module),
-    )
-    rustloader.install(stateful=True)
-    assert module.StatefulDataLoader is ORIGINAL["loader"], "the name by which its class calls the base was rebound"
-    (message,) = lines(caplog, logging.WARNING)
-    assert "a_users_module.Mine was derived from torchdata's StatefulDataLoader before rustloader.install()" in message
-    assert list(module.Mine(range(4), batch_size=None)) == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize("before", [{}, {"prefetch_factor": 3}])
 def test_a_class_of_the_programs_own_in_torchdatas_place_is_an_error(monkeypatch, before):
     class Other(ORIGINAL["loader"]):
@@ -143,20 +82,6 @@ def test_a_class_of_the_programs_own_in_torchdatas_place_is_an_error(monkeypatch
     assert rustloader.settings.options.current() == before
     assert rustloader.is_installed() is bool(before)
     assert (torch_dataloader._MultiProcessingDataLoaderIter is rustloader.iterator.core.TorchIter) is not bool(before)
-
-
-def test_it_says_once_what_it_did(caplog, module, monkeypatch):
-    with rustloader.installed(stateful=True):
-        pass
-    monkeypatch.setattr(stateful_install._replacement, "_logged", False)
-    module.held = ORIGINAL["loader"]
-    with caplog.at_level(logging.INFO, logger="rustloader"):
-        for _ in range(3):
-            with rustloader.installed(stateful=True):
-                pass
-    (message,) = [line for line in lines(caplog, logging.INFO) if "torchdata" in line]
-    assert message.startswith("torchdata's StatefulDataLoader is rustloader's; replaced: ")
-    assert f"{PACKAGE}.stateful_dataloader.StatefulDataLoader" in message and "a_users_module.held" in message
 
 
 # A process without torchdata, or with one that lacks the package.

@@ -1,7 +1,6 @@
 """`overlap_epochs`: workers begin the next epoch before the current one has ended, and nothing else changes."""
 
 import copy
-import itertools
 import logging
 import os
 import random
@@ -17,7 +16,6 @@ from support import (
     TorchDataLoader,
     epoch,
     gone,
-    run_script,
     rustloader,
     same,
     values,
@@ -648,44 +646,7 @@ def test_an_interrupt_at_the_end_of_an_epoch_loses_nothing(tmp_path):
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_ctrl_c_ends_a_program_with_early_tasks():
-    source = """
-    import _thread, threading
-    if __name__ == "__main__":
-        loader = DataLoader(range(8), num_workers=2, persistent_workers=True, overlap_epochs=True)
-        try:
-            for number in range(10**6):
-                for batch in loader:
-                    pass
-                if number == 20:
-                    os.kill(os.getpid(), signal.SIGINT)
-        except KeyboardInterrupt:
-            pids = [worker.pid for worker in loader._iterator._workers]
-            del loader
-            print("interrupted", len(pids))
-    """
-    status, out, err = run_script(source)
-    assert (status, out) == (0, "interrupted 2\n"), err
-
-
 # --- the end
-
-
-@pytest.mark.parametrize("pin_memory", [False, True])
-@pytest.mark.parametrize("where", ["in the epoch", "at its end"])
-def test_a_loader_that_goes_leaves_nothing(tmp_path, where, pin_memory, host):
-    dataset = Logged(8, tmp_path / "log", payload=100_000)
-    settings = dict(num_workers=2, persistent_workers=True, pin_memory=pin_memory)
-    loader = DataLoader(dataset, overlap_epochs=True, **settings)
-    it = iter(loader)
-    kept = [next(it) for _ in range(7)]
-    assert wait_until(lambda: dataset.begun() > 8)
-    if where == "at its end":
-        kept += list(it)
-    pids = worker_pids(it)
-    del it, loader
-    assert wait_until(lambda: all(map(gone, pids)))
-    assert [int(b[0, 0]) for b in kept] == list(range(len(kept)))
 
 
 def test_a_loop_that_is_left_gives_its_blocks_back(tmp_path):
@@ -749,14 +710,3 @@ def test_install_sets_it_where_it_has_an_effect(lines):
         assert list(stream) == [0, 1, 2, 3]
         assert lines("overlap_epochs has no effect: an iterable dataset")
         assert list(TorchDataLoader(range(3))) == [0, 1, 2]
-
-
-def test_other_samplers_are_asked_when_torch_asks(tmp_path):
-    dataset = Logged(6, tmp_path / "log")
-    loader = DataLoader(
-        dataset, sampler=Odd(6), num_workers=1, persistent_workers=True, overlap_epochs=True, prefetch_factor=2
-    )
-    for number in range(1, 3):
-        assert len(list(itertools.islice(loader, 7))) == 6
-        assert dataset.begun() == 6 * number
-        assert was_predicted(loader) is None

@@ -15,13 +15,11 @@ import torch
 from generators import drawn, main_state
 from sample_data import Numbers, as_list
 from support import BOTH, DataLoader, LoaderIter, TorchDataLoader, in_time, rustloader
-from torch.utils.data import IterableDataset, RandomSampler, Subset, _DatasetKind, get_worker_info
+from torch.utils.data import IterableDataset, RandomSampler, Subset, get_worker_info
 from torch.utils.data._utils import fetch
 
 from rustloader.fetch import inline
-from rustloader.fetch.inline import StepFetcher
 from rustloader.fetch.seeds import SampleAccess, Seeding, Seeds, ordinal_of
-from rustloader.fetch.step import Step
 
 pytestmark = pytest.mark.ours
 
@@ -568,34 +566,6 @@ def test_the_counters_of_a_stream_can_be_set(streams_kept):
     assert (seeds.batches, seeds.samples) == (0, 0)
 
 
-def fetcher_of(dataset, seeding):
-    kind = _DatasetKind.Iterable if isinstance(dataset, IterableDataset) else _DatasetKind.Map
-    step = Step(dataset, kind, True, Seeds(seeding, int(kind == _DatasetKind.Iterable)))
-    return StepFetcher(step, _DatasetKind.create_fetcher(kind, dataset, True, with_draws, False))
-
-
-@pytest.mark.parametrize("seed_by", UNITS)
-def test_without_workers_an_epoch_goes_on(seed_by):
-    base = base_seed()
-    wanted = list(make(0, seed_by, Draws(18)))
-    fetcher = fetcher_of(Draws(18), Seeding(seed_by == "sample", base, 0, 2, (3,)))
-    batches = [list(range(k, k + 3)) for k in range(0, 18, 3)]
-    assert [fetcher.fetch(batches[k]) for k in (2, 4, 5)] == [wanted[2], wanted[4], wanted[5]]
-    fetcher.go_back(5)
-    assert [fetcher.fetch(batches[k]) for k in (0, 1, 2, 4)] == [wanted[0], wanted[1], wanted[2], wanted[4]]
-
-
-@pytest.mark.parametrize("seed_by", UNITS)
-def test_without_workers_a_stream_goes_on(seed_by):
-    base = base_seed()
-    wanted = list(make(0, seed_by, Stream(9)))
-    fetcher = fetcher_of(Stream(9), Seeding(seed_by == "sample", base, 0))
-    fetcher.seeds.batches, fetcher.seeds.samples = 1, 3
-    later = fetcher.fetch([None] * 3)
-    assert [draws for _, draws in later[0]] == [draws for _, draws in wanted[1][0]] and later[1] == wanted[1][1]
-    assert (fetcher.seeds.batches, fetcher.seeds.samples) == (2, 6 if seed_by == "sample" else 3)
-
-
 # sample_seed()
 
 
@@ -651,17 +621,6 @@ def test_a_loader_within_a_sample_leaves_its_streams_alone(workers):
             python_random, numpy_random = random.Random(second), np.random.RandomState(third % 2**32)
             python_random.random(), numpy_random.rand()
             assert after[1:] == (python_random.random(), numpy_random.rand(), first % 2**63)
-
-
-def test_seeds_fit_into_tensors():
-    class Seeds(Numbers):
-        def __getitem__(self, i):
-            return rustloader.sample_seed()
-
-    torch.manual_seed(0)
-    seeds = torch.cat(list(DataLoader(Seeds(300), batch_size=10, num_workers=1, seed_by="sample")))
-    assert seeds.dtype == torch.int64 and len(set(seeds.tolist())) == 300 and seeds.min() >= 0
-    assert seeds.max() > 2**62
 
 
 def test_an_epoch_whose_worker_init_fn_fails_gives_its_number_to_the_next(tmp_path):
