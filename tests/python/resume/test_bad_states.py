@@ -6,7 +6,6 @@ import pytest
 import torch
 from stateful import datasets
 from stateful.datasets import unchanged
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from rustloader.stateful_dataloader import StatefulDataLoader
 
@@ -25,9 +24,9 @@ KINDS = {
 }
 
 
-def make(kind="map", workers=0, **kw):
+def make(kind="map", workers=0, dataset=None, **kw):
     kw.setdefault("batch_size", 3)
-    return StatefulDataLoader(KINDS[kind](), num_workers=workers, collate_fn=unchanged, **kw)
+    return StatefulDataLoader(dataset or KINDS[kind](), num_workers=workers, collate_fn=unchanged, **kw)
 
 
 def stopped(loader, steps=3):
@@ -92,10 +91,6 @@ def test_a_key_that_is_missing(kind, workers):
     assert {path: outcomes[path] for path in required} == dict.fromkeys(required, "refused")
 
 
-def ids(batches):
-    return [[sample["id"] if isinstance(sample, dict) else sample[0] for sample in batch] for batch in batches]
-
-
 JUNK = [None, "x", -1, 1.5, True, [], {}, (1, 2), b"", torch.zeros(2), [None], {"a": 1}, 1 << 40]
 
 
@@ -133,62 +128,24 @@ def test_a_value_that_is_not_a_state(junk):
     assert list(loader) == list(make())
 
 
+# Settings of the loader that saves and of the other one, and a pattern of the error. test_sampling.py has more.
 OTHERS = {
-    "length": (lambda: make(), lambda: StatefulDataLoader(datasets.Records(25), 3, collate_fn=unchanged), "24.*25"),
-    "batch size": (lambda: make(), lambda: make(batch_size=4), "3.*4"),
-    "no batch size": (lambda: make(), lambda: make(batch_size=None), "batch"),
-    "drop_last": (lambda: make(), lambda: make(drop_last=True), "drop_last"),
-    "shuffle": (
-        lambda: make(),
-        lambda: make(shuffle=True),
-        r"SequentialSampler.*RandomSampler|RandomSampler.*SequentialSampler",
-    ),
-    "no shuffle": (
-        lambda: make(shuffle=True),
-        lambda: make(),
-        r"SequentialSampler.*RandomSampler|RandomSampler.*SequentialSampler",
-    ),
-    "sampler": (
-        lambda: make(sampler=WeightedRandomSampler(torch.ones(SIZE), SIZE)),
-        lambda: make(sampler=RandomSampler(range(SIZE))),
-        r"WeightedRandomSampler.* RandomSampler",
-    ),
-    "length of the sampler": (
-        lambda: make(sampler=RandomSampler(range(SIZE), num_samples=12)),
-        lambda: make(sampler=RandomSampler(range(SIZE), num_samples=13)),
-        "12.*13",
-    ),
-    "batch sampler": (
-        lambda: make(batch_size=1, batch_sampler=BatchSampler(SequentialSampler(range(SIZE)), 3, False)),
-        lambda: make(batch_size=1, batch_sampler=BatchSampler(SequentialSampler(range(SIZE)), 5, False)),
-        "3.*5",
-    ),
-    "number of ranks": (
-        lambda: make(sampler=DistributedSampler(range(SIZE), 2, 0)),
-        lambda: make(sampler=DistributedSampler(range(SIZE), 3, 0)),
-        "reshard",
-    ),
-    "iterable": (lambda: make(), lambda: make("iterable"), "map-style.*iterable"),
-    "map-style": (lambda: make("iterable"), lambda: make(), "iterable.*map-style"),
-    "stateless": (lambda: make("stateful map"), lambda: make(), "state"),
+    "length": ({}, {"dataset": datasets.Records(25)}, "24.*25"),
+    "no batch size": ({}, {"batch_size": None}, "batch"),
+    "iterable": ({}, {"kind": "iterable"}, "map-style.*iterable"),
+    "map-style": ({"kind": "iterable"}, {}, "iterable.*map-style"),
+    "stateless": ({"kind": "stateful map"}, {}, "state"),
 }
 
 
-@pytest.mark.parametrize("what", OTHERS)
+@pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_state_of_another_loader(what, workers):
-    saver, other, text = OTHERS[what]
-    iterator, state = stopped(saver())
+def test_a_state_of_another_loader(other, workers):
+    saver, loader, text = OTHERS[other]
+    iterator, state = stopped(make(**saver, workers=workers))
     del iterator
-    loader = other()
-    loader.num_workers = 0
-    if workers:
-        if what == "stateless":
-            return
-        loader = rebuilt(loader, workers)
-    torch.manual_seed(1)
+    loader = make(**loader, workers=workers)
     expected = list(loader)
-    torch.manual_seed(1)
     iterator = iter(loader)
     first = next(iterator)
     with pytest.raises(ValueError, match=text):
@@ -196,16 +153,6 @@ def test_a_state_of_another_loader(what, workers):
     # The iterator goes on, and so does the loader.
     assert [first, *iterator] == expected
     assert len(list(loader)) == len(expected)
-
-
-def rebuilt(loader, workers):
-    """The same loader, but with workers."""
-    kw = {"collate_fn": loader.collate_fn, "num_workers": workers}
-    if loader.batch_size is None and loader.batch_sampler is not None:
-        return StatefulDataLoader(loader.dataset, batch_sampler=loader.batch_sampler, **kw)
-    if not isinstance(loader.dataset, torch.utils.data.IterableDataset):
-        kw["sampler"] = loader.sampler
-    return StatefulDataLoader(loader.dataset, loader.batch_size, drop_last=loader.drop_last, **kw)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -18,92 +18,27 @@ with warnings.catch_warnings():
 
 if rustloader is not None:
     from rustloader.stateful_dataloader.description import describe
+    from rustloader.stateful_dataloader.schema import DatasetState, SamplerState, State
+    from rustloader.workers.snapshots import WorkerStart
 
 
-class Counter(torch.utils.data.IterableDataset):
-    """Counts to 10, with a state of a known size."""
-
-    def __init__(self):
-        self.count = 0
-
-    def __iter__(self):
-        while self.count < 10:
-            self.count += 1
-            yield self.count
-
-    def state_dict(self):
-        return {"count": self.count, "buffer": b"x" * 5000}
-
-    def load_state_dict(self, state):
-        self.count = state["count"]
-
-
-def own_part(**changes):
-    return {
-        "version": 1,
-        "epoch": 3,
-        "base_seed": 12345,
-        "delivered": 120,
-        "ahead": [],
-        "sampler": {
-            "kind": "random",
-            "length": 16000,
-            "batch_size": 32,
-            "drop_last": False,
-            "start": {"seed": 77},
-        },
-        "dataset": {"kind": "map", "length": 16000, "stateful": False},
-        "seeds": None,
-        "workers": None,
-    } | changes
-
-
-def state_without_workers(at=120, finished=False, fetcher=None, dataset=None, **changes):
-    return {
-        "_index_sampler_state": None,
-        "_sampler_iter_state": None,
-        "_sampler_iter_yielded": at,
-        "_num_yielded": at,
-        "_IterableDataset_len_called": None,
-        "_shared_seed": None,
-        "fetcher_state": fetcher,
-        "dataset_state": dataset,
-        "_iterator_finished": finished,
-        "_rustloader": own_part(**changes),
-    }
-
-
-def snapshot(worker, dataset=None, iterator=None, ended=False):
-    return {
-        "worker_id": worker,
-        "dataset_state": dataset,
-        "fetcher_state": {"fetcher_ended": ended, "dataset_iter_state": iterator},
-    }
-
-
-def state_with_workers(snapshots, at=120, steps=0, finished=False, **changes):
-    return {
-        "_snapshot": {
-            "_snapshot_step": at,
-            "_last_yielded_worker_id": 1,
-            "_main_snapshot": {
-                "_num_workers": len(snapshots),
-                "_sampler_iter_state": None,
-                "_index_sampler_state": None,
-                "_sampler_iter_yielded": at,
-                "_IterableDataset_len_called": None,
-                "_shared_seed": None,
-                "_base_seed": 12345,
-            },
-            "_worker_snapshots": {f"worker_{one['worker_id']}": one for one in snapshots},
-        },
-        "_steps_since_snapshot": steps,
-        "_iterator_finished": finished,
-        "_rustloader": own_part(**{"delivered": at + steps} | changes),
-    }
-
-
+SAMPLER = {"kind": "random", "length": 16000, "batch_size": 32, "drop_last": False, "start": {"seed": 77}}
 RESHARDED = {"rank": 0, "num_replicas": 2, "epoch": 2, "consumed": 64}
+
+
+def state_of(at=120, sampler=None, workers=None, **changes):
+    """The state of a loader after `at` batches; `workers` are the states of its workers."""
+    values = {
+        "sampler": SamplerState(**SAMPLER | (sampler or {})),
+        "dataset": DatasetState("map", 16000, False),
+        "workers": workers or [WorkerStart()],
+        "num_workers": len(workers or []),
+        "last_worker": len(workers or []) - 1,
+        "has_records": True,
+        "base_seed": 12345,
+        "epoch": 3,
+    }
+    return State(low=at, yielded=at, **values | changes).to_torchdata()
 
 
 def line(state, name):
@@ -113,42 +48,33 @@ def line(state, name):
     return texts[0] if texts else None
 
 
-def test_a_state_without_workers():
-    assert describe(state_without_workers()) == "\n".join(
-        [
-            "written by: StatefulDataLoader of rustloader, without workers",
-            "position: epoch 3, 120 batches delivered of 500; the next one is batch 120",
-            "sampler: RandomSampler, 16,000 samples in batches of 32, order from seed 77",
-            "dataset: map-style, 16,000 samples, without a state",
-            "random numbers: base seed 12345",
-        ]
-    )
+def test_a_state_of():
+    assert describe(state_of()).splitlines() == [
+        "written by: StatefulDataLoader of rustloader, without workers",
+        "position: epoch 3, 120 batches delivered of 500; the next one is batch 120",
+        "sampler: RandomSampler, 16,000 samples in batches of 32, order from seed 77",
+        "dataset: map-style, 16,000 samples, without a state",
+        "random numbers: base seed 12345",
+    ]
 
 
 def test_a_state_with_workers_and_states_of_the_dataset():
-    workers = [
-        {"delivered": 60, "replay": 0, "batches": 60, "samples": 0},
-        {"delivered": 1, "replay": 2, "batches": 60, "samples": 0},
+    state = state_of(
+        workers=[WorkerStart(b"x" * 5000), WorkerStart(None, b"x" * 2_000_000, replay=2), WorkerStart(7, ended=True)],
+        sampler={"kind": "none", "length": None, "drop_last": True, "start": None},
+        dataset=DatasetState("iterable", None, True),
+        seeds=(9, 4),
+    )
+    assert describe(state).splitlines() == [
+        "written by: StatefulDataLoader of rustloader, with 3 workers",
+        "position: epoch 3, 120 batches delivered; the next one is batch 120",
+        "sampler: none in batches of 32, without an incomplete last batch",
+        "dataset: iterable, with a state",
+        "random numbers: base seed 12345; seed_by with base seed 9, epoch 4",
+        "worker 0: state of the dataset: 5.0 kB",
+        "worker 1: state of the iterator: 2.0 MB, 2 batches to fetch again",
+        "worker 2: state of the dataset: 5 B, at its end",
     ]
-    snapshots = [snapshot(0, dataset=b"x" * 5000), snapshot(1, iterator=b"x" * 2_000_000)]
-    state = state_with_workers(
-        snapshots,
-        workers=workers,
-        sampler={"kind": "none", "length": None, "batch_size": 32, "drop_last": True, "start": None},
-        dataset={"kind": "iterable", "length": None, "stateful": True},
-        seeds={"base_seed": 9, "epoch": 4},
-    )
-    assert describe(state) == "\n".join(
-        [
-            "written by: StatefulDataLoader of rustloader, with 2 workers",
-            "position: epoch 3, 120 batches delivered; the next one is batch 120",
-            "sampler: none in batches of 32, without an incomplete last batch",
-            "dataset: iterable, with a state",
-            "random numbers: base seed 12345; seed_by with base seed 9, epoch 4",
-            "worker 0: state of the dataset: 5.0 kB",
-            "worker 1: state of the iterator: 2.0 MB, 2 batches to fetch again",
-        ]
-    )
 
 
 @pytest.mark.parametrize(
@@ -165,11 +91,7 @@ def test_a_state_with_workers_and_states_of_the_dataset():
 )
 @pytest.mark.parametrize("workers", [False, True])
 def test_position_counts_batches(changes, at, words, workers):
-    sampler = own_part()["sampler"] | changes
-    if workers:
-        state = state_with_workers([snapshot(0)], at=at - 1, steps=1, sampler=sampler)
-    else:
-        state = state_without_workers(at, sampler=sampler, delivered=at)
+    state = state_of(at, changes, [WorkerStart()] * workers)
     assert line(state, "position").startswith(f"epoch 3, {words}")
 
 
@@ -190,25 +112,18 @@ def test_position_counts_batches(changes, at, words, workers):
     ],
 )
 def test_samplers(sampler, words):
-    assert (
-        line(
-            state_without_workers(
-                ahead=[122],
-                sampler=sampler,
-            ),
-            "sampler",
-        )
-        == words
-    )
+    assert line(state_of(sampler={"batch_size": None, "start": None} | sampler), "sampler") == words
 
 
 def test_state_of_a_later_version():
-    text = describe(state_without_workers(version=7))
+    state = state_of()
+    state["_rustloader"]["version"] = 7
+    text = describe(state)
     assert text.startswith("cannot be loaded: the state has format 7, and this version of rustloader reads format 1")
 
 
 def test_state_that_cannot_be_pickled_has_no_size():
-    state = state_without_workers(dataset=lambda: None)
+    state = state_of(workers=[WorkerStart(lambda: None)], num_workers=0)
     assert line(state, "main process") == "state of the dataset: cannot be pickled"
 
 
@@ -229,16 +144,6 @@ def test_states_of_torchdata(workers):
     assert "the epoch has ended" in line(loader.state_dict(), "position")
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize("workers", [0, 2])
-def test_states_of_torchdata_of_a_dataset_with_a_state(workers):
-    loader = TorchdataLoader(Counter(), batch_size=4, num_workers=workers)
-    batches = list(loader)
-    for name in ["worker 0", "worker 1"] if workers else ["main process"]:
-        assert line(loader.state_dict(), name) == "state of the dataset: 5.0 kB, at its end"
-    assert len(batches) == 3 * max(workers, 1)
-
-
 @pytest.mark.parametrize("value", [None, [], "state", 3, b"", object()])
 def test_other_types_are_type_errors(value):
     with pytest.raises(TypeError, match=r"describe\(\) takes the dict that state_dict\(\) returned, got "):
@@ -249,10 +154,10 @@ def test_other_dicts():
     assert describe({}) == "an empty state: load_state_dict() makes the loader start from scratch"
     assert describe({"a": 1}).startswith("cannot be loaded: the state has no '_iterator_finished': load what")
     for kind in (collections.OrderedDict, collections.UserDict, types.MappingProxyType):
-        assert describe(kind(state_without_workers())) == describe(state_without_workers())
+        assert describe(kind(state_of())) == describe(state_of())
 
 
-@pytest.mark.parametrize("state", [state_without_workers(), state_with_workers([snapshot(0)])])
+@pytest.mark.parametrize("state", [state_of(), state_of(workers=[WorkerStart()])])
 def test_state_is_not_changed(state):
     before = copy.deepcopy(state)
     describe(state)
@@ -265,7 +170,7 @@ def test_damage_is_named(path):
         def __repr__(self):
             raise RuntimeError("no text")
 
-    state = part = state_with_workers([snapshot(0), snapshot(1)])
+    state = part = state_of(workers=[WorkerStart()] * 2)
     *parents, last = path.split("/")
     for name in parents:
         part = part[name]

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 from support import rustloader
-from torch.utils.data import Dataset, DistributedSampler
+from torch.utils.data import Dataset
 
 pytestmark = pytest.mark.ours
 
@@ -29,19 +29,6 @@ class Draws(Dataset):
 
     def __getitem__(self, index):
         return index, random.random()
-
-
-class WithSetEpoch(Dataset):
-    epoch = 0
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        return 10 * self.epoch + index
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
 
 
 def as_is(samples):
@@ -102,83 +89,56 @@ def test_the_epoch_after_a_finished_one_has_its_own_seeds(workers):
     assert list(resumed(state, Draws(), num_workers=workers, seed_by="sample")) == second
 
 
-def test_a_new_seed_counts_after_a_state_at_the_end():
-    whole = loader(range(64), shuffle=True)
-    list(whole)
-    torch.manual_seed(5)
-    expected = list(whole)
-    torch.manual_seed(6)
-    list(whole)
-    whole.state_dict()
-    torch.manual_seed(5)
-    assert list(whole) == expected
+AFTER = {
+    "the loader itself": lambda stateful, make: stateful,
+    "a copy": lambda stateful, make: copy.deepcopy(stateful),
+    "a pickle": lambda stateful, make: pickle.loads(pickle.dumps(stateful)),
+    "another loader": lambda stateful, make: loaded(make(), stateful.state_dict()),
+    "a copy of another loader": lambda stateful, make: copy.deepcopy(loaded(make(), stateful.state_dict())),
+}
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
-@pytest.mark.parametrize("is_loaded", [False, True])
-def test_a_new_seed_counts_for_a_copy_of_a_loader(copied, is_loaded):
-    torch.manual_seed(5)
-    expected = list(loader(range(64), shuffle=True))
-    torch.manual_seed(6)
-    whole = loader(range(64), shuffle=True)
-    list(whole)
-    state = whole.state_dict()
-    if is_loaded:
-        whole = loader(range(64), shuffle=True)
-        whole.load_state_dict(state)
-    other = copied(whole)
-    torch.manual_seed(5)
-    assert list(other) == expected
-
-
-def test_a_state_after_a_new_seed_has_the_order_of_that_seed():
-    whole = loader(range(64), shuffle=True)
-    list(whole)
-    whole.state_dict()
-    torch.manual_seed(5)
-    state = whole.state_dict()
-    torch.manual_seed(5)
-    expected = list(loader(range(64), shuffle=True))
-    torch.manual_seed(6)
-    other = loader(range(64), shuffle=True)
+def loaded(other, state):
     other.load_state_dict(state)
-    assert list(other) == expected
-
-
-def test_each_rank_goes_on_with_its_own_samples_from_the_state_of_another():
-    def ranked(rank):
-        return dict(dataset=range(8), sampler=DistributedSampler(range(8), 2, rank, shuffle=False))
-
-    stopped = loader(**ranked(0))
-    next(iter(stopped))
-    assert list(resumed(stopped.state_dict(), **ranked(1))) == [[3], [5], [7]]
-
-
-def test_persistent_workers_are_told_the_epoch_of_the_dataset():
-    dataset = WithSetEpoch()
-    persistent = loader(dataset, num_workers=1, persistent_workers=True)
-    assert list(persistent) == [[0], [1], [2], [3]]
-    dataset.set_epoch(2)
-    assert list(persistent) == [[20], [21], [22], [23]]
+    return other
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("epochs", [0, 1])
 @pytest.mark.parametrize("own", [False, True])
-def test_a_seed_between_the_load_of_a_finished_epoch_and_iter_counts(own, workers):
-    def begun(epoch, state=None):
+@pytest.mark.parametrize("after", AFTER)
+def test_new_seed_after_state_counts(after, own, epochs, workers):
+    def make():
         generator = torch.Generator() if own else None
-        stateful = loader(range(32), shuffle=True, generator=generator, num_workers=workers)
-        if state is not None:
-            torch.rand(1)
-            stateful.load_state_dict(state)
-        torch.manual_seed(100 + epoch)
-        if own:
-            generator.manual_seed(200 + epoch)
-        return stateful, list(stateful)
+        return loader(range(64), shuffle=True, generator=generator, num_workers=workers)
 
-    first, _ = begun(0)
-    state = first.state_dict()
-    assert begun(1, state)[1] == begun(1)[1]
+    def seed(stateful, number):
+        torch.manual_seed(number)
+        if own:
+            stateful.generator.manual_seed(number)
+
+    whole = make()
+    seed(whole, 5)
+    expected = list(whole)
+    seed(whole := make(), 6)
+    for _ in range(epochs):
+        list(whole)
+    whole.state_dict()
+    whole = AFTER[after](whole, make)
+    seed(whole, 5)
+    assert list(whole) == expected
+
+
+def test_state_after_new_seed_has_the_order_of_that_seed():
+    whole = loader(range(64), shuffle=True)
+    list(whole)
+    whole.state_dict()
+    torch.manual_seed(5)
+    state = whole.state_dict()
+    torch.manual_seed(5)
+    expected = list(loader(range(64), shuffle=True))
+    torch.manual_seed(6)
+    assert list(resumed(state, range(64), shuffle=True)) == expected
 
 
 def test_the_workers_of_an_abandoned_epoch_end_before_others_start(monkeypatch):

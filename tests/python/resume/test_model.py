@@ -35,6 +35,20 @@ def test_resumed_loaders_deliver_each_batch_once():
     assert " 0 failed" in output and not output.startswith("0 programs")
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("sampler", ["sequential", "shuffle", "shuffle with generator", "subset", "weighted"])
+@pytest.mark.parametrize("batch_size", [None, 2, 3])
+@pytest.mark.parametrize("before", [(), (("iter",), ("end",))])
+@pytest.mark.parametrize("dataset", ["drawing map", "drawing stream"])
+def test_state_between_epochs_says_what_comes(dataset, before, batch_size, sampler):
+    """Samples draw from the program's generator, whose state the dataset has."""
+    settings = Settings(dataset, (9, 0, 0, 0), batch_size, sampler=sampler)
+    if why_invalid(settings) is None:
+        save = ("save", "now", 0)
+        play.run(Program(settings, (*before, save, save, ("iter",), ("end",))))
+        play.run(Program(settings, (*before, save, ("resume", "torch", {}, False), ("end",), ("iter",), ("end",))))
+
+
 # The tester itself must be able to fail.
 
 EXAMPLE = Program(

@@ -38,8 +38,12 @@ class Mapped(Epochs, Dataset):
 
 
 class Streamed(Epochs, IterableDataset):
+    """Has the epoch that it was given before `iter`."""
+
     def __iter__(self):
-        epoch = self.epoch
+        return self.samples(self.epoch)
+
+    def samples(self, epoch):
         for _ in range(2 if get_worker_info() else 4):
             yield epoch, self.calls
 
@@ -233,6 +237,22 @@ def test_a_resumed_epoch_is_told_the_programs_epoch(kind):
     assert [epoch for epoch, _ in loader] == [5, 5, 5]
     loader.dataset.set_epoch(6)
     assert [epoch for epoch, _ in loader] == [6] * 4
+
+
+class WithState(Mapped):
+    def state_dict(self):
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        self.epoch = state["epoch"]
+
+
+def test_state_after_iter_has_the_epoch():
+    loader = make(WithState(), num_workers=1)
+    list(loader)
+    loader.dataset.set_epoch(epoch=3)
+    iter(loader)
+    assert loader.state_dict()["_snapshot"]["_worker_snapshots"]["worker_0"]["dataset_state"] == {"epoch": 3}
 
 
 class Failing(Mapped):

@@ -11,7 +11,7 @@ import torch
 from sample_data import Failing, Held, Numbers, runtime_error
 from stateful import datasets
 from stateful.datasets import unchanged
-from support import in_thread, run_script, wait_until, while_next_waits, workers_report
+from support import in_thread, wait_until, while_next_waits, workers_report
 from torch.utils.data import IterableDataset, get_worker_info
 
 from rustloader import LoaderTimeoutError
@@ -163,68 +163,6 @@ def test_iter_after_a_worker_could_not_load_its_state_resumes_again(tmp_path):
     assert first and list(loader) == rest
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("in_order", [True, False])
-def test_a_batch_that_raised_counts_as_delivered(workers, in_order):
-    def make():
-        dataset = Failing(12, {3: runtime_error, 9: runtime_error})
-        return StatefulDataLoader(dataset, 2, num_workers=workers, in_order=in_order, collate_fn=unchanged)
-
-    loader = make()
-    iterator = iter(loader)
-    answers = []
-
-    def take_answer(iterator):
-        try:
-            answers.append(next(iterator))
-        except RuntimeError as error:
-            assert "of two lines" in str(error)
-            answers.append("error")
-
-    states = []
-    for _ in range(6):
-        take_answer(iterator)
-        states.append(loader.state_dict())
-    assert sorted(map(str, answers)) == sorted(["[0, 1]", "error", "[4, 5]", "[6, 7]", "error", "[10, 11]"])
-    for number, state in enumerate(states):
-        loader = make()
-        loader.load_state_dict(state)
-        iterator, before = iter(loader), answers[: number + 1]
-        answers, expected = [], answers
-        for _ in range(5 - number):
-            take_answer(iterator)
-        assert sorted(map(str, before + answers)) == sorted(map(str, expected))
-        assert in_order is False or before + answers == expected
-        with pytest.warns(UserWarning, match="an epoch of 0 batches") if number == 5 else nothing_raised():
-            assert next(iterator, None) is None
-        answers = expected
-    # `back` counts batches, not errors.
-    if in_order:
-        loader = make()
-        iterator = iter(loader)
-        answers.clear()
-        for _ in range(3):
-            take_answer(iterator)
-        states = [loader.state_dict(back=back) for back in range(3)]
-        loaders = [make() for _ in states]
-        for loader, state in zip(loaders, states, strict=True):
-            loader.load_state_dict(state)
-        assert next(iter(loaders[0])) == [6, 7]
-        assert next(iter(loaders[1])) == [4, 5]
-        with pytest.raises(RuntimeError, match="of two lines") if position(states[2]) else nothing_raised():
-            assert next(iter(loaders[2])) == [0, 1]
-
-
-class nothing_raised:
-    """No error and no warning is expected."""
-
-    def __enter__(self):
-        pass
-
-    def __exit__(self, *_):
-        pass
-
-
 @pytest.mark.parametrize("pinned", [False, True])
 def test_a_state_while_next_waits(tmp_path, host, pinned):
     """A state for a thread or a signal handler does not count what `next` has not returned."""
@@ -304,47 +242,6 @@ def test_an_interrupt_in_next_counts_nothing(tmp_path, kind):
     resumed = StatefulDataLoader(Numbers(12), 2, num_workers=1)
     resumed.load_state_dict(before)
     assert [batch.tolist() for batch in resumed] == delivered[3:]
-
-
-@pytest.mark.parametrize(("held", "before"), [(11, 5), (1, 0)])
-def test_ctrl_c_in_a_program_that_saves_and_another_that_resumes(tmp_path, held, before):
-    head = f"""
-        from rustloader.stateful_dataloader import StatefulDataLoader
-        from sample_data import Held
-        from support import while_next_waits
-        torch.manual_seed(3)
-        loader = StatefulDataLoader(Held(20, {held}, {str(tmp_path / "go")!r}), 2, num_workers=2)
-        def show(batch):
-            print(batch.tolist(), flush=True)
-    """
-    status, first, err = run_script(
-        head
-        + f"""
-        batches = iter(loader)
-        for _ in range({before}):
-            show(next(batches))
-        # The next batch does not come, so the interrupt cannot fall between its delivery and its output.
-        while_next_waits(os.kill, os.getpid(), signal.SIGINT)
-        try:
-            for batch in batches:
-                show(batch)
-        except KeyboardInterrupt:
-            torch.save(loader.state_dict(), {str(tmp_path / "state")!r})
-        """
-    )
-    assert status == 0, err
-    (tmp_path / "go").touch()
-    status, second, err = run_script(
-        head
-        + f"""
-        loader.load_state_dict(torch.load({str(tmp_path / "state")!r}, weights_only=True))
-        for batch in loader:
-            show(batch)
-        """
-    )
-    assert status == 0, err
-    assert (first + second).splitlines() == [str([i, i + 1]) for i in range(0, 20, 2)]
-    assert len(first.splitlines()) == before
 
 
 def test_a_timeout_counts_nothing(tmp_path):
