@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
 
 import numpy as np
 import torch
@@ -358,6 +359,71 @@ class Labelled(torch.Tensor):
 
 class Array(np.ndarray):
     """A NumPy subclass."""
+
+
+class Config(Mapping):
+    """A mapping that cannot be written to."""
+
+    def __init__(self, values=()):
+        self._values = dict(values)
+
+    def __getitem__(self, key):
+        return self._values[key]
+
+    def __iter__(self):
+        return iter(self._values)
+
+    def __len__(self):
+        return len(self._values)
+
+
+class Choosy(Config):
+    """A mapping that cannot be built from a dict."""
+
+    def __init__(self, *, keys, values):
+        super().__init__(zip(keys, values, strict=True))
+
+
+class Store(Config, MutableMapping):
+    def __setitem__(self, key, value):
+        self._values[key] = value
+
+    def __delitem__(self, key):
+        del self._values[key]
+
+
+class Row(Sequence):
+    """A sequence, built from a list."""
+
+    def __init__(self, values):
+        self._values = list(values)
+
+    def __getitem__(self, index):
+        return self._values[index]
+
+    def __len__(self):
+        return len(self._values)
+
+
+class FixedRow(Row):
+    """A sequence that cannot be built from a list."""
+
+    def __init__(self, first, *others):
+        super().__init__([first, *others])
+
+    def __reduce__(self):
+        return FixedRow, tuple(self._values)
+
+
+class Bag(Row, MutableSequence):
+    def __setitem__(self, index, value):
+        self._values[index] = value
+
+    def __delitem__(self, index):
+        del self._values[index]
+
+    def insert(self, index, value):
+        self._values.insert(index, value)
 
 
 class BadText(Exception):

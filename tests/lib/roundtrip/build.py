@@ -8,7 +8,7 @@ and its repr reproduces it. A step that fails yields a :class:`NotMade`.
 import dataclasses
 import warnings
 
-from roundtrip import build_arrays, build_containers, build_tensors, objects
+from roundtrip import build_arrays, build_containers, build_tensors, cases, objects
 
 __all__ = ["FOR_TORCH", "OPERATIONS", "NotMade", "build"]
 
@@ -24,6 +24,7 @@ class NotMade:
 OPERATIONS = {
     "atom": lambda name: objects.ATOMS[name](),
     "nasty": lambda name: objects.NASTY[name](),
+    "case": lambda name, n: cases.CASES[name](n),
     "int": int,
     "float": objects.float_from_bits,
     # A new string: whether two equal strings of the description are one object depends on how the index was sent.

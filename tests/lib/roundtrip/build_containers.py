@@ -5,6 +5,7 @@ import functools
 import types
 
 import torch
+from sample_data import Config, Row
 
 from roundtrip import objects
 
@@ -102,8 +103,8 @@ OPERATIONS = {
     "UserDict": lambda *parts: collections.UserDict(pairs(parts)),
     "deque": lambda *parts: collections.deque(parts),
     "bounded_deque": lambda *parts: collections.deque(parts, maxlen=len(parts)),
-    "mapping": lambda *parts: objects.UserMapping(pairs(parts)),
-    "sequence": lambda *parts: objects.UserSequence(parts),
+    "mapping": lambda *parts: Config(pairs(parts)),
+    "sequence": lambda *parts: Row(parts),
     "plain": lambda *parts: attributes(objects.Plain(), parts),
     "slotted": lambda *parts: attributes(objects.Slotted(), parts),
     "reduced": lambda *parts: objects.Reduced(*parts),

@@ -140,6 +140,9 @@ class Record:
 
     def _tensor(self, path, t, facts):
         children = [] if type(t).__module__.startswith("torch.nested") else attributes(t)
+        if isinstance(t, torch.nn.parameter.UninitializedTensorMixin):
+            facts |= {"dtype": t.dtype, "device": t.device, "requires_grad": t.requires_grad}
+            return []
         facts |= {
             "dtype": t.dtype,
             "device": t.device,

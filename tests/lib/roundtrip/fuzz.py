@@ -6,16 +6,15 @@ import contextlib
 import time
 import warnings
 
-import hypothesis
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from torch.utils.data import default_collate
 
 from roundtrip.build import OPERATIONS
 from roundtrip.build_tensors import DTYPES
 from roundtrip.check import Checker, reproducer
 from roundtrip.reduce import reduced
-from roundtrip.trees import forests, random_samples, random_tree, samples
-from roundtrip.ways import Loaders, collated
+from roundtrip.trees import random_samples, random_tree
+from roundtrip.ways import Loaders
 
 # Trees of one example: they are under way at the same time.
 FOREST = 6
@@ -27,7 +26,7 @@ def main(argv=None):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     checker = Checker()
-    loaders = Loaders(workers=options.workers), Loaders(collate=True, workers=options.workers)
+    loaders = Loaders(workers=options.workers), Loaders(default_collate, workers=options.workers)
     try:
         if options.tree:
             run_one(checker, loaders, ast.literal_eval(options.tree))
@@ -53,15 +52,14 @@ def run_one(checker, loaders, index):
         checker.through_workers(loaders[0], [index])
         checker.through_packer(index)
     else:
-        checker.through_workers(loaders[1], [index], collated)
+        checker.through_workers(loaders[1], [index])
 
 
 def run_many(checker, loaders, options):
     start = time.monotonic()
     seed = options.seed
     while checker.trees < options.trees:
-        # Hypothesis finds small special cases and repeats itself; the plain generator covers more ground.
-        (by_hypothesis if seed % 4 == 0 else at_random)(checker, loaders, seed)
+        some_trees(checker, loaders, seed)
         seed += 1
         took = time.monotonic() - start
         rate = 1000 * took / checker.trees
@@ -74,38 +72,18 @@ def check(checker, loaders, trees, batch):
     """Checks some trees sent together, the samples of a batch, and the trees again through the packer."""
     plain, collating = loaders
     checker.through_workers(plain, trees)
-    checker.through_workers(collating, batch, collated)
+    checker.through_workers(collating, [batch])
     for tree in trees:
         checker.through_packer(tree)
 
 
-def by_hypothesis(checker, loaders, seed):
-    """Checks some examples from Hypothesis, which shrinks a failure and prints it."""
-    quick = settings(
-        max_examples=EXAMPLES,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate, Phase.shrink],
-        suppress_health_check=list(HealthCheck),
-        print_blob=False,
-    )
-
-    @hypothesis.seed(seed)
-    @quick
-    @given(forests(FOREST), samples())
-    def holds(trees, batch):
-        check(checker, loaders, trees, [batch])
-
-    holds()
-
-
-def at_random(checker, loaders, seed):
-    """Checks as many examples from a plain random generator."""
+def some_trees(checker, loaders, seed):
+    """Checks the examples that belong to a seed."""
     for i in range(EXAMPLES):
         numbers = [(seed * EXAMPLES + i) * FOREST + k for k in range(FOREST)]
         trees, batch = [random_tree(n) for n in numbers], random_samples(numbers[0])
         try:
-            check(checker, loaders, trees, [batch])
+            check(checker, loaders, trees, batch)
         except AssertionError as error:
             shrink(trees, error)
             raise

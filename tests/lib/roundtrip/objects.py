@@ -2,7 +2,6 @@
 
 import array
 import collections
-import collections.abc
 import dataclasses
 import datetime
 import decimal
@@ -62,31 +61,6 @@ class Stateful:
 
     def __setstate__(self, state):
         self.parts = state["kept"]
-
-
-class UserMapping(collections.abc.Mapping):
-    def __init__(self, items):
-        self.items_ = dict(items)
-
-    def __getitem__(self, key):
-        return self.items_[key]
-
-    def __iter__(self):
-        return iter(self.items_)
-
-    def __len__(self):
-        return len(self.items_)
-
-
-class UserSequence(collections.abc.Sequence):
-    def __init__(self, parts):
-        self.parts = list(parts)
-
-    def __getitem__(self, i):
-        return self.parts[i]
-
-    def __len__(self):
-        return len(self.parts)
 
 
 class ListWithMore(list):

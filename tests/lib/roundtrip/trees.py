@@ -1,20 +1,17 @@
-"""Random descriptions, drawn by Hypothesis or by a plain random generator."""
+"""Random descriptions."""
 
-import functools
 import random
-
-from hypothesis import strategies as st
 
 from roundtrip.grow import Forester, sample_steps
 
-__all__ = ["forests", "random_samples", "random_tree", "samples", "trees"]
+__all__ = ["random_samples", "random_tree"]
 
 
 class Draw:
-    """Decisions. The simplest is 0, toward which Hypothesis shrinks its examples."""
+    """Decisions that belong to a seed."""
 
-    def __init__(self, integer):
-        self.integer = integer
+    def __init__(self, seed):
+        self.integer = random.Random(seed).randint
 
     def pick(self, values):
         return values[self.integer(0, len(values) - 1)]
@@ -32,34 +29,11 @@ class Draw:
         raise AssertionError(choices)
 
 
-@functools.cache
-def integers(low, high):
-    return st.integers(low, high)
-
-
-@st.composite
-def trees(draw):
-    """A description."""
-    return Forester(Draw(lambda low, high: draw(integers(low, high)))).tree()
-
-
-@st.composite
-def forests(draw, most):
-    """Up to `most` descriptions that are sent together."""
-    return draw(st.lists(trees(), min_size=1, max_size=most))
-
-
 def random_tree(seed):
     """The description that belongs to a seed."""
-    return Forester(Draw(random.Random(seed).randint)).tree()
+    return Forester(Draw(seed)).tree()
 
 
 def random_samples(seed):
     """Descriptions of some samples of one shape, which belong to a seed."""
-    return sample_steps(Draw(random.Random(seed).randint))
-
-
-@st.composite
-def samples(draw):
-    """Descriptions of some samples of one shape."""
-    return sample_steps(Draw(lambda low, high: draw(integers(low, high))))
+    return sample_steps(Draw(seed))

@@ -6,7 +6,8 @@ import pickle
 from multiprocessing.reduction import ForkingPickler
 
 import torch
-from support import DataLoader, TorchDataLoader, first_line
+from sample_data import untouched
+from support import DataLoader, TorchDataLoader
 from torch.multiprocessing import reductions
 from torch.utils.data import Dataset, Sampler, default_collate
 
@@ -14,7 +15,7 @@ from roundtrip.build import FOR_TORCH, OPERATIONS, build
 from rustloader._core import _roundtrip
 from rustloader.workers import serialize
 
-__all__ = ["Error", "Loaders", "collated", "packed", "packed_by_torch"]
+__all__ = ["Error", "Loaders", "packed", "packed_by_torch"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,13 +24,15 @@ class Error:
 
     kind: type
     text: str
+    last_line: str
 
 
 def outcome(function, *arguments):
     try:
         return function(*arguments)
     except Exception as e:
-        return Error(type(e), first_line(e))
+        lines = str(e).splitlines() or [""]
+        return Error(type(e), lines[0], lines[-1])
 
 
 # Through workers
@@ -77,28 +80,28 @@ class EpochIndices(Sampler):
         return iter(self.indices)
 
 
-def untouched(samples):
-    return samples
-
-
 class Loaders:
     """Both loaders, with workers that live as long as this object; an epoch sends some trees.
 
     Args:
-        collate: whether the trees are samples, and the batches what default_collate builds from them.
+        collate_fn: with default_collate, an index is a list of descriptions, one for each sample.
         workers: number of workers of each loader.
     """
 
-    def __init__(self, collate=False, workers=1):
+    def __init__(self, collate_fn=untouched, workers=1):
         build((("nested", (), "jagged", (1,), 1),))  # for its imports, which each worker would repeat
-        collate_fn = default_collate if collate else untouched
-        self.sampler = EpochIndices()
-        sampler = {"batch_sampler": self.sampler} if collate else {"sampler": self.sampler, "batch_size": None}
+        self.collate_fn, self.sampler = collate_fn, EpochIndices()
+        self.batches = collate_fn is default_collate
+        sampler = {"batch_sampler": self.sampler} if self.batches else {"sampler": self.sampler, "batch_size": None}
         options = {"num_workers": workers, "persistent_workers": True, **sampler}
         self.rust_loader = DataLoader(Trees(OPERATIONS), collate_fn=collate_fn, **options)
         self.torch_loader = TorchDataLoader(
             Trees(FOR_TORCH), collate_fn=PicklingCollate(collate_fn), timeout=60, **options
         )
+
+    def make(self, index):
+        """The value of an index, in this process."""
+        return self.collate_fn(list(map(build, index)) if self.batches else build(index))
 
     def send(self, indices):
         """The outcomes of rustloader and of torch for each index."""
@@ -120,11 +123,6 @@ class Loaders:
             iterator, loader._iterator = loader._iterator, None
             if iterator is not None:
                 iterator._shutdown_workers()
-
-
-def collated(descriptions):
-    """The batch that default_collate builds from samples."""
-    return default_collate([build(description) for description in descriptions])
 
 
 # In one process

@@ -1,15 +1,14 @@
 """Pinning a value of any type gives exactly what torch's own function gives (P24, T12)."""
 
 import collections
-import dataclasses
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
 import torch
 from pinning_support import pinning
-from sample_data import Given, Labelled, Pair, Record
+from sample_data import Bag, Choosy, Config, FixedRow, Given, Labelled, Pair, Record, Row, Store
 from support import DataLoader, epoch, same_tensor
 from torch.utils.data import _utils
 
@@ -35,80 +34,11 @@ def big(n=0):
     return torch.arange(float(BIG)) + n
 
 
-class Config(Mapping):
-    """A mapping that cannot be written to."""
-
-    def __init__(self, values=()):
-        self._values = dict(values)
-
-    def __getitem__(self, key):
-        return self._values[key]
-
-    def __iter__(self):
-        return iter(self._values)
-
-    def __len__(self):
-        return len(self._values)
-
-
-class Choosy(Config):
-    """A mapping that cannot be built from a dict."""
-
-    def __init__(self, *, keys, values):
-        super().__init__(zip(keys, values, strict=True))
-
-
-class Store(Config, MutableMapping):
-    """A mutable mapping with an extra property."""
-
-    name = None
-
-    def __setitem__(self, key, value):
-        self._values[key] = value
-
-    def __delitem__(self, key):
-        del self._values[key]
-
-
 class Locked(Store):
     """A mutable mapping that refuses to be copied."""
 
     def __copy__(self):
         raise TypeError("no copies")
-
-
-class Row(Sequence):
-    def __init__(self, values):
-        self._values = list(values)
-
-    def __getitem__(self, index):
-        return self._values[index]
-
-    def __len__(self):
-        return len(self._values)
-
-
-class FixedRow(Row):
-    """A sequence that cannot be built from a list."""
-
-    def __init__(self, first, *others):
-        super().__init__([first, *others])
-
-    def __reduce__(self):
-        return FixedRow, tuple(self._values)
-
-
-class Bag(Row, MutableSequence):
-    name = None
-
-    def __setitem__(self, index, value):
-        self._values[index] = value
-
-    def __delitem__(self, index):
-        del self._values[index]
-
-    def insert(self, index, value):
-        self._values.insert(index, value)
 
 
 class Custom:
@@ -135,11 +65,6 @@ class Text(str):
 
 class Triple(tuple):
     """A tuple subclass without fields."""
-
-
-@dataclasses.dataclass
-class Item:
-    data: torch.Tensor
 
 
 def store(kind=Store):
@@ -204,7 +129,7 @@ VALUES = {
     "custom type in a list": lambda: [Custom([big()]), {"c": Custom([small()])}],
     "custom dict": lambda: CustomDict(a=small()),
     "custom str": lambda: Text("mine"),
-    "dataclass": lambda: Item(big()),
+    "dataclass": lambda: Record("name", big()),
     "dataclass in a dict": lambda: {"item": Record("name", big(), small()), "x": big()},
     "set": lambda: {1, 2},
     "ndarray": lambda: np.arange(BIG),

@@ -1,73 +1,89 @@
-"""Random trees arrive as they do from torch's own loader (P24, P25, T5): through workers, and packed in one process.
+"""Values arrive as they do from torch's own loader (P24, P25, T5, T25): through workers, and packed in one process.
 
-A fixed set; `make stress KIND=batches` continues from here, for as long as you like.
+Those of `roundtrip/cases.py`, and random trees; `make stress KIND=batches` continues from here, as long as you like.
 """
 
 import mmap
 import os
 import shlex
 
-import hypothesis
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
 from roundtrip import fuzz
 from roundtrip.build import OPERATIONS, NotMade, build
-from roundtrip.check import Checker, reproducer
+from roundtrip.cases import CASES, SAMPLES, SIDES
+from roundtrip.check import PACKER_OPTIONS, Checker, reproducer
 from roundtrip.compare import Record, differences
 from roundtrip.intended import INTENDED, Case, judge
 from roundtrip.memory import check_writes
 from roundtrip.reduce import reduced
-from roundtrip.trees import forests, random_samples, random_tree, samples
-from roundtrip.ways import Error, Loaders, collated
-from sample_data import Labelled
+from roundtrip.trees import random_samples, random_tree
+from roundtrip.ways import Error, Loaders
+from sample_data import Labelled, untouched
 from support import engine_batches
+from torch.utils.data import default_collate, default_convert
 
 pytestmark = [pytest.mark.ours, pytest.mark.forks, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture
-def loaders():
-    both = Loaders()
+def loaders(request):
+    both = Loaders(getattr(request, "param", untouched))
     yield both
     both.close()
 
 
-@pytest.fixture
-def collating():
-    both = Loaders(collate=True)
-    yield both
-    both.close()
+collating = pytest.mark.parametrize("loaders", [default_collate], indirect=True)
+converting = pytest.mark.parametrize("loaders", [default_convert], indirect=True)
 
 
-def few(examples):
-    return settings(
-        max_examples=examples,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate, Phase.shrink],
-        suppress_health_check=list(HealthCheck),
-    )
+def cases(n, *groups):
+    """The descriptions of the cases whose names begin with a group."""
+    return [(("case", (), name, n),) for name in CASES if name.startswith(groups or "")]
 
 
-def test_trees_of_hypothesis(loaders):
+@pytest.mark.parametrize("n", SIDES)
+def test_p25_t5_cases_through_workers(loaders, n):
     checker = Checker()
+    checker.through_workers(loaders, cases(n))
+    checker.finish()
+    assert checker.outcomes["workers", "value"] > 0.9 * len(CASES)
 
-    @few(40)
-    @given(forests(3))
-    def holds(trees):
-        checker.through_workers(loaders, trees)
-        for tree in trees:
-            checker.through_packer(tree)
 
-    holds()
+@pytest.mark.parametrize("n", SIDES)
+def test_p25_t5_cases_through_packer(n):
+    checker = Checker()
+    for case in cases(n):
+        checker.through_packer(case, PACKER_OPTIONS)
+
+
+@converting
+@pytest.mark.parametrize("n", SIDES)
+def test_p24_cases_through_default_convert(loaders, n):
+    checker = Checker()
+    checker.through_workers(loaders, cases(n, "samples: ", "array: ", "every "))
     checker.finish()
 
 
+@collating
+@pytest.mark.parametrize("n", SIDES)
+def test_p24_t25_cases_through_default_collate(loaders, n):
+    """What torch refuses is the same error, with the same text."""
+    checker = Checker()
+    checker.through_workers(
+        loaders,
+        [
+            [(("case", (), f"samples: {name}", n), ("part", (0,), i)) for i in range(len(make(n)))]
+            for name, make in SAMPLES.items()
+        ],
+    )
+    checker.finish()
+    assert checker.outcomes["workers", "value"] > 60 and checker.outcomes["workers", "the same error"] > 20
+
+
 @pytest.mark.random
-def test_trees_of_a_plain_generator(loaders):
+def test_random_trees(loaders):
     checker, before = Checker(), engine_batches()
     for first in range(0, 240, 8):
         trees = [random_tree(seed) for seed in range(first, first + 8)]
@@ -80,17 +96,11 @@ def test_trees_of_a_plain_generator(loaders):
     assert len(checker.steps) > 0.8 * len(OPERATIONS), "the generator uses too few of the operations"
 
 
-def test_batches_of_default_collate(collating):
+@collating
+def test_random_batches(loaders):
     checker = Checker()
-    for first in range(0, 60, 6):
-        checker.through_workers(collating, [random_samples(seed) for seed in range(first, first + 6)], collated)
-
-    @few(15)
-    @given(samples())
-    def holds(batch):
-        checker.through_workers(collating, [batch], collated)
-
-    holds()
+    for first in range(0, 90, 6):
+        checker.through_workers(loaders, [random_samples(seed) for seed in range(first, first + 6)])
     checker.finish()
     assert checker.outcomes["workers", "value"] > 40 and checker.outcomes["workers", "the same error"] > 0
 
@@ -218,8 +228,3 @@ def test_a_failing_description_is_made_small():
     assert any(operation == "tensor" for operation, *_ in tree)
     small = reduced(tree, lambda steps: any(step[0] == "tensor" for step in steps))
     assert len(small) == 1 and small[0][:2] == ("tensor", ())
-
-
-def test_hypothesis_makes_trees_small():
-    tree = hypothesis.find(forests(3), lambda trees: any(len(tree) > 2 for tree in trees), settings=few(200))
-    assert len(tree) == 1 and len(tree[0]) <= 4

@@ -8,7 +8,6 @@ import os
 import pickle
 import random
 import signal
-import threading
 from collections import namedtuple
 
 import numpy as np
@@ -22,8 +21,6 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, ra
 pytestmark = pytest.mark.ours
 
 if rustloader is not None:
-    from rustloader.system.generators import GeneratorStates
-
     cache = rustloader.cache
 
 Point = namedtuple("Point", "x y")
@@ -484,23 +481,6 @@ def test_copies_have_the_same_cache():
     assert (cached.usage().hits, cached.usage().misses) == (1, 1)
 
 
-def test_it_can_be_sent_through_a_queue():
-    cached = cache(Kept([torch.ones(3)] * 3))
-    context = multiprocessing.get_context("fork")
-    requests, answers = context.Queue(), context.Queue()
-
-    def child():
-        answers.put(int(requests.get()[1].sum()))
-
-    process = context.Process(target=child)
-    process.start()
-    requests.put(cached)
-    assert answers.get(timeout=60) == 3
-    process.join()
-    multiprocessing.resource_sharer.stop()
-    assert cached.usage().misses == 1 and cached[1].sum() == 3 and cached.usage().hits == 1
-
-
 @pytest.mark.warns
 def test_samples_that_cannot_be_pickled_are_built_each_time(caplog):
     class Odd(Kept):
@@ -769,47 +749,6 @@ def test_what_the_dataset_draws_does_not_change_what_then_draws(kind):
     assert same(cold, full) and len(cold[0]) == 5 and (cached.usage().hits, cached.usage().misses) == (60, 60)
 
 
-@pytest.mark.parametrize("before", range(3))
-@pytest.mark.parametrize("draws", ["randn()", "rand()", "randn(3)", "get_state()"])
-def test_numpys_generator_is_restored(before, draws):
-    """Normal numbers are drawn in pairs: one may be left over before the draw, after it, or neither."""
-    np.random.seed(3)
-    for _ in range(before):
-        np.random.randn()
-    for _ in range(2):
-        state = repr(np.random.get_state())
-        generators = GeneratorStates()
-        eval(f"np.random.{draws}")
-        generators.restore()
-        assert repr(np.random.get_state()) == state
-
-
-def test_a_number_that_is_left_over_from_a_pair_is_restored():
-    """The words of the generator are the same before and after it is drawn."""
-    np.random.seed(3)
-    np.random.randn(2)
-    GeneratorStates()
-    np.random.seed(3)
-    np.random.randn()
-    state = repr(np.random.get_state())
-    generators = GeneratorStates()
-    np.random.randn()
-    generators.restore()
-    assert repr(np.random.get_state()) == state
-
-
-def test_another_generator_of_numpy_is_restored():
-    mersenne = np.random.get_bit_generator()
-    np.random.set_bit_generator(np.random.PCG64(3))
-    try:
-        generators = GeneratorStates()
-        first = np.random.rand()
-        generators.restore()
-        assert np.random.rand() == first
-    finally:
-        np.random.set_bit_generator(mersenne)
-
-
 def test_then_is_called_each_time_and_may_fail():
     calls = []
 
@@ -829,18 +768,6 @@ def test_then_is_called_each_time_and_may_fail():
 # Processes
 
 
-def test_a_forked_child_uses_the_same_cache():
-    data = Kept([torch.full((100,), n) for n in range(50)])
-    cached = cache(data)
-    cached[0]
-
-    def child():
-        return {"equal": all(torch.equal(cached[n], data.items[n]) for n in range(50))}
-
-    assert in_child(child)["equal"]
-    assert cached.usage().misses == 50 and torch.equal(cached[49], data.items[49]) and cached.usage().hits == 2
-
-
 @pytest.mark.warns
 def test_the_replacement_of_a_dead_worker_uses_the_same_cache(tmp_path):
     class Dying(Noted):
@@ -857,45 +784,6 @@ def test_the_replacement_of_a_dead_worker_uses_the_same_cache(tmp_path):
         assert torch.cat([batch[1] for batch in loader]).tolist() == list(range(100))
     # Samples built before the death are read. One is built twice, to check that it is not random.
     assert data.count() == 101
-
-
-def test_a_resumed_loader_uses_the_same_cache(tmp_path):
-    data = Noted(60, tmp_path / "made")
-    cached = cache(data)
-    loader = rustloader.StatefulDataLoader(cached, batch_size=4, num_workers=2)
-    iterator = iter(loader)
-    head = [next(iterator)[1].tolist() for _ in range(6)]
-    state = loader.state_dict()
-    del iterator
-    resumed = rustloader.StatefulDataLoader(cached, batch_size=4, num_workers=2)
-    resumed.load_state_dict(state)
-    tail = [batch[1].tolist() for batch in resumed]
-    assert [n for batch in head + tail for n in batch] == list(range(60)) and data.count() == 61
-
-
-def test_threads_of_a_worker(tmp_path):
-    data = Noted(300, tmp_path / "made")
-    cached = cache(data, then=lambda sample: sample[1])
-    loader = DataLoader(cached, batch_size=30, num_workers=1, worker_threads=4)
-    for _ in range(2):
-        assert torch.cat(list(loader)).tolist() == list(range(300))
-    assert data.count() == 303
-
-
-def test_threads_of_a_program_fill_one_cache():
-    data = Kept([torch.full((500,), n) for n in range(300)])
-    cached, wrong = cache(data), []
-
-    def read(seed):
-        order = random.Random(seed)
-        for _ in range(600):
-            n = order.randrange(300)
-            if not torch.equal(cached[n], data.items[n]):
-                wrong.append(n)
-
-    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
-    [thread.start() for thread in threads], [thread.join() for thread in threads]
-    assert wrong == [] and sum(cached.usage().__dict__[name] for name in ("hits", "misses")) == 2400
 
 
 @pytest.mark.warns
@@ -917,7 +805,6 @@ def test_a_closed_descriptor_ends_filling_and_nothing_else():
 RANK = """
 import os, time, torch
 import rustloader
-from rustloader.system.generators import GeneratorStates
 class Data(torch.utils.data.Dataset):
     def __len__(self): return LENGTH
     def __getitem__(self, index): return torch.full((10,), index)

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import threading
 
 import numpy as np
 import pytest
@@ -66,27 +65,6 @@ def test_a_dataset_that_stores_a_sample_of_another_one_is_refused(path):
         second[1]
 
 
-class Scan(Dataset):
-    """The first 8 samples are empty, the others are `value`."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def __len__(self):
-        return 40
-
-    def __getitem__(self, index):
-        return torch.full((20,), self.value if index >= 8 else 0)
-
-
-def test_equal_samples_at_the_start_do_not_count(path):
-    assert all((cached(path, Scan(1))[n] == (n >= 8)).all() for n in range(40))
-    other = cached(path, Scan(2))
-    assert all((other[n] == 0).all() for n in range(8))
-    with pytest.raises(ValueError, match=REFUSED.format(8, "Scan")):
-        other[8]
-
-
 class Same(Dataset):
     """Samples that `change` changes in what equality does not see."""
 
@@ -122,13 +100,6 @@ class Batches(Rows):
         return [self[index] for index in indices]
 
 
-def test_batches_of_another_dataset_are_refused(path):
-    first, second = (cached(path, Subset(Batches(), part)) for part in (range(100), range(100, 200)))
-    assert hasattr(first, "__getitems__") and numbers(first) == list(range(100))
-    with pytest.raises(ValueError, match=REFUSED.format(0, "Subset")):
-        numbers(second)
-
-
 @pytest.mark.parametrize("kind", [Rows, Batches])
 def test_samples_are_made_again_only_in_workers_and_only_once(path, tmp_path, kind):
     data = kind(200, str(tmp_path / "builders"))
@@ -143,17 +114,6 @@ def test_samples_are_made_again_only_in_workers_and_only_once(path, tmp_path, ki
     for _ in range(2):
         list(loader)
     assert is_correct(samples) and data.builders() == []
-
-
-def test_ranks_compare_a_few_samples_of_each_other(path):
-    ranks = [Rows() for _ in range(4)]
-    parts = [cached(path, data) for data in ranks]
-    for rank, part in enumerate(parts):
-        for index in range(rank, 200, 4):
-            part[index]
-    for part, data in zip(parts, ranks, strict=True):
-        data.built = 0
-        assert is_correct(part) and data.built == 3 * COMPARED
 
 
 class Drawing(Rows):
@@ -182,23 +142,6 @@ def test_a_file_is_enough_if_the_dataset_can_no_longer_make_its_samples(path):
         __qualname__ = "Missing"
 
     assert is_correct(cached(path, Present())) and is_correct(cached(path, Missing()))
-
-
-def test_threads_find_the_difference(path):
-    first, second = (cached(path, half) for half in halves())
-    numbers(first)
-    errors = []
-
-    def read(start):
-        for index in range(start, 100):
-            try:
-                second[index]
-            except ValueError as error:
-                errors.append(str(error))
-
-    threads = [threading.Thread(target=read, args=(start,)) for start in (0, 50)]
-    [thread.start() for thread in threads], [thread.join() for thread in threads]
-    assert len(errors) == 150 and len(set(errors)) <= 2
 
 
 def test_workers_on_other_machines_belong_to_one_opening(path, tmp_path):

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 from cached_rows import COMPARED, Rows, cached, is_correct
-from support import run_script, rustloader, start_script
+from support import run_script, start_script
 
 pytestmark = pytest.mark.ours
 
@@ -48,27 +48,6 @@ def test_another_run_uses_it(path):
     print(usage.hits, usage.misses, usage.lifetime_hits, usage.lifetime_misses)
     """
     assert [run_script(source)[1] for _ in range(2)] == ["0 200 0 200\n", "200 0 200 200\n"]
-
-
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_workers_of_each_start_method_fill_a_file_and_repair_it(path, method):
-    def epoch():
-        data = cached(path, Rows(60))
-        before = data.usage()
-        for index, batch in enumerate(rustloader.DataLoader(data, num_workers=2, multiprocessing_context=method)):
-            assert batch[1] == index and (batch[0] == index).all()
-        return [getattr(data.usage(), name) - getattr(before, name) for name in ("hits", "misses", "damaged")]
-
-    assert (epoch(), epoch()) == ([0, 60, 0], [60, 0, 0])
-    table = cached(path, Rows(60)).table
-    size = table.usage()["samples_bytes"] // 60
-    with open(path, "r+b") as file:
-        for place in (3, 20, 21, 59):
-            file.seek(table.overhead(60) + place * size + 2000)
-            file.write(b"\xaa" * 64)
-    assert (epoch(), epoch()) == ([56, 4, 4], [60, 0, 0])
-    # The main process, too, can read what its workers have stored.
-    assert is_correct(cached(path, Rows(60))) and table.usage()["damaged"] == 4
 
 
 @pytest.mark.parametrize(
@@ -146,31 +125,6 @@ def test_the_format_of_another_version_is_named(filled):
         cached(filled)
 
 
-@pytest.mark.parametrize("length", [9000, 20_000, 100_000, 400_000])
-def test_a_truncated_file_is_used_as_far_as_it_is_intact(filled, length):
-    with open(filled, "r+b") as file:
-        file.truncate(length)
-    data = Rows()
-    samples = cached(filled, data)
-    assert is_correct(samples) and 0 < data.built <= 200
-    assert length <= 20_000 or data.built < 190, data.built
-    data.built = 0
-    assert is_correct(samples) and data.built == 0
-
-
-def test_damaged_samples_are_built_again(filled):
-    size = os.stat(filled).st_blocks * 512
-    with open(filled, "r+b") as file:
-        for at in range(40_000, size, 50_000):
-            file.seek(at)
-            file.write(b"\xaa" * 64)
-    data = Rows()
-    samples = cached(filled, data)
-    assert is_correct(samples) and samples.usage().damaged == data.built - COMPARED > 5
-    data.built = 0
-    assert is_correct(cached(filled, data)) and data.built == 2 * COMPARED
-
-
 def test_a_larger_limit_enlarges_a_file(path):
     data = Rows()
     samples = cached(path, data, "200KiB")
@@ -210,15 +164,6 @@ for n in list(range({start}, 200)) + list(range({start})):
     assert found[n][1] == n and (found[n][0] == n).all()
 print("filled", flush=True)
 """
-
-
-def test_two_programs_fill_one_file(path):
-    processes = [start_script(FILL.format(path=path, start=start, stop=None), fresh=False) for start in (0, 0, 100)]
-    ends = [process.communicate(timeout=120) for process in processes]
-    assert [end[0] for end in ends] == ["ready\nfilled\n"] * 3, ends
-    data = Rows()
-    # Each of them has stored samples.
-    assert is_correct(cached(path, data)) and COMPARED <= data.built <= 3 * COMPARED
 
 
 def test_a_program_that_is_killed_leaves_a_file_for_the_next_one(path):

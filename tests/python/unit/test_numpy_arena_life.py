@@ -15,8 +15,6 @@ from numpy_handlers import handler_name, set_handler, without_handlers
 from support import DataLoader, run_script
 from torch.utils.data import default_convert
 
-import rustloader
-
 pytestmark = pytest.mark.ours
 
 # Arrays themselves
@@ -276,19 +274,6 @@ def test_a_worker_that_dies_with_arrays_is_replaced(tmp_path):
     batches, stats = batches_of(Made(make, 30), max_restarts=1)
     assert all((batch == index).all() for index, batch in enumerate(batches)) and len(batches) == 30
     assert stats.faults.restarts == 1
-
-
-def test_persistent_workers_over_epochs():
-    loader = DataLoader(Made(fresh, 20), batch_size=None, collate_fn=identity, num_workers=2, persistent_workers=True)
-    kept = []
-    for _ in range(4):
-        for index, batch in enumerate(loader):
-            assert (batch == index).all()
-            if index % 7 == 0:
-                kept.append((index, batch))
-    assert all((batch == index).all() for index, batch in kept)
-    stats = rustloader.stats(loader)
-    assert stats.copies.count == 0 and stats.arena.high_water_bytes < 60 * SIZE
 
 
 # Handlers

@@ -1,14 +1,13 @@
 """default_collate in a worker writes into the arena, and so does code that allocates as it does (P25, T20, T25)."""
 
-import collections
 import concurrent.futures
 import copy
 
 import numpy as np
 import pytest
 import torch
-from sample_data import Given, Images, Labelled, Numbers, Pair, Record, worker_id
-from support import BOTH, DataLoader, arena_bytes, epoch, outcomes_of, same
+from sample_data import Given, Images, Numbers, worker_id
+from support import BOTH, DataLoader, arena_bytes, epoch, same
 from torch.utils.data import default_collate, get_worker_info
 from torch.utils.data._utils import collate as torch_collate
 
@@ -22,94 +21,6 @@ class Strange:
     """A type that default_collate does not know."""
 
 
-def tensors(n):
-    x = torch.arange(float(n))
-    complex_one = torch.complex(x, x)
-    return {
-        "float32 and float64": [x, x.double()],
-        "float64 and float32": [x.double(), x],
-        "int32 and int64": [x.int(), x.long()],
-        "bool and int": [x > 1, x.long()],
-        "half and bfloat16": [x.half(), x.bfloat16()],
-        "unequal shapes": [x, x[1:]],
-        "unequal dimensions": [x, x[None]],
-        "requires grad": [x.clone().requires_grad_(), x.clone().requires_grad_()],
-        "one requires grad": [x, x.clone().requires_grad_()],
-        "parameters": [torch.nn.Parameter(x), torch.nn.Parameter(x)],
-        "frozen parameters": [torch.nn.Parameter(x, False), torch.nn.Parameter(x, False)],
-        "conj": [complex_one.conj(), complex_one.conj()],
-        "one conj": [complex_one, complex_one.conj()],
-        "neg": [complex_one.conj().imag] * 2,
-        "complex": [complex_one, complex_one * 2],
-        "float8": [x.to(torch.float8_e5m2)] * 2,
-        "sparse": [x.to_sparse(), x.to_sparse()],
-        "sparse after dense": [x, x.to_sparse()],
-        "nested": [torch.nested.nested_tensor([x, x[:2]])] * 2,
-        "jagged": [torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged)] * 2,
-        "meta": [x.to("meta"), x.to("meta")],
-        "subclass": [x.as_subclass(Labelled), x.as_subclass(Labelled)],
-        "subclass second": [x, x.as_subclass(Labelled)],
-        "expanded": [x[:1].expand(n), x],
-        "transposed": [x.reshape(2, -1).t()] * 2,
-        "channels last": [x.reshape(1, 2, -1, 2).to(memory_format=torch.channels_last)] * 2,
-        "slices": [x[::2], x[1::2]],
-        "empty": [x[:0], x[:0]],
-        "empty and not": [x[:0], x],
-        "tensor and array": [x, x.numpy()],
-        "tensor and number": [x, 1.0],
-    }
-
-
-def leaves(n):
-    a = np.arange(float(n))
-    return {
-        "arrays": [a, a + 1],
-        "float32 and float64 arrays": [a.astype("f4"), a],
-        "unequal arrays": [a, a[1:]],
-        "fortran arrays": [np.asfortranarray(a.reshape(2, -1))] * 2,
-        "array slices": [a[::2], a[1::2]],
-        "reversed arrays": [a[::-1], a[::-1]],
-        "strings": [np.array(["a"] * n)] * 2,
-        "objects": [np.array([None] * n)] * 2,
-        "records": [np.zeros(n, [("a", "i4")])] * 2,
-        "dates": [np.zeros(n, "M8[s]")] * 2,
-        "uint16": [a.astype("u2"), a.astype("u2")],
-        "big endian": [a.astype(">f8"), a.astype(">f8")],
-        "memory map like": [a.view(np.memmap), a.view(np.memmap)],
-        "array and list": [a, a.tolist()],
-        "0-d arrays": [np.array(1.5), np.array(2)],
-        "numpy scalars": [np.float32(1), np.float64(2)],
-        "numpy ints": [np.int8(1), np.int64(2)],
-        "numpy dates": [np.datetime64("2020"), np.datetime64("2021")],
-        "int and float": [1, 2.5],
-        "float and int": [1.5, 2],
-        "bool and float": [True, 2.5],
-        "large ints": [2**62, -(2**63)],
-        "too large": [2**63, 1],
-        "much too large": [1, 2**100],
-        "floats": [float("nan"), float("-inf")],
-        "complex numbers": [1j, 2j],
-        "text": ["a" * n, "b"],
-        "bytes": [b"a" * n, b"b"],
-        "none": [None, None],
-        "none second": [1.0, None],
-        "strange": [Strange(), Strange()],
-        "dataclass": [Record("a", a), Record("b", a)],
-        "lists": [[1, a], [2, a]],
-        "unequal lists": [[1, 2], [1]],
-        "tuples of unequal kinds": [(1, "a"), (2.5, "b")],
-        "dicts": [{"x": a, "y": 1}, {"y": 2, "x": a}],
-        "missing key": [{"x": 1}, {"y": 1}],
-        "more keys": [{"x": 1}, {"x": 2, "y": 1}],
-        "ordered dicts": [collections.OrderedDict(b=a, a=1)] * 2,
-        "default dicts": [collections.defaultdict(list, a=[1, 2])] * 2,
-        "named tuples": [Pair(a, 1), Pair(a, 2)],
-        "sets": [{1}, {2}],
-        "ranges": [range(3), range(3)],
-        "nested": [{"a": [({"b": (1, a)},)]}] * 2,
-    }
-
-
 def results(cls, pairs, **kw):
     """The batch that each pair of samples is collated to, or the type and the last line of the error."""
     iterator = iter(cls(Given([x for pair in pairs.values() for x in pair]), batch_size=2, num_workers=1, **kw))
@@ -121,28 +32,6 @@ def results(cls, pairs, **kw):
             batches[kind] = (type(e), str(e).splitlines()[-1])
     assert next(iterator, None) is None
     return batches
-
-
-@SIZES
-@pytest.mark.parametrize("make", [tensors, leaves])
-def test_t25_results_and_errors_are_torchs(make, n):
-    torch_results, own_results = (results(cls, make(n)) for cls in BOTH)
-    for kind, expected in torch_results.items():
-        if isinstance(expected, torch.Tensor) and (expected.is_nested or expected.is_meta):
-            assert type(own_results[kind]) is type(expected) and own_results[kind].layout == expected.layout, kind
-            continue
-        assert same(own_results[kind], expected), (kind, own_results[kind], expected)
-
-
-@pytest.mark.forks
-def test_t25_float32_from_mixed_floats_and_no_grad_and_no_conj_in_a_worker():
-    mixed = [torch.ones(3), torch.ones(3).double()]
-    lazy = torch.ones(3, dtype=torch.complex64).conj()
-    samples = Given([*mixed, torch.ones(3), torch.ones(3, requires_grad=True), lazy, lazy])
-    mixed, *errors = outcomes_of(DataLoader(samples, batch_size=2, num_workers=1), 3)
-    assert next(iter(DataLoader(samples, batch_size=2))).dtype == torch.float64
-    assert mixed == ("value", [[1.0] * 3] * 2)
-    assert [e[:2] for e in errors] == [("error", RuntimeError)] * 2
 
 
 @pytest.mark.ours

@@ -1,4 +1,4 @@
-"""NumPy arrays of every kind, buffers, and objects of other libraries (P25)."""
+"""Buffers, and objects of NumPy, pandas, Arrow and Pillow (P25)."""
 
 import pickle
 import sys
@@ -6,197 +6,19 @@ import sys
 import numpy as np
 import pytest
 import torch
-from sample_data import Array, Given, Record, untouched
-from support import DataLoader, outcomes, send
+from sample_data import Record
+from support import send
 
 pytestmark = pytest.mark.filterwarnings("ignore::PendingDeprecationWarning", "ignore::DeprecationWarning")
 
 
-class Informed(np.ndarray):
-    """Instances have an attribute, which `__reduce__` includes."""
-
-    def __new__(cls, values, info):
-        result = np.asarray(values).view(cls)
-        result.info = info
-        return result
-
-    def __array_finalize__(self, obj):
-        self.info = getattr(obj, "info", "finalized")
-
-    def __reduce__(self):
-        rebuild, args, state = super().__reduce__()
-        return rebuild, args, (*state, self.info)
-
-    def __setstate__(self, state):
-        super().__setstate__(state[:-1])
-        self.info = state[-1]
-
-
-class Finalized(np.ndarray):
-    """Instances have an attribute that only `__array_finalize__` sets."""
-
-    def __array_finalize__(self, obj):
-        self.info = getattr(obj, "info", "finalized")
-
-
-PAIR = np.dtype([("a", "i4"), ("b", "f8")])
-NESTED = np.dtype([("a", "i1"), ("b", [("c", ">f4"), ("d", "U3")]), ("e", "u2", (2, 2)), ("f", "M8[s]")])
-GAPS = np.dtype({"names": ["a", "b"], "formats": ["i4", "i2"], "offsets": [0, 10], "itemsize": 20})
-
-# Arrays of n x n elements.
-ARRAYS = {
-    "structured": lambda n: np.ones((n, n), PAIR),
-    "nested fields": lambda n: np.ones((n, n), NESTED),
-    "aligned": lambda n: np.ones((n, n), np.dtype([("a", "i1"), ("b", "f8")], align=True)),
-    "gaps": lambda n: np.ones((n, n), GAPS),
-    "titles": lambda n: np.ones((n, n), np.dtype({"names": ["a"], "formats": ["i4"], "titles": ["t"]})),
-    "a field": lambda n: np.ones((n, n), NESTED)["b"],
-    "a plain field": lambda n: np.ones((n, n), NESTED)["a"],
-    "objects": lambda n: np.array([[i, str(j)][j % 2] for i in range(n) for j in range(n)], object).reshape(n, n),
-    "objects in F order": lambda n: np.array([[(i, j) for i in range(n)] + [None] for j in range(n)], object).T,
-    "dates": lambda n: np.arange(n * n).astype("M8[h]").reshape(n, n),
-    "dates of 25 seconds": lambda n: np.arange(n * n).astype("M8[25s]").reshape(n, n),
-    "not a time": lambda n: np.full((n, n), "NaT", "M8[ns]"),
-    "time spans": lambda n: np.arange(n * n).astype("m8[ns]").reshape(n, n),
-    "strings": lambda n: np.arange(n * n).astype(str).reshape(n, n),
-    "bytes": lambda n: np.arange(n * n).astype("S7").reshape(n, n),
-    "empty strings": lambda n: np.full((n, n), ""),
-    "void": lambda n: np.arange(n * n * 5, dtype=np.uint8).view("V5").reshape(n, n),
-    "long double": lambda n: np.arange(n * n).astype("g").reshape(n, n),
-    "complex long double": lambda n: np.arange(n * n).astype("G").reshape(n, n),
-    "half": lambda n: np.arange(n * n).astype("e").reshape(n, n),
-    "strings of variable width": lambda n: np.array([str(i) * (i % 40) for i in range(n * n)], np.dtypes.StringDType()),
-    "with metadata": lambda n: np.ones((n, n), np.dtype("f8", metadata={"unit": "m"})),
-    "big endian": lambda n: np.arange(n * n, dtype=">i4").reshape(n, n),
-    "big endian F order": lambda n: np.arange(n * n, dtype=">f8").reshape(n, n).T,
-    "big endian strings": lambda n: np.arange(n * n).astype(">U4").reshape(n, n),
-    "big endian dates": lambda n: np.arange(n * n).astype(">M8[s]").reshape(n, n),
-    "40 dimensions": lambda n: np.arange(n * n).reshape((1,) * 38 + (n, n)),
-    "matrix": lambda n: np.asmatrix(np.arange(n * n).reshape(n, n)),
-    "recarray": lambda n: np.rec.array(np.ones((n, n), PAIR)),
-    "chararray": lambda n: np.char.array(np.arange(n * n).astype(str).reshape(n, n)),
-    "masked": lambda n: np.ma.masked_greater(np.arange(n * n).reshape(n, n), 3),
-    "masked with a fill value": lambda n: np.ma.masked_array(np.ones((n, n)), mask=np.eye(n), fill_value=7),
-    "masked records": lambda n: np.ma.array([(1, 2.0)] * n, PAIR, mask=[(0, 1)] * n),
-    "subclass": lambda n: np.arange(n * n).reshape(n, n).view(Array),
-    "subclass with __reduce__": lambda n: Informed(np.arange(n * n).reshape(n, n), ["info", n]),
-    "its slice": lambda n: Informed(np.arange(n * n).reshape(n, n), ["info", n])[1:],
-    "subclass with __array_finalize__": lambda n: np.arange(n * n).reshape(n, n).view(Finalized),
-    "no rows": lambda n: np.zeros((0, n)),
-    "no columns, F order": lambda n: np.asfortranarray(np.zeros((n, 0, 2), "f4")),
-    "no strings": lambda n: np.zeros((0, n), "U3"),
-    "no records": lambda n: np.zeros((0, n), PAIR),
-    "0-d string": lambda n: np.array("x" * n),
-    "0-d date": lambda n: np.array("2020", "M8[D]"),
-    "0-d object": lambda n: np.array({"a": n}, object),
-    "0-d record": lambda n: np.array((n, 2.5), PAIR),
-    "0-d subclass": lambda n: np.array(float(n)).view(Array),
-    "0-d big endian": lambda n: np.array(n, ">u2"),
-}
-if not hasattr(np.dtypes, "StringDType"):  # NumPy before 2.0
-    del ARRAYS["strings of variable width"]
-# Also in F order, read-only, and both.
-ORDERS = "structured", "objects", "dates", "strings", "half", "subclass", "big endian"
-
-
-def read_only(array):
-    array.flags.writeable = False
-    return array
-
-
-def variants(n):
-    arrays = {kind: make(n) for kind, make in ARRAYS.items()}
-    for kind in ORDERS:
-        arrays[f"{kind}, F order"] = np.asanyarray(arrays[kind]).copy(order="F")
-        arrays[f"{kind}, read-only"] = read_only(arrays[kind].copy())
-        arrays[f"{kind}, F order, read-only"] = read_only(arrays[kind].copy(order="F"))
-    arrays["plain, read-only"] = read_only(np.arange(n * n).reshape(n, n))
-    arrays["plain, F order, read-only"] = read_only(np.arange(n * n).reshape(n, n).T)
-    return arrays
-
-
-def check(kind, got, sent):
-    assert type(got) is type(sent) and got.shape == sent.shape, kind
-    # torch's loader converts some kinds to native byte order, and leaves others as they are.
-    assert got.dtype == sent.dtype or got.dtype.newbyteorder("=") == sent.dtype.newbyteorder("="), kind
-    if isinstance(sent, (Informed, Finalized)):
-        assert got.info == (sent.info if isinstance(sent, Informed) else "finalized"), kind
-    if sent.dtype.hasobject or sent.dtype.kind == "T":
-        assert got.tolist() == sent.tolist(), kind
-    elif sent.dtype.names:  # there may be padding between the fields
-        assert np.all(got == sent), kind
-    else:
-        assert got.astype(sent.dtype).tobytes() == sent.tobytes(), kind
-    if sent.size and (sent.flags.c_contiguous or sent.flags.f_contiguous):
-        assert got.flags.f_contiguous == sent.flags.f_contiguous, kind
-        assert got.flags.c_contiguous == sent.flags.c_contiguous, kind
-    assert got.flags.writeable, kind
-    if got.size:
-        got[...] = np.roll(got, 1)
-
-
+@pytest.mark.skipif(not hasattr(np.dtypes, "StringDType"), reason="NumPy before 2.0")
 @pytest.mark.parametrize("n", [3, 60])
-def test_p25_arrays_of_each_kind(n):
-    arrays = variants(n)
-    before = {kind: array.tobytes() for kind, array in arrays.items() if not array.dtype.hasobject}
-    for kind, got in zip(arrays, send(*arrays.values()), strict=True):
-        check(kind, got, arrays[kind])
-    (got,) = send(Record("r", list(arrays.values()), list(arrays.values())[::-1]))
-    for kind, array, again in zip(arrays, got.data, got.more[::-1], strict=True):
-        assert array is again, kind
-        check(kind, array, arrays[kind])
-    assert before == {kind: array.tobytes() for kind, array in arrays.items() if not array.dtype.hasobject}
-
-
-def test_p25_masked_arrays_keep_mask_and_fill_value():
-    masked = np.ma.masked_array(np.asfortranarray(np.arange(12.0).reshape(3, 4)), mask=np.eye(3, 4), fill_value=-1)
-    records = np.ma.array([(1, 2.0), (3, 4.0)], PAIR, mask=[(0, 1), (1, 0)])
-    got = send(masked, records, masked[0, 0])
-    assert got[0].mask.tolist() == masked.mask.tolist() and got[0].fill_value == -1
-    assert got[0].filled().tolist() == masked.filled().tolist() and got[0].sum() == masked.sum()
-    assert got[1].mask.tolist() == records.mask.tolist()
-    assert got[2] is np.ma.masked
-
-
-def test_p25_memory_maps(tmp_path):
-    whole = np.memmap(tmp_path / "m", np.float32, "w+", shape=(200, 100))
-    whole[:] = np.arange(20_000).reshape(200, 100)
-    whole.flush()
-    reading = np.memmap(tmp_path / "m", np.float32, "r", shape=(200, 100))
-    sent = [whole, whole[3:5], whole.T, reading, reading[7], reading.view(np.ndarray)]
-    for got, array in zip(send(*sent), sent, strict=True):
-        assert type(got) is type(array) and np.array_equal(got, array) and got.flags.writeable
-        assert got.flags.f_contiguous == array.flags.f_contiguous
-        got[...] = -1
-    assert whole[0, 1] == 1 and reading[7, 0] == 700
-
-
-def test_p25_tensors_within_arrays_of_objects():
-    shared = torch.arange(10_000)
-    array = np.empty(3, object)
-    array[:] = [shared, shared[1:], np.arange(5000)]
-    (got,) = send({"array": array, "tensor": shared})
-    assert got["array"][0] is got["tensor"] and got["array"][2].tolist() == list(range(5000))
-    got["tensor"].fill_(-1)
-    assert got["array"][1].unique().tolist() == [-1]
-
-
-SCALARS = [
-    np.float32(1.5),
-    np.longdouble(3),
-    np.str_("abc"),
-    np.bytes_(b"ab"),
-    np.timedelta64(3, "s"),
-    np.ones(2, PAIR)[0],
-    np.rec.array(np.ones(2, PAIR))[1],
-    np.dtype(NESTED),
-    np.add,
-]
-
-
-def test_p25_scalars_dtypes_and_functions():
-    for got, sent in zip(send(*SCALARS), SCALARS, strict=True):
-        assert type(got) is type(sent) and got == sent
+def test_p25_strings_of_variable_width(n):
+    sent = np.array([str(i) * (i % 40) for i in range(n * n)], np.dtypes.StringDType())
+    for got in send(sent, Record("r", sent)):
+        got = got.data if isinstance(got, Record) else got
+        assert got.dtype == sent.dtype and got.tolist() == sent.tolist() and got.flags.writeable
 
 
 def test_p25_random_generators_go_on_where_they_were():
@@ -204,42 +26,6 @@ def test_p25_random_generators_go_on_where_they_were():
     generator.random(5)
     (got,) = send(generator)
     assert got.random(4).tolist() == generator.random(4).tolist()
-
-
-@pytest.mark.parametrize("n", [4, 5000])
-def test_arrays_arrive_in_the_machines_byte_order(n):
-    sent = [ARRAYS[kind](n) for kind in ARRAYS if "endian" in kind]
-    assert sent
-    for array, got in zip(sent, send(*sent), strict=True):
-        assert got.dtype.isnative and got.dtype == array.dtype.newbyteorder("=")
-        assert np.array_equal(got, array)
-
-
-# Buffers
-
-
-@pytest.mark.parametrize("n", [10, 100_000])
-def test_p25_bytes_and_bytearrays(n):
-    text = bytes(range(10)) * (n // 10)
-    changeable = bytearray(text)
-    sent = {"bytes": text, "array": changeable, "again": changeable, "record": Record("r", text, changeable)}
-    (got,) = send(sent)
-    assert (got["bytes"], got["array"], got["record"].data) == (text, changeable, text)
-    assert type(got["bytes"]) is bytes and type(got["array"]) is bytearray
-    assert got["array"] is got["again"] is got["record"].more
-    got["array"][0] = 255
-    assert changeable[0] == 0
-
-
-@pytest.mark.ours
-@pytest.mark.forks
-def test_p25_a_memoryview_is_an_error_as_in_pickle():
-    loader = DataLoader(Given([memoryview(b"abc"), 1]), num_workers=1, batch_size=None, collate_fn=untouched)
-    iterator = iter(loader)
-    with pytest.raises(TypeError, match=r"cannot pickle.*memoryview") as caught:
-        next(iterator)
-    assert "worker process 0" in str(caught.value)
-    assert outcomes(iterator, 2) == [("value", 1), ("end",)]
 
 
 class Buffered:
@@ -292,7 +78,7 @@ def sizes(value):
 @pytest.mark.ours
 def test_large_buffers_lie_beside_the_pickle():
     times = np.arange(50_000).astype("M8[s]")
-    for data in (np.ones(50_000), np.ones(50_000, PAIR), np.ones(50_000, ">f8"), np.ones((300, 400)).T, times):
+    for data in (np.ones(50_000), np.ones(50_000, "i4, f8"), np.ones(50_000, ">f8"), np.ones((300, 400)).T, times):
         pickled, outside = sizes(Record("r", data))
         assert pickled < 1000 and outside == data.nbytes, data.dtype
     for data in (bytearray(100_000), b"x" * 100_000):
