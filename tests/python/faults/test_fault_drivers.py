@@ -46,7 +46,7 @@ def test_processes_that_fill_a_cache_may_be_killed_at_any_moment():
 
 
 def test_programs_over_caches_have_their_datasets_samples():
-    drive("cache_programs", "--programs", 60, "--seed", 1)
+    drive("cache_programs", "--programs", 30, "--seed", 1)
 
 
 def test_forks_while_other_loaders_work():
