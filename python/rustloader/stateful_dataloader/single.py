@@ -140,6 +140,8 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         """Fetches the next batch."""
         answers = self._epoch.answers(self._num_yielded)
         if self._drawn_at != answers:
+            if answers == 0:
+                self._renew_first_snapshot()
             self._drawn.clear()
             self._drawn_at = answers
         elif self._drawn and isinstance(self._dataset_fetcher, StepFetcher):
@@ -175,6 +177,15 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         if not self.finished:
             self._epoch.warn_if_empty(self)
         self.finished = True
+
+    def _renew_first_snapshot(self) -> None:
+        """Makes the sampler's draws, and takes the first snapshot again: a generator from which the sampler draws may be
+        part of the dataset's state. Comes before ``_drawn_at`` is set, because other threads then use the snapshot."""
+        is_map = self._dataset_kind == _DatasetKind.Map
+        if is_map and self._snapshot_maker.has_state and not self._start.has_state:
+            with contextlib.suppress(Exception):  # `next` or `state` raises the error again
+                self._epoch.sampling.draw()
+                self._snapshots = [(0, self._snapshot_maker.make(self._dataset_fetcher, self._dataset))]
 
     def _keep_snapshot(self, answers: int) -> None:
         made = self._snapshot_maker.after(self.origin.low + answers, self._dataset_fetcher, self._dataset)

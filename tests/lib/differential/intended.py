@@ -151,9 +151,9 @@ def workers_of_a_dropped_iterator_are_gone(program, reference, actual):
     """torch's StopIteration from a worker refers to the iterator, which then lives until a garbage collection."""
     if program.error != "StopIteration":
         return
-    for event, own in zip(reference["main"], actual["main"], strict=False):
-        if event[0] == own[0] == "dropped":
-            event[1] = [is_alive and is_own for is_alive, is_own in zip(event[1], own[1], strict=True)]
+    dropped = ([event for event in record["main"] if event[0] == "dropped"] for record in (reference, actual))
+    for event, own in zip(*dropped, strict=False):
+        event[1] = [is_alive and is_own for is_alive, is_own in zip(event[1], own[1], strict=True)]
 
 
 INTENDED = [

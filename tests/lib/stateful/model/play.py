@@ -269,6 +269,9 @@ class Player:
             raise Wrong(f"state_dict(back={back}) succeeded after {len(self.place.log) - self.place.first} answers")
         state = self.loader.state_dict(back=back) if back else self.loader.state_dict()
         self.compare(state if not back else None)
+        if self.place.finished and self.settings.is_drawing:
+            # The state made the draws of the next epoch, which torchdata's loader makes in iter().
+            self.shadow = None
         self.keep(state, place.copy())
 
     def compare(self, state):
