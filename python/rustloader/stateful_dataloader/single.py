@@ -179,8 +179,8 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         self.finished = True
 
     def _renew_first_snapshot(self) -> None:
-        """Makes the sampler's draws, and takes the first snapshot again: a generator that they change may be part of the
-        dataset's state. Comes before ``_drawn_at`` is set, because other threads then use the snapshot."""
+        """Makes the draws of the sampler, and then the first snapshot again: a generator that they change may be part of
+        the dataset's state. Comes before ``_drawn_at`` is set, because other threads then use the snapshot."""
         is_map = self._dataset_kind == _DatasetKind.Map
         if is_map and self._snapshot_maker.has_state and not self._start.has_state:
             with contextlib.suppress(Exception):  # `next` or `state` raises the error again
