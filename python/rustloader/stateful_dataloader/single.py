@@ -179,8 +179,10 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
         self.finished = True
 
     def _renew_first_snapshot(self) -> None:
-        """Makes the draws of the sampler, and then the first snapshot again: a generator that they change may be part of
-        the dataset's state. Comes before ``_drawn_at`` is set, because other threads then use the snapshot."""
+        """Makes the sampler's draws, and then the first snapshot again: a generator that they change may be part of it.
+
+        Comes before ``_drawn_at`` is set, because from then on other threads use the snapshot.
+        """
         is_map = self._dataset_kind == _DatasetKind.Map
         if is_map and self._snapshot_maker.has_state and not self._start.has_state:
             with contextlib.suppress(Exception):  # `next` or `state` raises the error again
