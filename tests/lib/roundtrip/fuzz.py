@@ -68,22 +68,16 @@ def run_many(checker, loaders, options):
     checker.finish()
 
 
-def check(checker, loaders, trees, batch):
-    """Checks some trees sent together, the samples of a batch, and the trees again through the packer."""
-    plain, collating = loaders
-    checker.through_workers(plain, trees)
-    checker.through_workers(collating, [batch])
-    for tree in trees:
-        checker.through_packer(tree)
-
-
 def some_trees(checker, loaders, seed):
-    """Checks the examples that belong to a seed."""
+    """Checks the examples of a seed: trees that are sent together, the samples of a batch, trees through the packer."""
     for i in range(EXAMPLES):
         numbers = [(seed * EXAMPLES + i) * FOREST + k for k in range(FOREST)]
         trees, batch = [random_tree(n) for n in numbers], random_samples(numbers[0])
         try:
-            check(checker, loaders, trees, batch)
+            checker.through_workers(loaders[0], trees)
+            checker.through_workers(loaders[1], [batch])
+            for tree in trees:
+                checker.through_packer(tree)
         except AssertionError as error:
             shrink(trees, error)
             raise

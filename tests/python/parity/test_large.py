@@ -1,13 +1,11 @@
 """Large batches, many leaves, deep nesting, long index batches, sizes that vary (P25, T25)."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
 from orders import Sums
 from parity_table import Raised, drain, rows
-from sample_data import Given, Numbers
+from sample_data import Given, Numbers, Record, untouched
 from support import DataLoader, arena_bytes, epoch, outcomes
 
 GB = 1 << 30
@@ -19,12 +17,6 @@ def needs(gigabytes):
         available = next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable"))
     if available < gigabytes * GB:
         pytest.skip(f"needs {gigabytes} GB of memory, {available / GB:.1f} are available")
-
-
-@dataclasses.dataclass
-class Blob:
-    name: str
-    content: bytes
 
 
 class Huge(Numbers):
@@ -40,7 +32,7 @@ class Huge(Numbers):
             tensor[:100], tensor[-1], tensor[self.middle()] = 1, 2, torch.arange(250, dtype=torch.uint8)
             return tensor
         content = b"\2".rjust(self.size, b"\1")
-        return content if self.kind == "bytes" else Blob("x", content)
+        return content if self.kind == "bytes" else Record("x", content)
 
     def middle(self):
         return slice(self.size // 2 - 100, self.size // 2 + 150)
@@ -65,15 +57,11 @@ def test_a_bytes_object_of_2_3_gb(kind):
     size = 23 * GB // 10
     (received,) = epoch(DataLoader(Huge(size, kind), batch_size=None, num_workers=1))
     if kind == "dataclass":
-        assert type(received) is Blob and received.name == "x"
-        received = received.content
+        assert type(received) is Record and received.name == "x"
+        received = received.data
     assert type(received) is bytes and len(received) == size
     assert received[:1000] == b"\1" * 1000 and received[-1000:] == b"\1" * 999 + b"\2"
     assert received[size // 2 : size // 2 + 1000] == b"\1" * 1000
-
-
-def same_object(x):
-    return x
 
 
 @pytest.mark.ours  # torch sends a descriptor for each
@@ -82,7 +70,7 @@ def same_object(x):
 def test_100_000_tensors_in_one_batch(kind):
     tensors = [torch.full((3,), i) for i in range(100_000)]
     batch = tensors if kind == "list" else {f"key {i}": x for i, x in enumerate(tensors)}
-    (received,) = epoch(DataLoader(Given([batch]), batch_size=None, num_workers=1, collate_fn=same_object))
+    (received,) = epoch(DataLoader(Given([batch]), batch_size=None, num_workers=1, collate_fn=untouched))
     assert type(received) is type(batch) and len(received) == 100_000
     if kind == "dict":
         assert list(received) == list(batch)
@@ -128,7 +116,7 @@ def test_nesting_is_delivered_or_an_error_of_its_batch_as_from_torch(DataLoader,
 @pytest.mark.parametrize("group", [list, tuple, dict])
 def test_nesting_that_no_collate_function_looks_into_is_an_error_when_it_cannot_be_sent(group):
     depths = [63, 64, 65, 100, 100_000, 3]
-    loader = DataLoader(Nested(depths, group), batch_size=None, num_workers=1, collate_fn=same_object)
+    loader = DataLoader(Nested(depths, group), batch_size=None, num_workers=1, collate_fn=untouched)
     results = outcomes(iter(loader), 7)
     assert [depth_of(o[1]) for o in results if o[0] == "value"] == [63, 64, 65, 100, 3]
     assert results[4][:2] == ("error", RecursionError) and results[6] == ("end",)

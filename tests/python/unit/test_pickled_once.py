@@ -12,7 +12,7 @@ import pathlib
 import pickle
 import re
 import socket
-from multiprocessing import managers, reduction
+from multiprocessing import connection, managers, reduction
 
 import numpy as np
 import pytest
@@ -167,38 +167,33 @@ def heap():
     multiprocessing.Value("i", 0)
 
 
+CONTEXT = multiprocessing.get_context("spawn")
+FOR_EACH = {
+    **{name: getattr(CONTEXT, name) for name in ("Lock", "Event", "Queue", "Pipe")},
+    "Value": lambda: CONTEXT.Value("i", 0),
+    "Array": lambda: CONTEXT.Array("i", 2),
+    # The pickle of a manager's proxy contains its key only if a process is being started. Each proxy has a token.
+    "manager's proxy": lambda: managers.Token("list", "address", "id"),
+    "socket": socket.socket,
+    "tensor": lambda: torch.zeros(2),
+    "parameter": lambda: torch.nn.Parameter(torch.zeros(2)),
+    "storage": lambda: torch.zeros(2).untyped_storage(),
+    "sparse tensor": lambda: torch.ones(2).to_sparse(),
+    "generator of numbers": torch.Generator,
+    "lambda": lambda: lambda: 0,
+    "generator": lambda: (i for i in ()),
+}
+
+
 @pytest.mark.usefixtures("heap")
-@pytest.mark.parametrize("name", ["Lock", "Event", "Queue", "Value", "Array", "Pipe"])
-def test_what_belongs_to_processes_is_pickled_for_each(name):
-    arguments = {"Value": ("i", 0), "Array": ("i", 2)}.get(name, ())
-    assert PickledOnce.of([getattr(multiprocessing.get_context("spawn"), name)(*arguments)]) is None
-
-
-def test_a_managers_proxy_is_pickled_for_each():
-    # Its pickle contains the manager's key only if a process is being started. Each proxy contains a token.
-    assert PickledOnce.of([managers.Token("list", "address", "id")]) is None
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        torch.zeros(2),
-        torch.nn.Parameter(torch.zeros(2)),
-        torch.zeros(2).untyped_storage(),
-        torch.ones(2).to_sparse(),
-        torch.Generator(),
-        lambda: 0,
-        (i for i in ()),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_tensors_and_what_cannot_be_pickled_are_left_to_each_start(value, monkeypatch):
+@pytest.mark.parametrize("make", FOR_EACH.values(), ids=FOR_EACH)
+def test_other_values_are_pickled_for_each_worker(make, monkeypatch):
+    """What belongs to processes, what multiprocessing's and torch's reducers send, and what cannot be pickled."""
+    value = make()
     assert arrived([0, value], monkeypatch) is None
-
-
-def test_sockets_are_pickled_for_each():
-    with socket.socket() as value:
-        assert PickledOnce.of(value) is None
+    for part in value if isinstance(value, tuple) else [value]:
+        if isinstance(part, socket.socket | connection.Connection):
+            part.close()
 
 
 def test_reducers_that_a_program_has_registered(monkeypatch):

@@ -74,30 +74,24 @@ def table():
     TABLE.update(before)
 
 
-@pytest.mark.forks
-def test_entries_for_own_types(table):
-    table[Strange] = collate_strange
-    (got,) = epoch(DataLoader([{"s": Strange(), "x": torch.ones(5000)}] * 2, batch_size=2, num_workers=1))
-    assert got["s"] == ("strange", 2, 0) and torch.equal(got["x"], torch.ones(2, 5000))
-
-
-@SIZES
-@pytest.mark.forks
-def test_an_entry_in_the_place_of_torchs_for_tensors(table, n):
-    table[torch.Tensor] = collate_to_sum
-    table[float] = collate_to_sum
-    (got,) = epoch(DataLoader([(torch.ones(n), 1.5, 2)] * 3, batch_size=3, num_workers=1))
-    assert torch.equal(got[0], torch.full((n,), 3.0)) and got[1] == 4.5 and got[2].tolist() == [2, 2, 2]
-
-
 def replace_in_worker(worker):
     TABLE[torch.Tensor] = collate_to_sum
 
 
-def test_an_entry_that_the_worker_makes():
-    loader = DataLoader([torch.ones(5000)] * 4, batch_size=2, num_workers=2, worker_init_fn=replace_in_worker)
-    assert [b.tolist() for b in epoch(loader)] == [[2.0] * 5000] * 2
+@SIZES
+@pytest.mark.forks
+def test_entries_of_users(table, n):
+    """For an own type; in the place of torch's, made by the worker or before it starts."""
+    x = torch.ones(n)
+    table[Strange] = collate_strange
+    (got,) = epoch(DataLoader([{"s": Strange(), "x": x}] * 2, batch_size=2, num_workers=1))
+    assert got["s"] == ("strange", 2, 0) and torch.equal(got["x"], torch.ones(2, n))
+    for batch in epoch(DataLoader([x] * 4, batch_size=2, num_workers=2, worker_init_fn=replace_in_worker)):
+        assert torch.equal(batch, torch.full((n,), 2.0))
     assert TABLE[torch.Tensor] is torch_collate.collate_tensor_fn
+    table[torch.Tensor] = table[float] = collate_to_sum
+    (got,) = epoch(DataLoader([(x, 1.5, 2)] * 3, batch_size=3, num_workers=1))
+    assert torch.equal(got[0], torch.full((n,), 3.0)) and got[1] == 4.5 and got[2].tolist() == [2, 2, 2]
 
 
 def own_map(batch):
