@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import snapshots
 import torch.utils.data
 from support import ROOT, STARTED, in_session, rustloader, wait_until
 
@@ -160,12 +161,6 @@ def test_wrong_arguments_end_the_demo_before_anything_runs(arguments, words, cap
     assert ended.value.code == 2 and words in capsys.readouterr().err
 
 
-def test_help_has_an_example(capsys):
-    with pytest.raises(SystemExit) as ended:
-        part("main").main(["--help"])
-    assert ended.value.code == 0 and "make demo ARGS='--workers 4'" in capsys.readouterr().out
-
-
 def test_train_digits_works_alone(data):
     status, out, err = run("--epochs", 1, "--data", data / "digits", script="train_digits.py")
     assert (status, err) == (0, ""), out + err
@@ -203,44 +198,33 @@ def torch_as_it_was():
     torch.use_deterministic_algorithms(False)
 
 
+FAULTS = {
+    "other losses": "the losses of the two runs are not bit-identical",
+    "a training without the engine": "the Rust engine delivered only 0 of",
+    "other batches": "Cached images: batch 0 differs between torch and rustloader",
+    "measuring without the engine": "Cached images: the Rust engine delivered only 0 of",
+    "a broken promise": "no worker came back",
+}
+
+
 @pytest.mark.usefixtures("torch_as_it_was")
-def test_other_losses_fail(monkeypatch, data, capsys):
-    promises = part("proof").PROMISES
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_fails_the_demo(fault, monkeypatch, data, capsys):
     altered = type("Altered", (Altered, rustloader.DataLoader), {})
-    assert run_part(monkeypatch, data, altered, promises=promises) == 1
+    loader_class = torch.utils.data.DataLoader if "without" in fault else altered
+    trains = fault in ("other losses", "a training without the engine")
+    parts = {"promises": part("proof").PROMISES} if trains else {"workloads": images()}
+    if fault == "a broken promise":
+        loader_class, parts = rustloader.DataLoader, {"promises": [lambda settings: [FAULTS[fault]]]}
+    assert run_part(monkeypatch, data, loader_class, **parts) == 1
     out = capsys.readouterr().out
-    assert "FAILED: the losses of the two runs are not bit-identical" in out and "DIFFERENT" in out
-    assert "the Rust engine delivered only" not in out
-
-
-@pytest.mark.usefixtures("torch_as_it_was")
-def test_a_training_without_the_engine_fails(monkeypatch, data, capsys):
-    promises = part("proof").PROMISES
-    assert run_part(monkeypatch, data, torch.utils.data.DataLoader, promises=promises) == 1
-    out = capsys.readouterr().out
-    assert "FAILED: the Rust engine delivered only 0 of" in out and "bit-identical" not in out
+    assert f"FAILED: {FAULTS[fault]}" in out and "Picture" not in out
+    assert ("not bit-identical" in out) == (fault == "other losses")
+    assert ("the Rust engine delivered only" in out) == ("without the engine" in fault)
 
 
 def images():
     return [workload for workload in part("workloads").WORKLOADS if workload.name == "Cached images"]
-
-
-def test_other_batches_fail(monkeypatch, data, capsys):
-    altered = type("Altered", (Altered, rustloader.DataLoader), {})
-    assert run_part(monkeypatch, data, altered, workloads=images()) == 1
-    out = capsys.readouterr().out
-    assert "FAILED: Cached images: batch 0 differs between torch and rustloader" in out
-    assert "Picture" not in out
-
-
-def test_measuring_without_the_engine_fails(monkeypatch, data, capsys):
-    assert run_part(monkeypatch, data, torch.utils.data.DataLoader, workloads=images()) == 1
-    assert "FAILED: Cached images: the Rust engine delivered only 0 of" in capsys.readouterr().out
-
-
-def test_a_promise_that_is_broken_fails(monkeypatch, data, capsys):
-    assert run_part(monkeypatch, data, rustloader.DataLoader, promises=[lambda settings: ["no worker came back"]]) == 1
-    assert "FAILED: no worker came back" in capsys.readouterr().out
 
 
 def test_without_matplotlib_the_picture_is_skipped(monkeypatch, data, capsys):
@@ -258,120 +242,28 @@ def test_without_matplotlib_the_picture_is_skipped(monkeypatch, data, capsys):
 # Texts
 
 
-@pytest.mark.parametrize(
-    ("rates", "words"),
-    [
-        (([40], [10, 12], [110]), "10x torch with workers, 2.8x without"),
-        (([40], [100, 130], [110, 120]), "no measurable difference from torch with workers, 2.9x without"),
-        (([115], [100, 130], [110, 120]), "no measurable difference from torch with workers or without"),
-        (([110], [10], [100, 120]), "11x torch with workers; without: no measurable difference"),
-        (([220], [10], [110]), "11x torch with workers; torch without workers is faster (2.0x rustloader)"),
-        (([40], [100], [80]), "0.80x torch with workers (slower), 2.0x without"),
-    ],
-)
-def test_a_row_names_no_winner_where_ranges_overlap(rates, words):
-    assert part("text").row(result(*rates), 2)[0] == f"Rows (2 x 2): {words}"
-
-
-def test_bars_are_as_long_as_the_rates():
-    bars = [line.count("█") for line in part("text").row(result([50], [1000], [2000]), 2)[1:]]
-    assert bars == [1, 12, 24]
-
-
-def test_the_last_lines_name_the_largest_gain_and_what_gains_nothing():
-    fast = result([40], [10], [110], name="Fast")
+def test_texts_of_the_demo():
+    text = part("text")
+    rates = [
+        ([40], [10, 12], [110]),
+        ([40], [100, 130], [110, 120]),
+        ([115], [100, 130], [110, 120]),
+        ([110], [10], [100, 120]),
+        ([220], [10], [110]),
+        ([40], [100], [80]),
+    ]
+    fast, cheap = result([40], [10], [110], name="Fast"), result([900], [10], [20], name="Cheap")
     same = result([11], [10, 12], [11], 0.97, name="Same")
-    cheap = result([900], [10], [20], name="Cheap")
-    kept = result([10], [10], [400], name="Kept", ours=lambda folder: None)
-    lines = part("text").conclusion([same, fast, cheap, kept])
-    assert lines[:5] == [
-        "Largest gain: Fast, 11x torch with workers.",
-        "With rustloader.cache: Kept, 40x torch with workers.",
-        "No measurable difference: Same.",
-        "  97 % of the workers' time is spent counting, which no loader speeds up.",
-        "Fastest without workers (num_workers=0): Cheap.",
-    ]
-    assert "Smallest gain: Cheap, 2.0x." in part("text").conclusion([fast, cheap])
-    noisy = [result([9], [10, 12], [11], name=name) for name in ("A", "B")]
-    lines = part("text").conclusion([*noisy, same])
-    assert lines[0] == "No measurable difference: Same."
-    assert lines[2] == "No measurable difference: A, B (the ranges of the rounds overlap)."
-    assert not any("gain:" in line for line in lines)
-
-
-# The table and the picture
-
-
-MACHINE = {"cpu": "a CPU", "cores": 2, "kernel": "6.1", "python": "3.11.7", "torch": "2.15.0", "rustloader": "0.1.0"}
-
-
-def test_the_table_has_torch_without_workers_and_marks_the_fastest():
-    results = [result([400], [100], [1234]), result([900], [10], [20]), result([12], [10, 12], [11.04])]
     kept = result([10], [11], [1500], name="Kept", ours=lambda folder: None)
-    lines = part("text").table([kept, *results], part("settings").Settings(), MACHINE).splitlines()
-    assert lines[0].startswith("| batches per second | torch, no workers | torch, 2 workers | rustloader, 2 workers |")
-    assert lines[2:5] == [
-        "| Rows (2 x 2) | 400 | 100 | **1,234** | 12x | 3.1x |",
-        "| Rows (2 x 2) | **900** | 10.0 | 20.0 | 2.0x | 0.02x |",
-        "| Rows (2 x 2) | 12.0 | 11.0 | 11.0 | no measurable difference | 0.92x |",
-    ]
-    assert "3 interleaved rounds of 1 s" in lines[6] and "2 cores of a CPU" in lines[6]
-    assert "rustloader.cache" in lines[8] and "Kept (2 x 2): **1,500** batches per second" in lines[8]
-    assert "11.0 with workers, 10.0 without" in lines[8] and len(lines) == 9
-
-
-PICTURES = """
-import itertools, sys
-from pathlib import Path
-from demo import measure, picture, settings, workloads
-from matplotlib.text import Text
-
-rows = ("main", "worker 0", "worker 1")
-events = [
-    {"ph": "M", "name": "thread_name", "tid": row, "args": {"name": f"{name} (train.py:1)"}}
-    for row, name in enumerate(rows)
-]
-for k in range(40):
-    spans = [(0, "next", 0, 5), (0, "step", 5, 5)]
-    spans += [(row, name, 2 * at, 2) for row in (1, 2) for at, name in enumerate(("fetch", "collate", "send"))]
-    events += [
-        {"ph": "X", "tid": row, "name": name, "ts": 1e4 * k + 1e3 * at, "dur": 1e3 * taken}
-        for row, name, at, taken in spans
-    ]
-timeline = measure.timeline_of(events)
-assert tuple(timeline) == rows
-assert timeline["main"][:2] == [("step", 0, 5.0), ("next", 5.0, 10.0)], timeline
-assert timeline["main"][-1] == ("next", 185.0, 190.0)
-assert [len(timeline[row]) for row in timeline] == [38, 57 + 1, 57 + 1], timeline
-rates = [([40], [10, 12], [110]), ([9e5], [10], [20]), ([1], [123456], [99999, 123457]), ([12], [10, 12], [11])]
-names = (measure.NO_WORKERS, measure.TORCH, measure.OURS)
-results = [measure.Result(w, dict(zip(names, r)), 0.5) for w, r in zip(workloads.WORKLOADS, rates)]
-
-figure = picture.draw(results, timeline, results[2].workload)
-figure.draw_without_rendering()
-ticks = {label for axes in figure.axes for label in axes.get_xticklabels()}  # some are beyond the axis, not drawn
-texts = [text for text in figure.findobj(Text) if text.get_text() and text.get_visible() and text not in ticks]
-places = {text.get_text() + str(k): text.get_window_extent() for k, text in enumerate(texts)}
-for (one, a), (other, b) in itertools.combinations(places.items(), 2):
-    assert not a.overlaps(b), f"{one!r} and {other!r} overlap"
-for text, place in places.items():
-    assert 0 <= place.x0 < place.x1 <= figure.bbox.width, f"{text!r} is cut off"
-print(*(text.get_text() for text in texts), sep="|")
-for number in range(2):
-    chosen = settings.Settings(plot=Path(f"{number}.svg"))
-    picture.write(results, timeline, results[2].workload, chosen)
-"""
-
-
-def test_the_picture_can_be_read_and_the_same_figures_give_the_same_svg(tmp_path):
-    # In a process of its own, because matplotlib keeps files open.
-    environment = {**os.environ, "PYTHONPATH": str(START)}
-    command = [sys.executable, "-c", PICTURES]
-    process = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=STARTED)
-    assert process.returncode == 0, process.stderr
-    texts = process.stdout.strip().split("|")
-    assert {"10x torch with workers", "no measurable difference", "900,000", "torch, no workers"} <= set(texts)
-    assert {"main: training step", "worker 1", "rustloader at work: cached images, a training step of 5 ms"} <= {*texts}
-    one, other = ((tmp_path / f"{number}.svg").read_text() for number in range(2))
-    assert one == other and one.count("<path") > 100
-    assert sorted(os.listdir(tmp_path)) == ["0.svg", "1.svg"]
+    noisy = [result([9], [10, 12], [11], name=name) for name in ("A", "B")]
+    results = [kept, result([400], [100], [1234]), cheap, result([12], [10, 12], [11.04])]
+    names = ("cpu", "kernel", "python", "torch", "rustloader")
+    machine = dict(zip(names, ("a CPU", "6.1", "3.11.7", "2.15.0", "0.1.0"), strict=True), cores=2)
+    lines = {
+        "rows": [line for of_loaders in rates for line in text.row(result(*of_loaders), 2)],
+        "conclusion": text.conclusion([same, fast, cheap, kept])[:5],
+        "conclusion of gains": text.conclusion([fast, cheap])[:3],
+        "conclusion of noise": text.conclusion([*noisy, same])[:3],
+        "table": text.table(results, part("settings").Settings(), machine).splitlines(),
+    }
+    snapshots.check("demo", {title: "\n".join(of_title) for title, of_title in lines.items()})

@@ -17,6 +17,7 @@ import urllib.parse
 import urllib.request
 
 import pytest
+import snapshots
 import torch
 from sample_data import Held, Numbers
 from support import (
@@ -381,12 +382,6 @@ def test_a_name_keeps_no_frame_alive():
 
     loader, thing = make()
     assert thing() is None and loader is not None
-
-
-def test_statistics_print_the_name():
-    loader = numbers("printed")
-    list(loader)
-    assert "\n  loader        printed\n" in str(rustloader.stats(loader))
 
 
 # The server
@@ -862,19 +857,16 @@ def rank_stats(rank, batches, next_seconds, step=1.0, **kw):
     return rustloader.RankStats(rank, "host", "train", batches, next_seconds + step, next_seconds, **kw)
 
 
-def test_what_a_report_says():
+def test_texts_of_reports():
     advice = {"kind": "storage", "sentence": "Use faster storage."}
-    one = rustloader.RankReport((rank_stats(0, 10, 0.01), rank_stats(1, 10, 0.02)))
-    assert str(one).endswith("No rank's loop waits for its loader: the training step sets the pace.")
-    even = rustloader.RankReport((rank_stats(0, 10, 1.0), rank_stats(1, 10, 1.1, **advice)))
-    text = "All ranks wait about equally for their loaders: 110 ms per batch in next(). Use faster storage."
-    assert str(even).endswith(text)
     starting = {"kind": "starting", "sentence": "Keep the workers."}
-    short = rustloader.RankReport((rank_stats(0, 10, 0.01), rank_stats(1, 10, 0.011, **starting)))
-    assert str(short).endswith("Keep the workers.")
-    seconds = (0.1, 1.1, 1.0, 1.0)
-    two = rustloader.RankReport(tuple(rank_stats(n, 10, it, **advice) for n, it in enumerate(seconds)))
-    assert "Most ranks wait about equally for their loaders, rank 1 the longest: 110 ms per batch" in str(two)
-    three = rustloader.RankReport((rank_stats(0, 10, 0.01), rank_stats(1, 10, 2.0, **advice)))
-    assert str(three).endswith("200 ms per batch in next(), the others 1 ms. Use faster storage.")
-    assert rustloader.RankReport((rank_stats(0, 10, 2.0, **advice),)).slowest.next_seconds_per_batch == 0.2
+    reports = {
+        "no waits": (rank_stats(0, 10, 0.01), rank_stats(1, 10, 0.02)),
+        "equal waits": (rank_stats(0, 10, 1.0), rank_stats(1, 10, 1.1, **advice)),
+        "slow starts": (rank_stats(0, 10, 0.01), rank_stats(1, 10, 0.011, **starting)),
+        "one without waits": [rank_stats(n, 10, it, **advice) for n, it in enumerate((0.1, 1.1, 1.0, 1.0))],
+        "one slow rank": (rank_stats(0, 10, 0.01), rank_stats(1, 10, 2.0, **advice)),
+        "one rank": (rank_stats(0, 10, 2.0, **advice),),
+    }
+    texts = {title: str(rustloader.RankReport(tuple(ranks))) for title, ranks in reports.items()}
+    snapshots.check("ranks", texts)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from pinning_support import pinning
-from sample_data import Held, Images, Numbers, as_list
+from sample_data import Held, Images, Numbers
 from support import (
     DataLoader,
     TorchDataLoader,
@@ -30,7 +30,6 @@ from support import (
     workers_report,
 )
 from torch.utils.data import Dataset, IterableDataset
-from torch.utils.data.datapipes.iter import IterableWrapper
 
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(180)]
 
@@ -172,19 +171,6 @@ def test_times_lie_where_they_were_spent(tmp_path):
     assert (later.epochs, later.batches, later.iterators) == (2, 24, 1)
 
 
-def test_waiting_for_a_later_batch_is_no_start(tmp_path):
-    dataset = WhenWaitedFor(3, 2, tmp_path / "go")
-    iterator = iter(DataLoader(dataset, num_workers=1))
-    next(iterator), next(iterator)
-    assert rustloader.stats(iterator).waited_seconds <= rustloader.stats(iterator).next_seconds
-    before = rustloader.stats(iterator)
-    thread = while_next_waits((tmp_path / "go").touch)
-    next(iterator)
-    thread.join()
-    later = rustloader.stats(iterator)
-    assert later.waited_seconds >= before.waited_seconds + LONG and later.first_seconds == before.first_seconds
-
-
 def test_a_loader_has_the_totals_of_all_its_iterators():
     loader = DataLoader(Numbers(6), num_workers=2)
     for epochs in range(1, 4):
@@ -205,52 +191,36 @@ def test_a_loader_has_the_totals_of_all_its_iterators():
 
 
 def test_copies_and_pickles_are_told():
-    arrays = DataLoader([np.zeros(40_000, np.uint8)] * 4, batch_size=None, collate_fn=as_it_is, num_workers=1)
+    arrays = DataLoader(
+        [np.zeros(40_000, np.uint8)] * 4, batch_size=None, collate_fn=lambda sample: sample, num_workers=1
+    )
     stats = rustloader.stats(trained(arrays))
     assert (stats.copies.count, stats.copies.bytes, stats.copies.pickled) == (4, 160_000, 0)
     others = DataLoader(Numbers(3), num_workers=1, collate_fn=set)
     assert rustloader.stats(trained(others)).copies.pickled == 3
 
 
-def as_it_is(sample):
-    return sample
-
-
 def test_slow_batches_are_named_shortly():
     sampler = [list(range(100)), (1, "two"), [None], [torch.tensor(3)], 4, ["x" * 100]]
+
+    class Indifferent(Dataset):
+        def __getitem__(self, i):
+            return 0
+
     loader = DataLoader(Indifferent(), batch_sampler=None, batch_size=None, sampler=sampler, num_workers=1)
     named = {task.index for task in rustloader.stats(trained(loader)).slowest}
     many = "[" + ", ".join(map(str, range(16))) + ", ... 100 in all]"
     assert named == {many, '(1, "two")', "[None]", "[<Tensor>]", "4", f'["{"x" * 60}"...]'}
 
 
-class Indifferent(Dataset):
-    def __getitem__(self, i):
-        return 0
-
-
 def test_errors_are_tasks_but_no_batches():
-    iterator = iter(DataLoader(Slow(3, fails_at_1), batch_size=None, num_workers=1))
+    iterator = iter(DataLoader(Slow(3, lambda worker, i: 1 / (i - 1) ** 2), batch_size=None, num_workers=1))
     next(iterator)
     with pytest.raises(ZeroDivisionError):
         next(iterator)
     assert len(list(iterator)) == 1
     stats = rustloader.stats(iterator)
     assert stats.batches == 2 and stats.workers[0].tasks == 3
-
-
-def fails_at_1(worker, i):
-    return 1 / (i - 1) ** 2
-
-
-def test_iterable_datasets():
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(range(10))
-
-    stats = rustloader.stats(trained(DataLoader(Stream(), batch_size=5, num_workers=2)))
-    assert stats.batches == 4 and sum(worker.tasks for worker in stats.workers) == 4
-    assert {task.index for task in stats.slowest} == {"[None, None, None, None, None]"}
 
 
 def test_pinned_batches():
@@ -279,30 +249,6 @@ def test_workers_that_died_are_replaced():
 # Sources
 
 
-def test_without_workers():
-    loader = DataLoader(Numbers(3))
-    iterator = iter(loader)
-    next(iterator)
-    assert rustloader.stats(iterator).batches == 1
-    for source in (loader, iterator):
-        stats = rustloader.stats(source)
-        assert "num_workers=0" in stats.note and stats.verdict().kind == "unknown"
-        assert "num_workers=0" in str(stats)
-
-
-@pytest.mark.handover
-def test_a_loader_that_runs_on_torchs_iterator():
-    loader = DataLoader(IterableWrapper(range(4)), num_workers=1)
-    iterator = iter(loader)
-    for source in (iterator, loader):
-        stats = rustloader.stats(source)
-        assert [(fallback.reason, fallback.count) for fallback in stats.fallbacks] == [("its dataset is a DataPipe", 1)]
-        assert stats.verdict().kind == "unknown" and "DataPipe" in stats.verdict().sentence
-    list(iterator)
-    trained(loader)
-    assert rustloader.stats(loader).fallbacks[0].count == 2 and rustloader.stats(loader).batches == 0
-
-
 def test_torchs_loader_with_and_without_install():
     loader = TorchDataLoader(Numbers(4), num_workers=1)
     assert rustloader.stats(loader).verdict().kind == "unknown"
@@ -315,13 +261,9 @@ def test_torchs_loader_with_and_without_install():
     stats = rustloader.stats(other)
     assert "install" in stats.note and stats.batches == 1
     other._shutdown_workers()
-
-
-def test_options_of_install_do_not_hide_the_loader():
-    loader = TorchDataLoader(Numbers(4), num_workers=1)
     with rustloader.installed(prefetch_factor=3):
         trained(loader)
-    assert rustloader.stats(loader).batches == 4
+    assert rustloader.stats(loader).batches == 8
 
 
 def test_what_is_no_loader():
@@ -338,15 +280,6 @@ def test_copies_of_a_loader_begin_at_zero():
         assert rustloader.stats(trained(twin)).batches == 4
         assert set(vars(twin)) == before
     assert rustloader.stats(loader).batches == 4
-
-
-def test_loaders_that_compare_by_value_are_told_apart():
-    class Equal(DataLoader):
-        def __eq__(self, other):
-            return True
-
-    first, second = trained(Equal(Numbers(3), num_workers=1)), Equal(Numbers(3), num_workers=1)
-    assert (rustloader.stats(first).batches, rustloader.stats(second).batches) == (3, 0)
 
 
 def test_nothing_is_kept_alive_and_nothing_is_left():
@@ -425,12 +358,6 @@ def test_as_dict_is_plain_and_flat_is_floats():
     assert all(type(value) is float and math.isfinite(value) and key.isidentifier() for key, value in flat.items())
 
 
-def test_printed():
-    text = str(rustloader.stats(trained(DataLoader(Numbers(3), num_workers=1))))
-    assert text.startswith("3 batches") and "in 1 epoch with 1 worker\n" in text
-    assert "worker 0" in text and "arena" in text and "copies" not in text and "pickled" not in text
-
-
 # CPU time
 
 
@@ -496,6 +423,7 @@ def test_a_killed_worker_does_not_spoil_later_verdicts():
     assert killed.cpu_seconds is None and killed.busy_seconds > LONG
     assert killed.unmeasured_seconds == pytest.approx(killed.busy_seconds)
     assert other.cpu_seconds is not None and other.unmeasured_seconds == 0
+    assert killed.fetch_measured_seconds > LONG  # what is known of its fetches stays
     stats = rustloader.stats(trained(loader, step=LONG / 8))
     restarted = stats.workers[0]
     assert restarted.unmeasured_seconds == pytest.approx(killed.unmeasured_seconds)
@@ -504,7 +432,9 @@ def test_a_killed_worker_does_not_spoil_later_verdicts():
 
 
 def test_the_start_of_a_process_is_not_work():
-    loader = DataLoader(Slow(4, long), batch_size=None, num_workers=1, worker_init_fn=compute)
+    loader = DataLoader(
+        Slow(4, long), batch_size=None, num_workers=1, worker_init_fn=lambda worker: Computing(1, 5 * LONG)[0]
+    )
     iterator = iter(loader)
     before = rustloader.stats(loader).workers[0]
     assert before.cpu_seconds == 0 and before.queued_seconds == 0
@@ -527,15 +457,10 @@ def test_the_processor_time_of_fetches():
         assert 12 * LONG / 2 <= worker.fetch_cpu_seconds <= worker.cpu_seconds, worker
         # On a busy machine they wait for a core as well.
         assert worker.fetch_cpu_seconds + worker.queued_seconds > worker.fetch_seconds / 2, worker
-    sleeping = DataLoader(Slow(8, long), batch_size=2, num_workers=1, collate_fn=computing_collate)
+    sleeping = DataLoader(Slow(8, long), batch_size=2, num_workers=1, collate_fn=lambda samples: Computing(1)[0])
     (worker,) = rustloader.stats(trained(sleeping)).workers
     assert worker.fetch_measured_seconds >= 8 * LONG and worker.fetch_cpu_share < 0.2, worker
     assert worker.cpu_seconds >= 4 * LONG / 2
-
-
-def computing_collate(samples):
-    Computing(1)[0]
-    return samples
 
 
 def test_the_processor_time_of_children_and_threads_in_a_fetch_counts():
@@ -559,17 +484,6 @@ def test_the_processor_time_of_children_and_threads_in_a_fetch_counts():
 
 
 BUSY = f"import time\nwhile time.process_time() < {LONG / 2}"
-
-
-def test_a_killed_worker_keeps_the_processor_time_of_its_fetches():
-    loader = DataLoader(Computing(8), batch_size=None, num_workers=1)
-    iterator = iter(loader)
-    next(iterator), next(iterator)
-    os.kill(worker_pids(iterator)[0], signal.SIGKILL)
-    with pytest.raises(RuntimeError, match="killed"):
-        list(iterator)
-    (worker,) = rustloader.stats(loader).workers
-    assert worker.fetch_cpu_seconds >= 2 * LONG / 2
 
 
 def test_no_fetch_no_share():
@@ -643,108 +557,74 @@ def verdict_on(loader, step=0.0):
     return rustloader.stats(trained(loader, step)).verdict()
 
 
-def test_workers_that_sleep_wait_for_storage():
-    verdict = verdict_on(DataLoader(Slow(24, long), batch_size=None, num_workers=2), step=LONG / 8)
-    assert verdict.kind == "storage" and 2 < verdict.workers_needed <= 8, verdict
-
-
-def test_workers_that_compute_need_no_more_than_the_cores():
-    cores = len(os.sched_getaffinity(0))
-    loader = DataLoader(Computing(24), batch_size=None, num_workers=cores)
-    verdict = verdict_on(loader, step=0.01)
-    assert verdict.kind in ("dataset", "cores") and verdict.workers_needed is None, verdict
-    workers = rustloader.stats(loader).workers
-    for worker in workers:
-        assert worker.cpu_seconds + worker.queued_seconds > worker.busy_seconds / 2 > 0, workers
-
-
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_the_way_in_which_workers_start_is_no_part_of_the_verdict(method):
-    options = {"batch_size": None, "num_workers": 2, "multiprocessing_context": method}
-    sleeping = verdict_on(DataLoader(Slow(24, long), **options), step=LONG / 8)
-    assert sleeping.kind == "storage", sleeping
-    computing = verdict_on(DataLoader(Computing(24), **options), step=0.01)
-    assert computing.kind in ("dataset", "cores", "workers"), computing
-
-
-def compute(worker):
-    end = time.process_time() + 5 * LONG
-    while time.process_time() < end:
-        pass
-
-
 class Computing(Dataset):
     """Samples that take CPU time."""
 
-    def __init__(self, n):
-        self.n = n
+    def __init__(self, n, seconds=LONG / 2):
+        self.n, self.seconds = n, seconds
 
     def __len__(self):
         return self.n
 
     def __getitem__(self, i):
-        end = time.process_time() + LONG / 2
+        end = time.process_time() + self.seconds
         while time.process_time() < end:
             pass
         return i
 
 
-def test_the_training_step_limits():
-    verdict = verdict_on(DataLoader(Slow(24, short), batch_size=None, num_workers=2), step=LONG)
-    assert verdict.kind == "step", verdict
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_verdict_with_each_start_method(method):
+    options = {"batch_size": None, "num_workers": 2, "multiprocessing_context": method}
+    assert verdict_on(DataLoader(Slow(24, long), **options), step=LONG / 8).kind == "storage"
+    assert verdict_on(DataLoader(Computing(24), **options), step=0.01).kind in ("dataset", "cores", "workers")
 
 
-def test_the_sampler_limits():
-    verdict = verdict_on(DataLoader(Slow(24, short), batch_size=None, sampler=SlowSampler(), num_workers=2))
-    assert verdict.kind == "main" and "sampler" in verdict.sentence, verdict
-
-
-def test_unpickling_limits():
-    verdict = verdict_on(DataLoader(Slow(24, short), num_workers=2, collate_fn=hard_to_unpickle))
-    assert verdict.kind == "main" and "opening" in verdict.sentence, verdict
-
-
-def test_collate_limits():
-    verdict = verdict_on(DataLoader(Slow(24, short), num_workers=2, collate_fn=slow_collate))
-    assert verdict.kind == "collate", verdict
-
-
-def test_one_slow_worker_limits():
-    verdict = verdict_on(DataLoader(Slow(24, long_on_worker_0), batch_size=None, num_workers=2))
-    assert verdict.kind == "head_of_line" and "worker 0" in verdict.sentence, verdict
-
-
-def test_a_few_slow_batches_limit():
-    verdict = verdict_on(DataLoader(Slow(52, long_now_and_then), num_workers=2))
-    assert verdict.kind == "head_of_line", verdict
-    assert 'dispatch="shared_queue" and reorder_window=' in verdict.sentence and verdict.predicted_gain > 1.3, verdict
-    assert any(f"[{i}] took" in verdict.sentence for i in (5, 18, 31, 44)), verdict
+@pytest.mark.parametrize(
+    "kind, word, options, step",
+    [
+        ("step", "", {"batch_size": None}, LONG),
+        ("main", "sampler", {"batch_size": None, "sampler": SlowSampler()}, 0),
+        ("main", "opening", {"collate_fn": hard_to_unpickle}, 0),
+        ("collate", "", {"collate_fn": slow_collate}, 0),
+        ("head_of_line", "worker 0", {"batch_size": None, "dataset": Slow(24, long_on_worker_0)}, 0),
+        ("starting", "", {"dataset": Slow(12, short), "worker_init_fn": lambda worker: time.sleep(10 * LONG)}, 0),
+    ],
+)
+def test_verdict_on_what_limits(kind, word, options, step):
+    loader = DataLoader(**{"dataset": Slow(24, short), "num_workers": 2} | options)
+    if kind == "starting":
+        trained(loader)  # the start of one epoch is no verdict
+    verdict = verdict_on(loader, step)
+    assert verdict.kind == kind and word in verdict.sentence, verdict
 
 
 def test_a_shared_queue_with_a_window_ends_the_waits_for_slow_batches():
     options = {"batch_size": None, "num_workers": 2}
-    before = rustloader.stats(trained(DataLoader(Slow(52, long_now_and_then), **options)))
+    before = rustloader.stats(trained(DataLoader(Slow(52, long_now_and_then), num_workers=2)))
     loader = DataLoader(Slow(52, long_now_and_then), dispatch="shared_queue", reorder_window=32, **options)
     after = rustloader.stats(trained(loader))
     assert (after.scheduling.dispatch, after.scheduling.reorder_window) == ("shared_queue", 32)
     assert len(after.recent_seconds) == 52 and after.workers[0].fetch_measured_seconds > 0
-    assert "shared_queue" not in after.verdict().sentence and "shared_queue" in before.verdict().sentence
+    verdict = before.verdict()
+    assert verdict.kind == "head_of_line" and verdict.predicted_gain > 1.3, verdict
+    assert 'dispatch="shared_queue" and reorder_window=' in verdict.sentence
+    assert any(f"[{i}] took" in verdict.sentence for i in (5, 18, 31, 44)), verdict
+    assert "shared_queue" not in after.verdict().sentence
 
 
 def test_threads_end_the_waits_for_storage():
     options = {"batch_size": 4, "num_workers": 1}
     verdicts = []
     for threads in (1, 4):
-        loader = trained(DataLoader(Slow(80, long_sample), worker_threads=threads, **options), step=LONG / 2)
+        loader = trained(
+            DataLoader(Slow(80, lambda worker, i: LONG / 4), worker_threads=threads, **options), step=LONG / 2
+        )
         verdicts.append(rustloader.stats(loader).verdict())
         (worker,) = rustloader.stats(loader).workers
         assert worker.fetch_cpu_share < 0.5, worker
     assert verdicts[0].kind == "storage" and "worker_threads=" in verdicts[0].sentence, verdicts
     assert verdicts[1].kind in ("step", "storage") and rustloader.stats(loader).scheduling.worker_threads == 4
-
-
-def long_sample(worker, i):
-    return LONG / 4
 
 
 def test_pinning_limits(monkeypatch):
@@ -756,15 +636,6 @@ def test_pinning_limits(monkeypatch):
         monkeypatch.setattr(torch.utils.data._utils.pin_memory, "pin_memory", slow_pin)
         verdict = verdict_on(DataLoader(Slow(24, short), num_workers=2, pin_memory=True))
     assert verdict.kind == "pinning", verdict
-
-
-def test_the_start_of_each_epoch_limits():
-    def slow_start(worker):
-        time.sleep(10 * LONG)
-
-    loader = DataLoader(Slow(12, short), num_workers=2, worker_init_fn=slow_start)
-    trained(loader)
-    assert verdict_on(loader).kind == "starting"
 
 
 class SlowToBegin(torch.utils.data.Sampler):
@@ -801,10 +672,6 @@ def test_turnaround_counts_no_second_twice(monkeypatch):
     now[0] = 20.0
     counters.turn_around(19.0)
     assert counters.turnaround_seconds == of_loader.turnaround_seconds == 4.0
-
-
-def test_too_few_batches_to_tell():
-    assert verdict_on(DataLoader(Slow(4, long), num_workers=2, collate_fn=as_list)).kind == "too_few"
 
 
 # Reports

@@ -121,6 +121,14 @@ def check_nesting(row):
         open_until.append(end)
 
 
+def traced(loader, path, **options):
+    """Traces an epoch. Returns its batches, the events, and the rows."""
+    with rustloader.trace(path, **options):
+        batches = list(loader)
+    events = load(path)
+    return batches, events, check_open(events)
+
+
 def named(rows, name, row=""):
     return [event for key, events in rows.items() if row in key for event in events if event["name"] == name]
 
@@ -215,34 +223,25 @@ def ends_of_workers(rows):
     return [events[-1] for row, events in rows.items() if row.startswith("worker")]
 
 
-def hue_of(name):
-    """The hue, in degrees, that Perfetto gives to slices with this name. It multiplies as JavaScript does."""
-    value = 0x11C9DC5
-    for character in name:
-        mixed = int(float(signed(value ^ ord(character))) * 16777619.0)
-        value = signed(mixed)
-    return abs(value) % 360
-
-
-def signed(number):
-    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
-
-
 def test_perfetto_shows_fetching_and_waiting_in_different_colors():
-    # Perfetto ignores `cname`: the color depends on the name only.
+    """It ignores `cname`: the hue, in degrees, depends on the name only, multiplied as JavaScript does."""
+
+    def hue(name):
+        value = 0x11C9DC5
+        for character in name:
+            signed = ((value ^ ord(character)) + (1 << 31)) % (1 << 32) - (1 << 31)
+            value = (int(float(signed) * 16777619.0) + (1 << 31)) % (1 << 32) - (1 << 31)
+        return abs(value) % 360
+
     for idle, busy in itertools.product(("idle", "waiting"), ("fetch", "step", "next", "collate")):
-        distance = abs(hue_of(idle) - hue_of(busy)) % 360
-        assert min(distance, 360 - distance) >= 60, (idle, busy)
+        assert 60 <= abs(hue(idle) - hue(busy)) <= 300, (idle, busy)
 
 
 def test_workers_that_run_when_it_begins_are_traced_and_no_more_after_its_end(tmp_path):
     loader = DataLoader(Numbers(8), batch_size=2, num_workers=2, persistent_workers=True)
     assert len(list(loader)) == 4
     for round in range(2):
-        path = tmp_path / f"{round}.json"
-        with rustloader.trace(path):
-            list(loader)
-        rows = check(load(path))
+        _, _, rows = traced(loader, tmp_path / f"{round}.json")
         epochs = [event["args"]["epoch"] for event in named(rows, "batch")]
         assert epochs == [2 * round + 1] * 4
         list(loader)
@@ -291,10 +290,9 @@ def test_several_loaders_at_a_time(tmp_path):
 
 
 def test_an_iterable_dataset_ends_without_a_batch(tmp_path):
-    with rustloader.trace(tmp_path / "run.json", level="sample"):
-        assert len(list(DataLoader(Streamed(), batch_size=2, num_workers=2))) == 6
-    rows = check(load(tmp_path / "run.json"))
-    assert len(named(rows, "batch")) == len(named(rows, "send")) == 6
+    loader = DataLoader(Streamed(), batch_size=2, num_workers=2)
+    batches, _, rows = traced(loader, tmp_path / "run.json", level="sample")
+    assert len(batches) == len(named(rows, "batch")) == len(named(rows, "send")) == 6
     assert len(named(rows, "sample")) == 10
     assert not [event for event in named(rows, "sample") if "args" in event]
 
@@ -311,10 +309,8 @@ def test_an_exception_in_a_sample_and_one_in_the_loop(tmp_path):
 @pytest.mark.warns
 def test_a_worker_that_is_killed_leaves_whole_events(tmp_path):
     loader = DataLoader(Dies(str(tmp_path / "died")), batch_size=4, num_workers=2, max_restarts=3)
-    with rustloader.trace(tmp_path / "run.json", level="sample"):
-        assert torch.equal(torch.cat(list(loader)), torch.arange(40))
-    events = load(tmp_path / "run.json")
-    rows = check(events)
+    batches, events, rows = traced(loader, tmp_path / "run.json", level="sample")
+    assert torch.equal(torch.cat(batches), torch.arange(40))
     (died,) = instants(events, "died")
     assert died["args"] == {"batch": 5, "epoch": 0}
     assert len(instants(events, "started")) == 2 and len(instants(events, "restarted")) == 1
@@ -322,13 +318,12 @@ def test_a_worker_that_is_killed_leaves_whole_events(tmp_path):
     attempts = [event for event in named(rows, "batch") if event["args"]["batch"] == 5]
     assert len(attempts) == 2 and attempts[0]["dur"] >= 100_000
     assert {batch[1] for batch in batches_of(named(rows, "batch"))} == set(range(10))
-
-
-def test_a_final_death_and_its_trace(tmp_path):
+    # A death that ends the loop is in its trace, too.
+    (tmp_path / "died").unlink()
     loader = DataLoader(Dies(str(tmp_path / "died")), batch_size=4, num_workers=2)
-    with pytest.raises(RuntimeError, match="killed by signal"), rustloader.trace(tmp_path / "run.json"):
-        list(loader)
-    events = load(tmp_path / "run.json")
+    with pytest.raises(RuntimeError, match="killed by signal"):
+        traced(loader, tmp_path / "final.json")
+    events = load(tmp_path / "final.json")
     check_open(events)
     assert len(instants(events, "died")) == 1
 
@@ -338,10 +333,8 @@ def test_a_worker_that_is_stuck(tmp_path):
     loader = DataLoader(
         Dies(str(tmp_path / "died"), 3600), batch_size=4, num_workers=1, max_restarts=1, stall_timeout=4
     )
-    with rustloader.trace(tmp_path / "run.json"):
-        assert len(list(loader)) == 10
-    events = load(tmp_path / "run.json")
-    rows = check(events)
+    batches, events, rows = traced(loader, tmp_path / "run.json")
+    assert len(batches) == 10
     (stalled,), (died,) = instants(events, "stalled"), instants(events, "died")
     assert stalled["args"] == died["args"] == {"batch": 5, "epoch": 0} and stalled["ts"] <= died["ts"]
     assert max(event["dur"] for event in named(rows, "fetch")) >= 4_000_000
@@ -360,9 +353,7 @@ def test_a_saved_state(tmp_path):
 
 def test_only_the_last_seconds(tmp_path):
     loader = DataLoader(Sleepy(60, 0.06), batch_size=1, num_workers=1)
-    with rustloader.trace(tmp_path / "run.json", seconds=1.5):
-        list(loader)
-    rows = check_open(load(tmp_path / "run.json"))
+    _, _, rows = traced(loader, tmp_path / "run.json", seconds=1.5)
     kept = [event["args"]["batch"] for event in named(rows, "batch")]
     assert kept == list(range(kept[0], 60)) and 1 <= len(kept) <= 30
     ends = [event["ts"] + event["dur"] for row in rows.values() for event in row]
@@ -373,10 +364,8 @@ def test_only_the_last_seconds(tmp_path):
 def test_what_a_full_ring_loses_is_in_the_file(tmp_path):
     # One batch has many more samples than the ring has slots, and hardly anything empties it meanwhile.
     loader = DataLoader(Numbers(200_000), batch_size=100_000, num_workers=1, prefetch_factor=2)
-    with rustloader.trace(tmp_path / "run.json", level="sample"):
-        assert len(list(loader)) == 2
-    events = load(tmp_path / "run.json")
-    check_open(events)
+    batches, events, _ = traced(loader, tmp_path / "run.json", level="sample")
+    assert len(batches) == 2
     samples = [event for event in events if event["ph"] == "X" and event["name"] == "sample"]
     lost = about(events, "rustloader_trace_end")["lost"]
     assert lost > 0 and len(samples) + lost >= 200_000
@@ -385,9 +374,7 @@ def test_what_a_full_ring_loses_is_in_the_file(tmp_path):
 def test_a_compressed_file_and_the_size_of_events(tmp_path):
     loader = DataLoader(Numbers(2000), batch_size=2, num_workers=2)
     for name in ("run.json", "run.json.gz"):
-        with rustloader.trace(tmp_path / name):
-            list(loader)
-        assert len(named(check(load(tmp_path / name)), "batch")) == 1000
+        assert len(named(traced(loader, tmp_path / name)[2], "batch")) == 1000
     # 100,000 batches take 30 MB at most when compressed.
     assert (tmp_path / "run.json.gz").stat().st_size <= 300 * 1000
     assert (tmp_path / "run.json").stat().st_size <= 1100 * 1000
@@ -592,13 +579,11 @@ def test_what_is_no_trace(tmp_path, capsys):
     for content in (gzip.compress(b"[" * 1000)[:20], b"[]"):
         (tmp_path / "wrong.json.gz").write_bytes(content)
         check_fails(tmp_path / "wrong.json.gz")
-
-
-def test_an_input_that_cannot_be_read(tmp_path, capsys):
-    path = tmp_path / "none.json"
-    assert cli.main(["trace", "merge", str(path), "-o", str(tmp_path / "all.json")]) == 2
-    expected = f"rustloader trace merge: cannot read {path}: No such file or directory\n"
-    assert capsys.readouterr().err == expected
+    # A last line that ends after a brace is a truncated trace.
+    (tmp_path / "run.json").write_text('[\n{"ph":"X","ts":1,"pid":1},\n{"ph":"X","args":{"batch":1}')
+    assert files.merge([str(tmp_path / "run.json")], str(tmp_path / "all.json")) == 1
+    assert cli.main(["trace", "merge", "none.json", "-o", str(tmp_path / "all.json")]) == 2
+    assert capsys.readouterr().err == "rustloader trace merge: cannot read none.json: No such file or directory\n"
 
 
 def test_a_merge_that_fails_leaves_its_output_unchanged(tmp_path, capsys):
@@ -626,11 +611,6 @@ def test_a_merge_into_a_pipe(tmp_path):
     assert received == ["[\n]\n"] and (tmp_path / "pipe").is_fifo()
 
 
-def test_a_line_that_is_truncated_after_a_brace(tmp_path):
-    (tmp_path / "run.json").write_text('[\n{"ph":"X","ts":1,"pid":1},\n{"ph":"X","args":{"batch":1}')
-    assert files.merge([str(tmp_path / "run.json")], str(tmp_path / "all.json")) == 1
-
-
 # The command
 
 SCRIPT = """
@@ -651,17 +631,18 @@ def run_trace(folder, *arguments, **options):
     return run_script(source, head="", cwd=folder, **options)
 
 
-@pytest.mark.parametrize("output", ["run.json", None])
-def test_the_command_runs_a_script(output, tmp_path):
+@pytest.mark.parametrize("output, file", [("{rank}.json", "3.json"), (None, "trace-rank3.json.gz")])
+def test_the_command_runs_a_script(output, file, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     options = [] if output is None else ["-o", output, "--level", "sample", "--seconds", "100"]
-    status, out, err = run_trace(tmp_path, *options, "train.py", "--epochs", "1")
-    output = output or "trace.json.gz"
-    assert (status, out) == (3, "28\n") and "wrote /" in err and f"/{output};" in err
-    events = load(tmp_path / output)
+    environment = {"RANK": "3", "WORLD_SIZE": "4"}
+    status, out, err = run_trace(tmp_path, *options, "train.py", "--epochs", "1", environment=environment)
+    assert (status, out) == (3, "28\n") and "wrote /" in err and f"/{file};" in err
+    events = load(tmp_path / file)
     rows = check(events)
     assert len(named(rows, "batch")) == 4
     assert about(events)["script"] == "train.py"
+    assert about(events, "process_name") == {"name": "train.py rank 3"}
 
 
 @pytest.mark.parametrize("script", [["."], ["none.py"], ["-m", "no_such_module"], ["wrong.py"]])
@@ -687,13 +668,6 @@ def test_an_output_that_cannot_be_written(output, tmp_path):
     status, out, err = run_trace(tmp_path, "-o", output, "train.py")
     assert (status, out) == (2, "") and len(err.splitlines()) == 1
     assert err.startswith(f"rustloader trace: cannot write {output}: ")
-
-
-def test_a_rank_has_its_own_file(tmp_path):
-    (tmp_path / "train.py").write_text("")
-    assert run_trace(tmp_path, "-o", "{rank}.json", "train.py", environment={"RANK": "3"})[0] == 0
-    (name,) = [event["args"] for event in load(tmp_path / "3.json") if event["name"] == "process_name"]
-    assert name == {"name": "train.py rank 3"}
 
 
 KILLED = """
