@@ -1,24 +1,19 @@
 """`python -m rustloader bench`: what it measures, what it prints, and that it leaves nothing behind."""
 
-import contextlib
 import io
 import json
-import os
 import re
-import signal
 import statistics
-import subprocess
 import sys
-import termios
 import textwrap
-import time
 import types
 import typing
 
+import ending_commands
 import pytest
 import torch
 from remote_support import LoopbackContext
-from support import SOON, in_session, rustloader
+from support import SOON, rustloader
 
 pytestmark = pytest.mark.ours
 
@@ -62,16 +57,12 @@ LOADERS = """
         return DataLoader(rustloader.cache(Numbers()), batch_size=4, num_workers=2)
     def ours():
         return rustloader.DataLoader(Numbers(), batch_size=4, num_workers=2, persistent_workers=True)
-    def stateful():
-        return rustloader.StatefulDataLoader(Numbers(), batch_size=4, num_workers=2)
     def single():
         return DataLoader(Numbers(), batch_size=4, timeout=0)
     def without_any():
         dataset = Numbers()
         dataset.length = 0
         return DataLoader(dataset, num_workers=1)
-    def broken():
-        raise OSError("no such data")
     def failing():
         dataset = Numbers()
         dataset.fails_at = 30
@@ -199,26 +190,6 @@ def test_a_bar_only_on_a_terminal_and_with_tqdm(terminal, tqdm, monkeypatch):
 
 
 @pytest.mark.timeout(LONG)
-def test_a_command_on_a_terminal(folder):
-    pytest.importorskip("tqdm", reason="the bar is optional, and tqdm is not installed")
-    main, terminal = os.openpty()
-    termios.tcsetwinsize(terminal, (24, 80))  # tqdm writes nothing to a terminal of no size
-    command = [sys.executable, "-m", "rustloader", "bench", "loaders.py:torchs", "--epochs", "1"]
-    command += ["--timeout", PATIENT]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=terminal) as process:
-        os.close(terminal)
-        written = b""
-        with contextlib.suppress(OSError):  # how Linux reports that the other end is closed
-            while piece := os.read(main, 4096):
-                written += piece
-        out = process.stdout.read().decode()
-    os.close(main)
-    assert process.returncode == 0 and "batches/s" in out, written
-    assert "%" not in out.splitlines()[0] and "\r" not in out
-    assert b"warming up" in written, written
-
-
-@pytest.mark.timeout(LONG)
 def test_a_sweep_as_json(folder, capsys):
     arguments = ("--workers", "2,0,2", "--epochs", "2", "--batches", "20", "--json")
     status, out, err = run("loaders.py:ours", *arguments, capsys=capsys)
@@ -320,14 +291,11 @@ def test_a_loader_with_remote_workers_is_prepared(engine, is_kept, tmp_path, mon
 @pytest.mark.parametrize(
     "target, text",
     [
-        ("no_such_module:f", "there is no module 'no_such_module'"),
-        ("loaders:broken", "loaders:broken failed: OSError: no such data (loaders.py:{broken} in broken)\n"),
         (
             "loaders.py:single",
             "With `num_workers=0`, torch's own loop runs; there is nothing to accelerate. "
             "Set num_workers to 1 or more in loaders.py:single, or pass --workers 2.\n",
         ),
-        ("loaders.py:stateful", "nothing to compare: a rustloader.StatefulDataLoader has no torch iterator to compare"),
         ("loaders.py:without_any", "the loader of loaders.py:without_any yields no batches\n"),
         (
             "loaders.py:failing",
@@ -340,12 +308,9 @@ def test_a_loader_with_remote_workers_is_prepared(engine, is_kept, tmp_path, mon
 def test_what_gives_no_loader_or_no_batches(target, text, folder, capsys):
     """The cause comes first, in one line; a traceback needs --verbose."""
     source = (folder / "loaders.py").read_text().splitlines()
-    numbers = {
-        "broken": next(k for k, line in enumerate(source, 1) if "no such data" in line),
-        "fail": next(k for k, line in enumerate(source, 1) if "on purpose" in line),
-    }
+    line = next(k for k, line in enumerate(source, 1) if "on purpose" in line)
     status, out, err = run(target, capsys=capsys)
-    assert status == 2 and err.startswith(f"rustloader bench: {text.format(**numbers)}"), err
+    assert status == 2 and err.startswith(f"rustloader bench: {text.format(fail=line)}"), err
     assert len(out.splitlines()) == 1 and len(err.splitlines()) <= 2
     assert "Traceback" not in err and "rustloader/" not in err
 
@@ -363,15 +328,6 @@ def test_a_wrong_target_is_refused_before_anything_is_printed(target, text, fold
     assert run(target, "--json", capsys=capsys)[1] == ""
 
 
-def test_the_whole_traceback_behind_verbose(capsys, monkeypatch):
-    def fails(options):
-        raise Unusable("the cause", "Traceback (most recent call last): ...")
-
-    monkeypatch.setattr(command, "_Bench", fails)
-    assert run("x:y", capsys=capsys)[2] == ("rustloader bench: the cause\n  --verbose prints the whole traceback\n")
-    assert run("x:y", "--verbose", capsys=capsys)[2].startswith("rustloader bench: the cause\n\nTraceback (most recent")
-
-
 @pytest.mark.timeout(LONG)
 @pytest.mark.parametrize("engine", ["torch", "rustloader"])
 def test_a_worker_that_dies_is_named(engine, folder):
@@ -386,19 +342,18 @@ def test_a_worker_that_dies_is_named(engine, folder):
 
 
 @pytest.mark.timeout(LONG)
-@pytest.mark.parametrize("engine", ["torch", "rustloader"])
-def test_a_loader_that_hangs_is_given_up(engine, folder, monkeypatch):
+def test_a_loader_that_hangs_is_given_up(folder, monkeypatch):
     # Before the worker hangs, torch is imported and workers start, which is slow on a busy machine.
     stuck = (folder / "stuck").exists
     monkeypatch.setattr(probes.Probe, "limit", lambda self, awaited: self.timeout if stuck() else 300.0)
-    side = BenchSide("loaders.py:stuck", engine)
+    side = BenchSide("loaders.py:stuck", "torch")
     with probes.Probe(side, 2.0) as process:
         process.ask("about")
         group = process.group
         with pytest.raises(Unusable) as raised:
             process.ask("run", 1, passes.Limits(None, 60.0), False)
     lines = str(raised.value).splitlines()
-    assert lines[0] == f"with {engine}'s iterator, no batch arrived within 2 s"
+    assert lines[0] == "with torch's iterator, no batch arrived within 2 s"
     assert any(re.match(r"  worker 1 \(pid \d+\) is at .*loaders.py:\d+ in fail", line) for line in lines), lines
     assert lines[-1] == "  if it is slow rather than stuck, pass a larger --timeout"
     assert not list(members(group))
@@ -450,41 +405,7 @@ def test_a_loader_that_the_engine_does_not_serve_is_no_comparison(folder):
 # How it ends
 
 
-def await_end(session, seconds=60.0):
-    """Waits for all processes of a session to end. Returns false if one is left after ``seconds``."""
-    deadline = time.monotonic() + seconds
-    while in_session(session) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not in_session(session)
-
-
-@pytest.mark.timeout(LONG)
-@pytest.mark.parametrize(
-    "target, number, status",
-    [
-        ("slow", signal.SIGINT, 130),
-        ("slow", signal.SIGTERM, 143),
-        ("slow", signal.SIGKILL, -signal.SIGKILL),
-        ("hanging", signal.SIGINT, 130),
-    ],
-)
-def test_an_end_leaves_no_process(target, number, status, folder):
-    command = [sys.executable, "-m", "rustloader", "bench", f"loaders.py:{target}", "--seconds", "300"]
-    command += ["--timeout", PATIENT]
-    kw = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, start_new_session=True, **kw) as process:
-        try:
-            while not (folder / "working").exists():
-                assert process.poll() is None, process.communicate()
-                time.sleep(0.05)
-            os.kill(process.pid, number)
-            _, err = process.communicate(timeout=LONG / 2)
-            assert process.returncode == status, err
-            assert await_end(process.pid), in_session(process.pid)
-        finally:
-            for pid in in_session(process.pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-    if number != signal.SIGKILL:
-        word = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}[number]
-        assert err.endswith(f"rustloader bench: {word}\n") and "Traceback" not in err
+@pytest.mark.timeout(2 * LONG)
+@pytest.mark.parametrize("number", ending_commands.ENDS)
+def test_an_end_leaves_no_process(number, folder):
+    ending_commands.end(["bench", "loaders.py:slow", "--seconds", "300", "--timeout", PATIENT], number)

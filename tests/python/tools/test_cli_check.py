@@ -4,12 +4,11 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
 import textwrap
 
+import ending_commands
 import pytest
-from support import SOON, in_session, rustloader, wait_until
+from support import SOON, in_session, rustloader
 
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(600)]
 
@@ -53,7 +52,7 @@ LOADERS = """
         return DataLoader(Draws(at, act), **{"batch_size": 4, "num_workers": 2} | kw)
 
     def hangs(i):
-        open("hanging", "w").close()
+        open("working", "w").close()
         time.sleep(10000)
 
     def raises_object(i):
@@ -168,7 +167,7 @@ LOADERS = """
     def hanging_factory():
         hangs(0)
     def swallowing():
-        open("hanging", "w").close()
+        open("working", "w").close()
         while True:
             try:
                 time.sleep(1)
@@ -226,23 +225,14 @@ def children():
 # Same
 
 
-@pytest.mark.parametrize(
-    "name, expected",
-    [
-        ("shuffled", "3 batches"),
-        ("ours", "3 batches"),
-        ("installing", "3 batches"),
-        ("with_state_of_the_module", "3 batches"),
-        ("sets", "3 batches"),
-        ("odd", "2 batches"),
-    ],
-)
-def test_loaders_that_agree(name, expected, check):
+@pytest.mark.parametrize("name", ["shuffled", "ours", "installing", "with_state_of_the_module", "sets", "odd"])
+def test_loaders_that_agree(name, check):
     status, out, err = check(name)
     assert (status, err) == (0, "")
+    batches = "2 batches" if name == "odd" else "3 batches"
     assert out.splitlines()[-2:] == [
-        f"same: {expected} compared, bit for bit; the main process's random state is also the same",
-        f"{expected} came from the Rust engine",
+        f"same: {batches} compared, bit for bit; the main process's random state is also the same",
+        f"{batches} came from the Rust engine",
     ]
 
 
@@ -304,13 +294,6 @@ def test_a_loader_that_is_handed_over_is_no_comparison(check):
     assert err.startswith("rustloader check: nothing to compare: ") and err.count("Operation not permitted") == 1
 
 
-def test_no_factory(folder, capfd):
-    assert cli.main(["check", "loaders_of_mine.py:shufled"]) == 2
-    assert capfd.readouterr().err.startswith(
-        "rustloader check: loaders_of_mine.py has no 'shufled'; did you mean shuffled"
-    )
-
-
 # Different
 
 
@@ -319,15 +302,9 @@ def test_no_factory(folder, capfd):
     [
         ("different", r"different at batch 1: batch\['x'\] \(torch.Tensor float32 \[4, 3\]\): 1 of 12 elements differ"),
         ("random_anyhow", "different at batch 0, but two runs on torch's iterator differ there as well"),
-        (
-            "out_of_order",
-            r"different at batch \d, but with in_order=False batches arrive as workers finish them; check the ",
-        ),
+        ("out_of_order", r"different at batch \d, but with in_order=False batches arrive as workers finish them; "),
         ("shorter", "different at batch 2: torch gives a batch, rustloader ends the epoch"),
-        (
-            "failing_on_us_at_once",
-            "different at batch 0: torch gives a batch, rustloader raises KeyError: 'no sample 0'",
-        ),
+        ("failing_on_us_at_once", "different at batch 0: torch gives a batch, rustloader raises KeyError: 'no sampl"),
         ("random_state", r"different at the end, in the main process's random state$"),
         ("failing_otherwise", r"different at batch 1: torch raises KeyError: 'no sample 6' \(loaders_of_mine.py:"),
     ],
@@ -353,18 +330,9 @@ def test_an_option_that_may_explain_a_difference_is_named(name, option, at, chec
 @pytest.mark.parametrize(
     "name, expected",
     [
-        (
-            "exiting",
-            r"torch: worker 1 \(pid \d+\) ended with exit code 3, detected while waiting for batch \d\n  its code",
-        ),
-        (
-            "dying_in_init",
-            r"torch: (a worker|worker \d) \(pid \d+\) ended with exit code 4, detected while waiting for batch 0\n",
-        ),
-        (
-            "killed_on_us",
-            r"rustloader: worker 1 \(pid \d+\) was killed by SIGKILL, detected .* batch 1\n  the system may",
-        ),
+        ("exiting", r"torch: worker 1 \(pid \d+\) ended with exit code 3, detected while .* batch \d\n  its code"),
+        ("dying_in_init", r"torch: (a worker|worker \d) \(pid \d+\) ended with exit code 4, detected .* batch 0\n"),
+        ("killed_on_us", r"rustloader: worker 1 \(pid \d+\) was killed by SIGKILL, .* batch 1\n  the system may"),
     ],
 )
 def test_the_first_death_ends_it(name, expected, check):
@@ -400,19 +368,10 @@ def test_a_batch_that_cannot_be_pickled_is_named_and_not_the_wait_for_it(check):
 @pytest.mark.parametrize(
     "name, told",
     [
-        (
-            "hanging",
-            r"torch: batch 1 did not arrive within 40 s\n  worker 1 \(pid \d+\) is at loaders_of_mine.py:\d+ in hangs",
-        ),
-        (
-            "hanging_in_c_on_us",
-            r"rustloader: batch 1 did not arrive within 40 s\n  worker 1 \(pid \d+\) is at loaders_of",
-        ),
+        ("hanging", r"torch: batch 1 did not arrive within 40 s\n  worker 1 \(pid \d+\) is at loaders.*:\d+ in hangs"),
+        ("hanging_in_c_on_us", r"rustloader: batch 1 did not .*\n  worker 1 \(pid \d+\) is at loaders_of"),
         ("hanging_in_a_sampler", r"torch: batch 0 did not .*\n  the main process \(pid \d+\) is at .* in hangs\n"),
-        (
-            "hanging_factory",
-            r"torch: calling loaders_of_mine.py:hanging_factory took more than 40 s\n  the main process",
-        ),
+        ("hanging_factory", r"torch: calling \S+:hanging_factory took more than 40 s\n  the main process"),
     ],
 )
 def test_a_hang_is_named_and_ended(name, told, check, patient):
@@ -422,34 +381,18 @@ def test_a_hang_is_named_and_ended(name, told, check, patient):
     assert err.endswith("\n  if it is slow rather than stuck, pass a larger --timeout\n")
 
 
-@pytest.mark.timeout(LONG + 60)
+@pytest.mark.timeout(2 * LONG)
 @pytest.mark.parametrize(
-    "target, number, status",
+    "target, number",
     [
-        ("hanging", signal.SIGINT, 130),
-        ("hanging", signal.SIGTERM, 143),
-        ("hanging", signal.SIGKILL, -signal.SIGKILL),
-        ("swallowing", signal.SIGKILL, -signal.SIGKILL),
-        ("hanging_with_spawn", signal.SIGINT, 130),
+        *(("hanging", number) for number in ending_commands.ENDS),
+        ("hanging_factory", signal.SIGINT),
+        ("swallowing", signal.SIGKILL),
+        ("hanging_with_spawn", signal.SIGINT),
     ],
 )
-def test_an_end_leaves_nothing(target, number, status, folder):
-    command = [sys.executable, "-m", "rustloader", "check", f"loaders_of_mine.py:{target}", "--timeout", PATIENT]
-    kw = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, start_new_session=True, **kw) as process:
-        try:
-            assert wait_until(lambda: (folder / "hanging").exists() or process.poll() is not None, LONG / 2)
-            os.kill(process.pid, number)
-            _, err = process.communicate(timeout=LONG / 2)
-            assert process.returncode == status, err
-            assert wait_until(lambda: not in_session(process.pid), 60.0), in_session(process.pid)
-        finally:
-            for pid in in_session(process.pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-    if number != signal.SIGKILL:
-        word = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}[number]
-        assert err.endswith(f"rustloader check: {word}\n") and "Traceback" not in err
+def test_an_end_leaves_nothing(target, number, folder):
+    ending_commands.end(["check", f"loaders_of_mine.py:{target}", "--timeout", PATIENT], number)
     assert SHM not in os.listdir("/dev/shm")
 
 
