@@ -214,26 +214,6 @@ def test_t15_a_class_from_before_install_stays_on_torch(module, caplog):
     rustloader.uninstall()
 
 
-@pytest.mark.handover
-def test_t15_a_class_from_after_install_that_overrides_torchs_loop_runs_on_torch(caplog):
-    rustloader.install()
-
-    class Mine(torch_dataloader._MultiProcessingDataLoaderIter):
-        def _try_put_index(self):
-            super()._try_put_index()
-
-    class Harmless(torch_dataloader._MultiProcessingDataLoaderIter):
-        def _next_data(self):
-            return super()._next_data() + 1
-
-    with from_engine(0):
-        assert values(Mine(torch_loader())) == list(range(6))
-    (message,) = lines(caplog, logging.WARNING)
-    assert message.endswith("Mine overrides _try_put_index")
-    with from_engine(6):
-        assert values(Harmless(torch_loader())) == list(range(1, 7))
-
-
 def test_a_class_with_ours_and_an_abstract_base_can_be_defined():
     with rustloader.installed():
 

@@ -100,21 +100,6 @@ def test_a_resumed_epoch_goes_on_as_it_would_have(name, workers):
         assert as_lists(resumed) == whole[cut:], cut
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("name", ["samples", "replaced", "dataset with a state", "stream with a state"])
-def test_a_state_of_some_batches_ago(name, workers):
-    dataset, kw = SETTINGS[name]
-    kw = kw | dict(num_workers=workers, snapshot_every_n_steps=1)
-    whole = as_lists(make(dataset, **kw))
-    loader = make(dataset, **kw)
-    iterator = iter(loader)
-    assert len(list(itertools.islice(iterator, 2))) == 2
-    for back in (0, 1, 2):
-        resumed = make(dataset, **kw)
-        resumed.load_state_dict(loader.state_dict(back=back))
-        assert as_lists(resumed) == whole[2 - back :], back
-
-
 @pytest.mark.parametrize("kw", [dict(), dict(num_workers=2), dict(num_workers=2, persistent_workers=True)], ids=str)
 @pytest.mark.parametrize("seed_by", [None, "sample"])
 def test_replacements_of_later_epochs(seed_by, kw):

@@ -8,7 +8,7 @@ import time
 
 import pytest
 from sample_data import untouched
-from support import POLLS, DataLoader, call_of, wait_until, waits_in_next, within, worker_pids
+from support import POLLS, DataLoader, call_of, wait_until, within, worker_pids
 from torch.utils.data import Dataset, get_worker_info
 
 import rustloader._core
@@ -109,48 +109,6 @@ def test_each_position_has_the_snapshots_of_its_workers(method, dispatch):
 
 
 # Waiting for the first snapshots
-
-
-def test_the_wait_for_the_first_snapshots_ends_with_the_last_of_them(tmp_path):
-    iterator = iter(loader_of(Sending(4), worker_init_fn=FirstSnapshot(tmp_path / "go")))
-    core, ended = iterator._core, threading.Event()
-    waiting = threading.Thread(target=lambda: core.wait_started() and ended.set())
-    waiting.start()
-    assert wait_until(lambda: snapshot(core, 0, 0) is not None)
-    assert not ended.wait(0.3)
-    assert snapshot(core, 1, 0) is None
-    (tmp_path / "go").touch()
-    waiting.join(60)
-    assert ended.is_set()
-    assert first_snapshots(iterator) == FIRST
-    assert list(iterator) == [0, 1, 2, 3]
-
-
-def test_no_thread_waits_while_one_is_in_next(tmp_path):
-    iterator = iter(loader_of(Sending(4), worker_init_fn=FirstSnapshot(tmp_path / "go")))
-    core, results = iterator._core, []
-
-    def handler(signum, frame):
-        results.append(core.wait_started())
-        (tmp_path / "go").touch()
-
-    def ask():
-        assert waits_in_next()
-        results.append(core.wait_started())
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
-
-    before = signal.signal(signal.SIGUSR1, handler)
-    assert next(iterator) == 0
-    thread = threading.Thread(target=ask)
-    try:
-        thread.start()
-        assert next(iterator) == 1
-    finally:
-        thread.join()
-        signal.signal(signal.SIGUSR1, before)
-    assert results == [False, False]
-    assert core.wait_started()
-    assert list(iterator) == [2, 3]
 
 
 class Interrupted(Exception):
