@@ -8,7 +8,7 @@ import types
 
 import numpy as np
 import torch
-from numpy.lib.stride_tricks import sliding_window_view
+from numpy.lib.stride_tricks import as_strided, sliding_window_view
 from sample_data import Array, Bag, Choosy, Config, FixedRow, Labelled, Pair, Record, Row, Store
 from torch.utils.data import default_collate
 
@@ -196,6 +196,7 @@ ARRAY_LAYOUTS = {
     "no columns, transposed": lambda a: a[:, 0:0].T,
     "one row, transposed": lambda a: a[1:2].T,
     "dimensions of one": lambda a: a[None, :, None],
+    "an odd stride": lambda a: as_strided(a, (1, *a.shape), (3, *a.strides)),
     "unaligned": lambda a: np.frombuffer(b"\0" + a.tobytes(), np.uint8)[1:].view(a.dtype),
 }
 ARRAYS = {

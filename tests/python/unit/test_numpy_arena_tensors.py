@@ -8,11 +8,9 @@ from multiprocessing.reduction import ForkingPickler
 import numpy as np
 import pytest
 import torch
-from numpy.lib.stride_tricks import as_strided
 from numpy_arena_support import SIZE, Made, batches_of, fresh
-from support import DataLoader
+from support import DataLoader, same
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import default_convert
 
 import rustloader
@@ -31,7 +29,7 @@ def filled(shape, index, dtype=np.float32):
     return np.full(shape, index, dtype)
 
 
-# Samples, and whether they are sent without a copy; None is not checked.
+# Samples, and whether they are sent without a copy.
 SAMPLES = {
     "C order": (lambda i: filled((3, 200, 100), i), True),
     "F order": (lambda i: filled((3, 200, 100), i).T, True),
@@ -39,19 +37,13 @@ SAMPLES = {
     "one channel": (lambda i: filled((200, 200, 1), i).transpose(2, 0, 1), True),
     "of a batch": (lambda i: filled((200, 200), i)[None], True),
     "first of a batch": (lambda i: filled((40, 1, 64, 64), i)[:, 0], True),
-    "backwards": (lambda i: filled((400, 200), i)[::-1], None),
-    "odd stride": (lambda i: as_strided(filled((200, 200), i), (1, 200, 200), (3, 800, 4)), None),
+    "beside scalars": (lambda i: (fresh(i), np.float32(i), np.arange(i), i / 7, 1j, None, "x", b"y", True), True),
     "expanded": (lambda i: np.broadcast_to(filled((1, 40000), i), (2, 40000)), False),
     "read-only": (lambda i: read_only(filled((200, 200), i)), False),
     "memory map": (lambda i: filled((200, 200), i).view(np.memmap), False),
-    "big-endian": (lambda i: filled((200, 200), i).astype(">f4"), None),
-    "long double": (lambda i: filled((200, 200), i, np.longdouble), None),
-    "dates": (lambda i: filled((200, 200), i, np.int64).view("M8[s]"), None),
-    "text": (lambda i: np.full(SIZE, str(i)), None),
     "objects": (lambda i: [filled(3, i, object), fresh(i)], False),
     "beside a set": (lambda i: {"a": fresh(i), "b": {i}}, False),
-    "beside scalars": (lambda i: (fresh(i), np.float32(i), np.arange(i), i / 7, 1j, None, "x", b"y", True), True),
-    "in other containers": (lambda i: [Pair(fresh(i), i), collections.deque([fresh(i)])], False),
+    "in a named tuple": (lambda i: [Pair(fresh(i), i)], False),
     "in an ordered dict": (lambda i: collections.OrderedDict(a=fresh(i), b=[fresh(i)]), False),
 } | {
     dtype: (lambda i, dtype=dtype: filled((400, 200), i, dtype), True)
@@ -59,40 +51,13 @@ SAMPLES = {
 }
 
 
-def form(value):
-    """The types, layouts and values of a value, at any depth."""
-    match value:
-        case torch.Tensor():
-            return value.dtype, value.shape, value.stride(), value.storage_offset(), value.tolist()
-        case np.ndarray():
-            return value.dtype, value.strides, value.tolist()
-        case dict():
-            return type(value), [(key, form(item)) for key, item in value.items()]
-        case list() | tuple() | collections.deque():
-            return type(value), [form(item) for item in value]
-    return value
-
-
-def outcome(load):
-    """The forms of the batches, or the error."""
-    try:
-        return [form(batch) for batch in load()]
-    except Exception as error:
-        return type(error), str(error).splitlines()[-1]
-
-
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 @pytest.mark.parametrize("name", SAMPLES)
-@pytest.mark.forks
-def test_arrays_become_the_tensors_that_torch_makes(name):
+def test_arrays_that_are_sent_without_a_copy(name):
     make, is_adopted = SAMPLES[name]
-    loader = DataLoader(Made(make, 3), batch_size=None, num_workers=1)
-    expected = outcome(lambda: list(TorchDataLoader(Made(make, 3), batch_size=None, num_workers=1)))
-    got = outcome(lambda: list(loader))
-    assert got == expected
-    copies = rustloader.stats(loader).copies
-    if is_adopted is not None:
-        assert (copies.count == 0) is is_adopted and (copies.adopted > 0) is is_adopted, copies
+    batches, stats = batches_of(Made(make, 3), collate_fn=default_convert)
+    assert same(batches, [default_convert(make(i)) for i in range(3)])
+    assert (stats.copies.count == 0) is (stats.copies.adopted > 0) is is_adopted, stats.copies
 
 
 def test_holes_are_closed_by_a_copy():
