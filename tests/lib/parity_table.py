@@ -16,6 +16,7 @@ engine.
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import random
@@ -93,6 +94,11 @@ def epochs(loader, count=2):
     """Yields the outcomes of whole epochs."""
     for _ in range(count):
         yield from drain(loader)
+
+
+def beyond(cls, options):
+    """Returns rustloader's class with options that torch does not have, and torch's as it is."""
+    return cls if TORCH_MODE or cls is TorchDataLoader else functools.partial(cls, **options)
 
 
 def plain(batches):

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from support import rustloader, same
 
 from .cache_data import Batches, Scans, as_list, in_a_list
-from .trials import ONLY, arguments, drawn, quiet, run_all
+from .trials import ONLY, arguments, drawn, quiet, run_all, status_of
 
 # Seconds after which a rank counts as hung.
 LIMIT = 120
@@ -217,18 +217,14 @@ class Trial:
         return [self._result(pid, reader, run.killed and not at) for at, (pid, reader) in enumerate(children)]
 
     def _result(self, pid, reader, killed):
-        end = time.monotonic() + LIMIT
-        while (found := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
-            time.sleep(0.001)
+        status = status_of(pid, LIMIT)
         with open(reader, "rb") as file:
-            if found == (0, 0):
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-                return ["a rank hangs"], 0, None
-            report = file.read() if found[1] == 0 else b""
+            report = file.read() if status == 0 else b""
+        if status is None:
+            return ["a rank hangs"], 0, None
         if report:
             return pickle.loads(report)
-        return ([] if killed else [f"a rank ends with status {found[1]}"]), None, None
+        return ([] if killed else [f"a rank ends with status {status}"]), None, None
 
     # Damage
 

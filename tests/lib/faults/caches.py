@@ -17,7 +17,7 @@ import torch
 from support import rustloader, same
 from torch.utils.data import Dataset
 
-from .trials import arguments, run_all
+from .trials import arguments, run_all, status_of
 
 # Seconds after which a process counts as hung.
 LIMIT = 60
@@ -122,16 +122,13 @@ class Trial:
         return reads, wrong
 
     def reap(self, killed):
-        wrong, end = [], time.monotonic() + LIMIT
+        wrong = []
         for pid in self.pids:
-            while (status := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
-                time.sleep(0.001)
-            if status == (0, 0):
+            status = status_of(pid, LIMIT)
+            if status is None:
                 wrong.append("a process hangs")
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-            elif status[1] not in (0, signal.SIGKILL) or (status[1] and pid not in killed):
-                wrong.append(f"a process ends with status {status[1]}")
+            elif status not in (0, signal.SIGKILL) or (status and pid not in killed):
+                wrong.append(f"a process ends with status {status}")
         return wrong
 
     def inspect(self, cached, reads, wrong):

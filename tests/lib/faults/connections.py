@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import remote_support
-import torch
 from remote_support import LoopbackContext
 
-from . import restart_data, trials
+from . import trials
 from .proxy import FATAL, KINDS, Fault, Proxy
+from .restart_data import Settings
 from .restarts import Log, end_persistent_workers
-from .trials import ONLY, arguments, drawn, quiet
+from .trials import ONLY, arguments, drawn, hash_of, quiet
 
 # Seconds within which a trial must end, and within which workers must be gone.
 LIMIT = 200
@@ -86,31 +86,14 @@ class Loopback(Disturbed, LoopbackContext):
 class Trial(NamedTuple):
     """A loader, the faults of its connections in the order of their starts, and what happens to its workers when."""
 
-    kind: str
-    workers: int
-    prefetch: int
-    persistent: bool
-    in_order: bool
-    dispatch: str | None
-    window: int | str | None
-    seed_by: str | None
-    pickled: bool
-    batch_size: int | None
-    shuffle: bool
-    n: int
-    size: int
-    delay: float
-    epochs: int
+    settings: Settings
     faults: tuple[Fault, ...]
     # (action, moment as a fraction of the batches of all epochs)
     disruptions: tuple[tuple[str, float], ...]
-    seed: int
 
     @classmethod
     def random(cls, rng, on_ray=False):
-        flip = lambda chance=0.5: rng.random() < chance  # noqa: E731
-        kind = rng.choice(["map", "map", "stream", "stateful stream"])
-        streams = "stream" in kind
+        settings = Settings.random(rng, ["map", "map", "stream", "stateful stream"], most_workers=2, epochs=[1, 1, 2])
         faults, disruptions = [], []
         for _ in range(rng.randint(1, 4)):
             fault = Fault(
@@ -126,28 +109,9 @@ class Trial(NamedTuple):
             faults.append(fault if fault.kind not in FATAL or deaths < DEATHS else Fault())
         actions = ["kill", "kill", "stop", "kill as it starts"] + ["lose the node"] * 2 * on_ray
         for _ in range(DEATHS - sum(it.kind in FATAL for it in faults)):
-            if flip():
+            if rng.random() < 0.5:
                 disruptions.append((rng.choice(actions), rng.random()))
-        return cls(
-            kind=kind,
-            workers=rng.randint(1, 2),
-            prefetch=rng.randint(1, 3),
-            persistent=flip(),
-            in_order=flip(0.7),
-            dispatch=None if streams else rng.choice([None, "shared_queue"]),
-            window=rng.choice([None, None, 8, "64kB"]),
-            seed_by=rng.choice([None, "batch", "sample"]),
-            pickled=flip(0.2),
-            batch_size=rng.choice([None, 1, 4]),
-            shuffle=not streams and flip(),
-            n=rng.choice([24, 60, 120]),
-            size=rng.choice([1, 100, 6000, 100_000]),
-            delay=rng.choice([0, 0.0005, 0.002]),
-            epochs=rng.choice([1, 1, 2]),
-            faults=tuple(faults),
-            disruptions=tuple(sorted(disruptions, key=lambda disruption: disruption[1])),
-            seed=rng.randrange(1 << 31),
-        )
+        return cls(settings, tuple(faults), tuple(sorted(disruptions, key=lambda disruption: disruption[1])))
 
 
 class Play:
@@ -161,31 +125,11 @@ class Play:
     def loader(self, context, **options):
         import rustloader
 
-        trial = self.trial
-        dataset = restart_data.KINDS[trial.kind](
-            trial.n, trial.size, trial.delay, trial.seed_by is not None, pickled=trial.pickled
-        )
-        dataset.workers = trial.workers
-        torch.manual_seed(trial.seed)
-        return rustloader.DataLoader(
-            dataset,
-            batch_size=trial.batch_size,
-            shuffle=trial.shuffle,
-            collate_fn=restart_data.as_list if trial.pickled and trial.batch_size else None,
-            num_workers=trial.workers,
-            prefetch_factor=trial.prefetch,
-            multiprocessing_context=context,
-            persistent_workers=trial.persistent,
-            in_order=trial.in_order,
-            dispatch=trial.dispatch,
-            reorder_window=trial.window,
-            seed_by=trial.seed_by,
-            **options,
-        )
+        return self.trial.settings.loader(rustloader.DataLoader, context, **options)
 
     def run(self):
         loader = self.loader("fork")
-        expected = [list(map(restart_data.content, loader)) for _ in range(self.trial.epochs)]
+        expected = [list(map(hash_of, loader)) for _ in range(self.trial.settings.epochs)]
         end_persistent_workers(loader)
         context = self.make_context(Path(self.folder)).disturb(self.trial.faults)
         self.disturbed(context, expected)
@@ -222,7 +166,7 @@ class Play:
                 return None
             delivered = []
             for batch in iterator:
-                delivered.append(restart_data.content(batch))
+                delivered.append(hash_of(batch))
                 seen += 1
                 while disruptions and disruptions[0][1] < seen:
                     self.strike(disruptions.pop(0)[0], iterator)
@@ -231,7 +175,7 @@ class Play:
         return loader
 
     def strike(self, action, iterator):
-        worker = random.Random(self.trial.seed).choice(iterator._workers)
+        worker = random.Random(self.trial.settings.seed).choice(iterator._workers)
         self.figures[action] += 1
         if action == "lose the node":
             self.lose()
@@ -240,7 +184,7 @@ class Play:
             os.kill(worker.pid, signal.SIGSTOP if action == "stop" else signal.SIGKILL)
 
     def compare(self, epoch, delivered, wanted):
-        if not self.trial.in_order:
+        if not self.trial.settings.in_order:
             delivered, wanted = collections.Counter(delivered), collections.Counter(wanted)
         if delivered != wanted:
             self.wrong.append(f"epoch {epoch}: wrong batches ({len(delivered)}, expected {len(wanted)})")

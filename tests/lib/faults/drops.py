@@ -16,7 +16,7 @@ import threading
 import time
 from typing import NamedTuple
 
-from .trials import ONLY, Numbered, arguments, drawn, number, quiet, run_all
+from .trials import ONLY, Numbered, arguments, drawn, number, quiet, run_all, status_of
 
 # Weighted: fork servers and spawned interpreters are slow to start.
 METHODS = ["fork"] * 60 + ["forkserver"] * 3 + ["spawn"]
@@ -156,13 +156,8 @@ class Drop:
                 status = 2 if faults else 0
             finally:
                 os._exit(status)
-        end = time.monotonic() + LIMIT
-        while not (status_of_child := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < end:
-            time.sleep(0.001)
-        if not status_of_child[0]:
-            os.kill(pid, 9)
-            os.waitpid(pid, 0)
-        assert status_of_child == (pid, 0), f"the child: {status_of_child}"
+        status = status_of(pid, LIMIT)
+        assert status == 0, f"the child: {status}"
         for batch in iterator:
             number(batch)
             del batch

@@ -5,6 +5,7 @@ import multiprocessing.util
 import os
 import random
 import time
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -149,12 +150,69 @@ def numbers(batch):
     return tuple(batch["i"].tolist()) if isinstance(batch["i"], torch.Tensor) else (batch["i"],)
 
 
-def content(batch):
-    """Returns a batch's complete contents in comparable form, with tensors as bytes."""
-    if isinstance(batch, torch.Tensor):
-        return str(batch.dtype), tuple(batch.shape), batch.numpy().tobytes()
-    if isinstance(batch, dict):
-        return tuple((key, content(value)) for key, value in batch.items())
-    if isinstance(batch, (list, tuple)):
-        return type(batch).__name__, tuple(map(content, batch))
-    return type(batch).__name__, repr(batch)
+class Settings(NamedTuple):
+    """A dataset and a loader over it, and how many epochs it runs."""
+
+    kind: str
+    workers: int
+    prefetch: int
+    persistent: bool
+    in_order: bool
+    dispatch: str | None
+    window: int | str | None
+    seed_by: str | None
+    pickled: bool
+    batch_size: int | None
+    shuffle: bool
+    n: int
+    size: int
+    delay: float
+    epochs: int
+    seed: int
+
+    @classmethod
+    def random(cls, rng, kinds, most_workers, epochs):
+        flip = lambda chance=0.5: rng.random() < chance  # noqa: E731
+        kind = rng.choice(kinds)
+        streams = "stream" in kind
+        return cls(
+            kind=kind,
+            workers=rng.randint(1, most_workers),
+            prefetch=rng.randint(1, 3),
+            persistent=flip(),
+            in_order=flip(0.7),
+            dispatch=None if streams else rng.choice([None, "shared_queue"]),
+            window=rng.choice([None, None, 1, 8, "64kB"]),
+            seed_by=rng.choice([None, "batch", "sample"]),
+            pickled=flip(0.2),
+            batch_size=rng.choice([None, 1, 4]),
+            shuffle=not streams and flip(),
+            n=rng.choice([24, 60, 120]),
+            size=rng.choice([1, 100, 6000, 100_000]),
+            delay=rng.choice([0, 0.0005, 0.002]),
+            epochs=rng.choice(epochs),
+            seed=rng.randrange(1 << 31),
+        )
+
+    def loader(self, cls, context, of_data=None, **options):
+        """Creates a loader of class `cls`. `of_data` are arguments of its dataset."""
+        draws = self.seed_by is not None
+        dataset = KINDS[self.kind](self.n, self.size, self.delay, draws, pickled=self.pickled, **of_data or {})
+        dataset.workers = self.workers
+        torch.manual_seed(self.seed)
+        return cls(
+            dataset,
+            batch_size=self.batch_size,
+            shuffle=self.shuffle,
+            collate_fn=as_list if self.pickled and self.batch_size else None,
+            num_workers=self.workers,
+            worker_init_fn=None if dataset.folder is None else dataset.init,
+            prefetch_factor=self.prefetch,
+            multiprocessing_context=context,
+            persistent_workers=self.persistent,
+            in_order=self.in_order,
+            dispatch=self.dispatch,
+            reorder_window=self.window,
+            seed_by=self.seed_by,
+            **options,
+        )

@@ -24,8 +24,8 @@ import torch
 
 from . import restart_data, restart_leaks, trials
 from .killer import Kill, Killer, Plan
-from .restart_data import KINDS
-from .trials import ONLY, arguments, drawn, quiet
+from .restart_data import Settings
+from .trials import ONLY, arguments, drawn, hash_of, quiet
 
 # Seconds within which a trial must end.
 LIMIT = 120
@@ -41,68 +41,35 @@ EXPLAINED = re.compile(
 class Trial(NamedTuple):
     """A loader, and which workers are killed when."""
 
-    kind: str
+    settings: Settings
     stateful: bool
     method: str
-    workers: int
-    prefetch: int
-    persistent: bool
-    in_order: bool
-    dispatch: str | None
-    window: int | str | None
-    seed_by: str | None
     pinned: bool
-    pickled: bool
-    batch_size: int | None
-    shuffle: bool
-    n: int
-    size: int
-    delay: float
     bad: int
     stuck: str
-    epochs: int
     kept: bool
     by_thread: bool
     # The kills of each epoch; moments are fractions of an undisturbed epoch.
     kills: tuple
-    seed: int
 
     @classmethod
     def random(cls, rng):
         flip = lambda chance=0.5: rng.random() < chance  # noqa: E731
-        kind = rng.choice(["map", "map", "map", "counting map", "stream", "stateful stream"])
-        streams, stateful = "stream" in kind, kind not in ("map", "stream") or flip(0.3)
-        epochs = rng.choice([1, 1, 2, 3])
+        kinds = ["map", "map", "map", "counting map", "stream", "stateful stream"]
+        settings = Settings.random(rng, kinds, most_workers=4, epochs=[1, 1, 2, 3])
+        stateful = settings.kind not in ("map", "stream") or flip(0.3)
+        epochs = range(settings.epochs)
         return cls(
-            kind=kind,
+            settings=settings,
             stateful=stateful,
             method=rng.choice(METHODS),
-            workers=rng.randint(1, 4),
-            prefetch=rng.randint(1, 3),
-            persistent=flip(),
-            in_order=flip(0.7),
-            dispatch=None if streams else rng.choice([None, "shared_queue"]),
-            window=rng.choice([None, None, 1, 8, "64kB"]),
-            seed_by=rng.choice([None, "batch", "sample"]),
             pinned=flip(0.2),
-            pickled=flip(0.2),
-            batch_size=rng.choice([None, 1, 4]),
-            shuffle=not streams and flip(),
-            n=rng.choice([24, 60, 120]),
-            size=rng.choice([1, 100, 6000, 50_000]),
-            delay=rng.choice([0, 0.0005, 0.002]),
             bad=rng.choice([0, 0, 1, 5]),
             stuck=rng.choice([""] * 12 + ["asleep", "with the GIL"]),
-            epochs=epochs,
             kept=flip(0.3),
             by_thread=flip(),
-            kills=tuple(kills(rng, stateful, last=epoch == epochs - 1) for epoch in range(epochs)),
-            seed=rng.randrange(1 << 31),
+            kills=tuple(kills(rng, stateful, last=epoch == epochs[-1]) for epoch in epochs),
         )
-
-    @property
-    def draws(self):
-        return self.seed_by is not None
 
 
 def kills(rng, stateful, last):
@@ -123,45 +90,26 @@ class Play:
     def __init__(self, trial, folder, figures):
         self.trial, self.folder, self.figures = trial, folder, figures
         self.kept, self.wrong, self.states = [], [], []
-        bad = range(3, trial.n, max(1, trial.n // trial.bad)) if trial.bad else ()
+        n = trial.settings.n
+        bad = range(3, n, max(1, n // trial.bad)) if trial.bad else ()
         self.bad = frozenset(list(bad)[: trial.bad])
 
     def loader(self, disturbed):
-        from support import DataLoader
-
         import rustloader
 
         trial = self.trial
-        dataset = KINDS[trial.kind](
-            trial.n,
-            trial.size,
-            trial.delay,
-            trial.draws,
-            self.bad,
-            stuck=trial.n // 2 if trial.stuck else None,
-            held=trial.stuck == "with the GIL",
-            pickled=trial.pickled,
-            folder=self.folder if disturbed else None,
-        )
-        dataset.workers = trial.workers
         options = {"max_restarts": 20} if disturbed else {}
         if disturbed and trial.stuck:
             options["stall_timeout"] = STALL
-        torch.manual_seed(trial.seed)
-        return (rustloader.StatefulDataLoader if trial.stateful else DataLoader)(
-            dataset,
-            batch_size=trial.batch_size,
-            shuffle=trial.shuffle,
-            collate_fn=restart_data.as_list if trial.pickled and trial.batch_size else None,
-            num_workers=trial.workers,
-            worker_init_fn=dataset.init,
-            prefetch_factor=trial.prefetch,
-            multiprocessing_context=trial.method,
-            persistent_workers=trial.persistent,
-            in_order=trial.in_order,
-            dispatch=trial.dispatch,
-            reorder_window=trial.window,
-            seed_by=trial.seed_by,
+        return trial.settings.loader(
+            rustloader.StatefulDataLoader if trial.stateful else rustloader.DataLoader,
+            trial.method,
+            dict(
+                bad=self.bad,
+                stuck=trial.settings.n // 2 if trial.stuck else None,
+                held=trial.stuck == "with the GIL",
+                folder=self.folder if disturbed else None,
+            ),
             pin_memory=trial.pinned,
             on_error="skip" if trial.bad else None,
             **options,
@@ -169,9 +117,9 @@ class Play:
 
     def run(self):
         loader, self.expected, spans = self.loader(disturbed=False), [], []
-        for _ in range(self.trial.epochs):
+        for _ in range(self.trial.settings.epochs):
             start = time.monotonic()
-            self.expected.append([(restart_data.numbers(batch), restart_data.content(batch)) for batch in loader])
+            self.expected.append([(restart_data.numbers(batch), hash_of(batch)) for batch in loader])
             spans.append(time.monotonic() - start)
             seen = sorted(i for batch, _ in self.expected[-1] for i in batch)
             assert seen == loader.dataset.good, "the undisturbed run is wrong"
@@ -182,7 +130,7 @@ class Play:
             self.disturbed(killer, spans)
         finally:
             killer.close()
-        if any(restart_data.content(batch) != before for batch, before in self.kept):
+        if any(hash_of(batch) != before for batch, before in self.kept):
             self.wrong.append("a kept batch has changed")
         return self.wrong
 
@@ -193,7 +141,7 @@ class Play:
         for epoch, kills in enumerate(self.trial.kills):
             shots = [kill._replace(after=kill.after * spans[epoch]) for kill in kills]
             # The third death that a sample is part of makes it poison, and being stuck causes one of them.
-            killer.begin(Plan(tuple(shots), 1 if self.trial.stuck else 2, self.trial.seed + epoch))
+            killer.begin(Plan(tuple(shots), 1 if self.trial.stuck else 2, self.trial.settings.seed + epoch))
             try:
                 self.epoch(loader, epoch, killer, {kill.how for kill in kills})
             finally:
@@ -209,13 +157,13 @@ class Play:
             self.resume(*state)
 
     def epoch(self, loader, epoch, killer, hows):
-        rng = torch.Generator().manual_seed(self.trial.seed + epoch)
+        rng = torch.Generator().manual_seed(self.trial.settings.seed + epoch)
         expected = self.expected[epoch]
         at = int(torch.randint(max(1, len(expected)), (), generator=rng))
         iterator = iter(loader)
         workers, delivered, state = iterator._workers, [], None
         for batch in iterator:
-            delivered.append((restart_data.numbers(batch), restart_data.content(batch)))
+            delivered.append((restart_data.numbers(batch), hash_of(batch)))
             if self.trial.kept and not self.trial.pinned and len(self.kept) < 10:
                 self.kept.append((batch, delivered[-1][1]))
             del batch
@@ -231,7 +179,7 @@ class Play:
                 break
         else:
             self.compare(epoch, delivered, expected)
-        if iterator._workers is not workers or len(workers) != self.trial.workers:
+        if iterator._workers is not workers or len(workers) != self.trial.settings.workers:
             self.wrong.append("the iterator's list of workers was replaced, or has changed its length")
         if state is not None:
             self.states.append((state, epoch, delivered[: at + 1]))
@@ -240,13 +188,13 @@ class Play:
         """Resumes an undisturbed loader from the state."""
         loader = self.loader(disturbed=False)
         loader.load_state_dict(state)
-        rest = [(restart_data.numbers(batch), restart_data.content(batch)) for batch in loader]
+        rest = [(restart_data.numbers(batch), hash_of(batch)) for batch in loader]
         end_persistent_workers(loader)
         self.compare(f"{epoch}, resumed after {len(before)} batches", before + rest, self.expected[epoch])
         self.figures["resumed"] += 1
 
     def compare(self, name, delivered, expected, whole=True):
-        if self.trial.in_order:
+        if self.trial.settings.in_order:
             right = delivered == (expected if whole else expected[: len(delivered)])
         else:
             more, fewer = map(collections.Counter, (delivered, expected))

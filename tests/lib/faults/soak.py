@@ -22,8 +22,8 @@ import warnings
 import torch
 from support import DataLoader, TorchDataLoader, arena_bytes, mappings, open_files, trim_pool, within
 
-from .soak_data import KINDS, Fault, Spec, hash_of, loader_of, without_bad
-from .trials import arguments
+from .soak_data import KINDS, Fault, Spec, loader_of, without_bad
+from .trials import arguments, hash_of
 
 METHODS = ["fork"] * 30 + ["forkserver", "spawn"]
 # What may happen in an epoch. Half of the loaders run undisturbed.

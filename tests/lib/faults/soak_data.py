@@ -1,7 +1,5 @@
 """Data of the endurance run: samples of all kinds, faults at one of them, and hashes of batches."""
 
-import hashlib
-import itertools
 import os
 import signal
 import time
@@ -138,28 +136,3 @@ def without_bad(cls, spec):
     if spec.batch_size is None:
         return loader_of(cls, spec, sampler=[i for batch in kept for i in batch])
     return loader_of(cls, spec, batch_size=1, batch_sampler=list(filter(None, kept)))
-
-
-def hash_of(batch):
-    """Hashes a batch: types, dtypes, shapes and bytes."""
-    digest = hashlib.blake2b(digest_size=16)
-
-    def add(value):
-        digest.update(type(value).__name__.encode())
-        if isinstance(value, torch.Tensor):
-            value = value.numpy()
-        if isinstance(value, np.ndarray):
-            digest.update(f"{value.dtype}{value.shape}".encode())
-            digest.update(np.ascontiguousarray(value).data)
-        elif isinstance(value, dict):
-            for item in itertools.chain.from_iterable(value.items()):
-                add(item)
-        elif isinstance(value, list | tuple):
-            digest.update(f"{len(value)}".encode())
-            for item in value:
-                add(item)
-        else:
-            digest.update(repr(value).encode())
-
-    add(batch)
-    return digest.digest()

@@ -1,12 +1,16 @@
 """Shared by the drivers: the command line, trials drawn from a seed, their loop, and samples that name themselves."""
 
 import argparse
+import hashlib
+import itertools
+import os
 import random
 import signal
 import time
 import traceback
 import warnings
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
@@ -81,6 +85,18 @@ def run_all(trials, play, limit=None, progress=None, sep="\n"):
     return number, failed
 
 
+def status_of(pid, seconds):
+    """Waits for a child. Returns its wait status, or None if it hangs; it is then killed."""
+    end = time.monotonic() + seconds
+    while (found := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
+        time.sleep(0.001)
+    if found != (0, 0):
+        return found[1]
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
+
+
 class Numbered(Dataset):
     """Sample i consists of `size` elements i; with `pickled`, in an object that must be pickled."""
 
@@ -105,3 +121,28 @@ def number(batch):
     if isinstance(batch, dict):
         assert (batch["i"], batch["set"]) == (i, {i}), f"batch {i} is wrong"
     return i
+
+
+def hash_of(batch):
+    """Hashes a batch: types, dtypes, shapes and bytes."""
+    digest = hashlib.blake2b(digest_size=16)
+
+    def add(value):
+        digest.update(type(value).__name__.encode())
+        if isinstance(value, torch.Tensor):
+            value = value.numpy()
+        if isinstance(value, np.ndarray):
+            digest.update(f"{value.dtype}{value.shape}".encode())
+            digest.update(np.ascontiguousarray(value).data)
+        elif isinstance(value, dict):
+            for item in itertools.chain.from_iterable(value.items()):
+                add(item)
+        elif isinstance(value, list | tuple):
+            digest.update(f"{len(value)}".encode())
+            for item in value:
+                add(item)
+        else:
+            digest.update(repr(value).encode())
+
+    add(batch)
+    return digest.digest()

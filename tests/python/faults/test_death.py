@@ -162,6 +162,22 @@ def test_p26_a_keyboard_interrupt_in_a_worker_is_a_death_without_a_traceback(cap
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_kept_batches_of_a_dead_worker_stay_valid():
+    class Big(Dying):
+        def __getitem__(self, i):
+            return torch.full((60_000,), super().__getitem__(i).item())
+
+    iterator = iter(DataLoader(Big(40, 21, signal.SIGKILL), num_workers=2, batch_size=None))
+    kept = []
+    with pytest.raises(RuntimeError, match="Killed"):
+        for x in iterator:
+            kept.append(x)
+    for x in DataLoader(Big(40, 99, 0), num_workers=2, batch_size=None):
+        x.fill_(-1)
+    del x
+    assert len(kept) == 21 and all(bool((x == i).all()) for i, x in enumerate(kept))
+
+
 def stubborn(_):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

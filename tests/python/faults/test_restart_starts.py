@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from restart_support import Deaths, Mortal, epochs, kill, loader_of
+from restart_support import Deaths, Mortal, epochs, loader_of
 from support import (
     STARTED,
     TORCH_MODE,
@@ -87,30 +87,6 @@ def test_an_interrupt_during_a_restart_loses_nothing(tmp_path, moment, kind):
     assert all(state_of(pid) == "X" for pid in started) and len(started) == (moment == "after")
     delivered += list(iterator)
     assert delivered == expected
-
-
-def test_an_interrupt_just_after_a_restart_loses_nothing():
-    """The new process is killed, because the engine may not know it yet. That is another death."""
-    iterator = iter(loader_of(Mortal(N), max_restarts=4))
-    group, delivered = iterator._mode.group, [next(iterator)]
-    real = group.engine
-
-    class Registering:
-        def __getattr__(self, name):
-            return getattr(real, name)
-
-        def started(self, worker, pid):
-            real.started(worker, pid)
-            raise KeyboardInterrupt
-
-    kill(worker_pids(iterator)[1])
-    group.engine = Registering()
-    with contextlib.suppress(KeyboardInterrupt):
-        for _ in range(N):
-            delivered.append(next(iterator))
-    group.engine = real
-    delivered += list(iterator)
-    assert [[sample[0] for sample in batch] for batch in delivered] == [[2 * n, 2 * n + 1] for n in range(N // 2)]
 
 
 # Ends

@@ -15,7 +15,7 @@ import struct
 import pytest
 import torch
 from isolation import in_child, watched
-from programs import FOR_GOOD, doomed, late, loader, plain, stubborn, twice, walk
+from programs import FOR_GOOD, doomed, late, loader, plain, twice, walk
 from sample_data import Numbers, Slow
 from support import OLD_TORCH, engine_batches
 
@@ -227,20 +227,6 @@ def test_a_refused_memfd_hands_over_with_one_line(number):
     assert (report["engine"], report["value"]) == (0, [])
 
 
-@pytest.mark.parametrize(
-    "program, errors, number",
-    [
-        (doomed, KILLED, errno.ENOSYS),
-        (late, LATE, errno.ENOSYS),
-        (stubborn, [], errno.EPERM),
-    ],
-)
-def test_without_pidfds_deaths_and_timeouts_are_still_detected(program, errors, number):
-    """Other programs and errors are in test_refusals.py."""
-    report = under_seccomp(program, pidfd_open=number, pidfd_send_signal=number)
-    assert (report["log"], report["value"]) == ([], errors)
-
-
 def test_workers_exit_when_main_is_killed_although_nothing_reports_its_end():
     """No pidfds, no /proc, and the main process stays a zombie."""
 
@@ -251,8 +237,3 @@ def test_workers_exit_when_main_is_killed_although_nothing_reports_its_end():
         os.kill(os.getpid(), signal.SIGKILL)
 
     in_own_mounts(no_proc, body, status=signal.SIGKILL)
-
-
-def test_without_madvise_pages_are_touched():
-    report = under_seccomp(twice, madvise=errno.EPERM)
-    assert (report["log"], report["engine"], report["value"]) == ([], 12, [])

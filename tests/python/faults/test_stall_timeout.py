@@ -216,13 +216,6 @@ def test_a_stopped_worker_that_does_not_take_its_task_is_killed(warnings):
 # Workers that are left alone
 
 
-def test_slow_batches_within_the_limit(warnings):
-    """Together they take longer than the limit."""
-    slow = Slow(10, dict.fromkeys(range(10), 0.3))
-    assert values(DataLoader(slow, batch_size=None, num_workers=1, stall_timeout=LIMIT)) == [*range(10)]
-    assert warnings == []
-
-
 class OneStream(IterableDataset):
     """Only the stream of worker 0 has samples. Together they take longer than the limit."""
 
@@ -230,24 +223,6 @@ class OneStream(IterableDataset):
         for i in range(10 if worker_id() == 0 else 0):
             time.sleep(0.3)
             yield i
-
-
-def test_a_worker_without_a_task_is_not_killed(warnings):
-    options = dict(batch_size=None, num_workers=2, persistent_workers=True, stall_timeout=LIMIT)
-    loader = DataLoader(OneStream(), **options)
-    assert [list(loader) for _ in range(2)] == [[*range(10)]] * 2
-    iterator = iter(loader)
-    assert next(iterator) == 0
-    # The program itself takes longer than the limit.
-    time.sleep(LIMIT + 0.5)
-    assert list(iterator) == [*range(1, 10)] and warnings == []
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_start_does_not_count(warnings, method):
-    options = dict(batch_size=None, num_workers=1, multiprocessing_context=method, stall_timeout=LIMIT)
-    loader = DataLoader(Numbers(2), worker_init_fn=SlowStart(), **options)
-    assert values(loader) == [0, 1] and warnings == []
 
 
 class SlowStart:
@@ -263,10 +238,26 @@ class SlowIter(IterableDataset):
         return iter(range(2))
 
 
-def test_the_start_of_a_later_epoch_does_not_count(warnings):
-    options = dict(batch_size=None, num_workers=1, persistent_workers=True, stall_timeout=LIMIT)
-    loader = DataLoader(SlowIter(), **options)
-    assert [list(loader), list(loader)] == [[0, 1]] * 2 and warnings == []
+# Each takes longer than the limit, but no single batch does.
+LEFT_ALONE = {
+    "slow batches": (lambda: Slow(10, dict.fromkeys(range(10), 0.3)), dict(), 10),
+    "a worker without a task": (OneStream, dict(num_workers=2, persistent_workers=True), 10),
+    "a start": (lambda: Numbers(2), dict(worker_init_fn=SlowStart()), 2),
+    "a spawned start": (lambda: Numbers(2), dict(worker_init_fn=SlowStart(), multiprocessing_context="spawn"), 2),
+    "the start of a later epoch": (SlowIter, dict(persistent_workers=True), 2),
+}
+
+
+@pytest.mark.parametrize("what", LEFT_ALONE)
+def test_no_worker_is_killed_for(what, warnings):
+    dataset, options, count = LEFT_ALONE[what]
+    loader = DataLoader(dataset(), **dict(batch_size=None, num_workers=1, stall_timeout=LIMIT) | options)
+    assert [values(loader) for _ in range(2 if "persistent_workers" in options else 1)][-1] == [*range(count)]
+    iterator = iter(loader)
+    assert next(iterator) == 0
+    if what == "a worker without a task":
+        time.sleep(LIMIT + 0.5)  # the program itself takes longer than the limit
+    assert values(iterator) == [*range(1, count)] and warnings == []
 
 
 class SlowStream(IterableDataset):
@@ -311,11 +302,6 @@ def test_a_batch_of_a_replay_has_its_limit(warnings, workers, kind, tmp_path):
     stalled_error(iter(DataLoader(dataset, batch_size=None, num_workers=1, stall_timeout=LIMIT)))
     [line] = warnings
     assert f"(state: {'starting' if kind == 'map' else 'fetch'})" in line
-
-
-def test_without_the_option_no_worker_is_killed(warnings):
-    assert values(DataLoader(Slow(2, {1: 1.0}), batch_size=None, num_workers=1)) == [0, 1]
-    assert warnings == []
 
 
 SUSPENDED = """

@@ -12,7 +12,7 @@ import refusals
 import torch
 from pinning_support import pinning
 from sample_data import Numbers, WhoAmI
-from support import DataLoader, gone, wait_until, within, worker_pids, workers_report
+from support import DataLoader, wait_until, worker_pids, workers_report
 
 import rustloader.supervision.stalls
 
@@ -102,26 +102,6 @@ def test_in_order_the_timeout_works_and_loses_nothing(seed, pinned):
         os.kill(worker_pids(iterator)[victim], signal.SIGCONT)
         take(iterator, batches)
         assert [i for i, _ in batches] == list(range(N))
-        del iterator
-        assert wait_until(lambda: not host.live)
-
-
-@pytest.mark.parametrize("pinned", [False, True], ids=["plain", "pinned"])
-@pytest.mark.parametrize("late", [False, True], ids=["at once", "after a timeout"])
-@pytest.mark.parametrize("seed", range(3))
-def test_shutdown_ends_it_within_its_deadline(seed, late, pinned, monkeypatch):
-    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.3)
-    rng = random.Random(200 + seed)
-    with pinning() as host:
-        iterator = iter(loader_of(pin_memory=pinned, persistent_workers=True))
-        _, batches = stopped_at_random(rng, iterator)
-        if late:
-            take(iterator, batches, late=LATE)
-        pids = worker_pids(iterator)
-        # 0.3 s to exit, 0.5 s after SIGTERM, then SIGKILL.
-        with within(20):
-            iterator._shutdown_workers()
-        assert all(map(gone, pids))
         del iterator
         assert wait_until(lambda: not host.live)
 

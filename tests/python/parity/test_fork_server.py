@@ -240,18 +240,16 @@ def test_a_list_that_another_thread_sets_meanwhile_stays(monkeypatch):
     assert fork_server._server._preload_modules == ["json"]
 
 
-@pytest.mark.parametrize(("text", "value"), [(None, True), ("", True), ("0", False), ("off", False), ("1", True)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("", True), ("0", False), ("off", False), ("1", True), ("perhaps", ValueError)]
+)
 def test_the_switch(text, value, monkeypatch):
-    monkeypatch.delenv(FORKSERVER_PRELOAD.name, raising=False)
-    if text is not None:
-        monkeypatch.setenv(FORKSERVER_PRELOAD.name, text)
-    assert FORKSERVER_PRELOAD.get() is value
-
-
-def test_a_switch_that_is_neither_on_nor_off_is_an_error(monkeypatch):
-    monkeypatch.setenv(FORKSERVER_PRELOAD.name, "perhaps")
-    with pytest.raises(ValueError, match=r"^RUSTLOADER_FORKSERVER_PRELOAD must be 1 or 0, got 'perhaps'; correct"):
-        FORKSERVER_PRELOAD.get()
+    monkeypatch.setenv(FORKSERVER_PRELOAD.name, text)
+    if value is ValueError:
+        with pytest.raises(ValueError, match=r"^RUSTLOADER_FORKSERVER_PRELOAD must be 1 or 0, got 'perhaps'; correct"):
+            FORKSERVER_PRELOAD.get()
+    else:
+        assert FORKSERVER_PRELOAD.get() is value
 
 
 def test_a_working_directory_that_was_deleted_shadows_nothing(tmp_path):

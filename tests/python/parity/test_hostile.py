@@ -32,6 +32,14 @@ pytestmark = pytest.mark.ours
 N, AT = 60, 7
 
 
+LIMITS = {
+    "limit_files": resource.RLIMIT_NOFILE,
+    "limit_file_sizes": resource.RLIMIT_FSIZE,
+    "limit_processes": resource.RLIMIT_NPROC,
+    "limit_locked_memory": resource.RLIMIT_MEMLOCK,
+}
+
+
 class Hostile(Numbers):
     """Sample i is a tensor of i in a block of its own. At sample AT or the next, a worker calls `act`, once."""
 
@@ -44,7 +52,10 @@ class Hostile(Numbers):
     def __getitem__(self, i):
         if i in (AT, AT + 1) and not self.done:
             self.done = True
-            getattr(self, self.act)()
+            if self.act in LIMITS:
+                resource.setrlimit(LIMITS[self.act], (0, 0))
+            else:
+                getattr(self, self.act)()
         return torch.full((5000,), float(i))
 
     def close_all_and_open_files(self):
@@ -66,18 +77,6 @@ class Hostile(Numbers):
         os.mkdir(folder)
         os.chdir(folder)
         os.rmdir(folder)
-
-    def limit_files(self):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
-
-    def limit_file_sizes(self):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-
-    def limit_processes(self):
-        resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
-
-    def limit_locked_memory(self):
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
 
     def limit_memory(self):
         with open("/proc/self/statm") as file:
@@ -133,7 +132,7 @@ class Hostile(Numbers):
             os._exit(0)
 
 
-HARMLESS = [name for name in vars(Hostile) if not name.startswith("_") and name != "done"]
+HARMLESS = [name for name in {**vars(Hostile), **LIMITS} if not name.startswith("_") and name != "done"]
 
 
 def right_epoch(batches):

@@ -1,13 +1,11 @@
 """Iterable datasets: shards, exhausted workers, partial batches, epochs (P15, P22, P24, T25)."""
 
 import itertools
-import os
-import time
 
 import torch
 from parity_table import drain, epochs, rows, take
 from sample_data import Epochs, Shards, as_list
-from support import DataLoader, wait_until, worker_pids
+from support import wait_until
 from torch.utils.data import IterableDataset
 
 LENGTHS = [(5,), (1, 6), (6, 1), (3, 2), (0, 4), (0, 0), (2, 0, 5)]
@@ -93,27 +91,6 @@ def test_p17_a_stream_goes_on_after_an_error(DataLoader, dataset, workers, batch
     yield from epochs(loader)
 
 
-class Growing(IterableDataset):
-    """Yields one sample more at each iter(), while its length stays the same."""
-
-    n = 2
-
-    def __len__(self):
-        return 4
-
-    def __iter__(self):
-        self.n += 1
-        return iter(range(self.n - 1))
-
-
-@rows(batch_size=[None, 2])
-def test_p22_a_persistent_dataset_keeps_what_it_has_become(DataLoader, batch_size):
-    loader = DataLoader(Growing(), num_workers=2, batch_size=batch_size, persistent_workers=True)
-    yield from epochs(loader, 3)
-    yield from take(iter(loader), 1)
-    yield from drain(loader)
-
-
 class Endless(IterableDataset):
     def __iter__(self):
         return iter(itertools.count())
@@ -134,21 +111,3 @@ DATASETS = {
 @rows(dataset=DATASETS, workers=[0, 2])
 def test_other_iterables(DataLoader, dataset, workers):
     yield from drain(iter(DataLoader(dataset(), num_workers=workers, batch_size=2)), 10)
-
-
-def test_s1_a_workers_cleanup_code_gets_its_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 60)
-
-    class WithCleanup(IterableDataset):
-        def __iter__(self):
-            try:
-                yield from range(100)
-            finally:
-                time.sleep(0.3)
-                (tmp_path / str(os.getpid())).touch()
-
-    iterator = iter(DataLoader(WithCleanup(), num_workers=2, batch_size=None))
-    pids = worker_pids(iterator)
-    assert [next(iterator) for _ in range(2)] == [0, 0]
-    del iterator
-    assert all((tmp_path / str(pid)).exists() for pid in pids)

@@ -1,21 +1,15 @@
 """Order, epochs, the sampler's calls, several iterators at the same time (P10 to P12, P15, P16, P18, P21)."""
 
-import gc
 import time
 
 import pytest
-import torch
 from sample_data import Held, Numbers
 from support import (
     BOTH,
     DataLoader,
     from_engine,
-    gone,
     run_script,
     values,
-    wait_until,
-    within,
-    worker_pids,
 )
 
 
@@ -42,19 +36,6 @@ def test_p15_out_of_order_passes_the_slow_worker_only_its_fair_share(cls, tmp_pa
     samples = [next(iterator).item() for _ in range(27)]
     (tmp_path / "go").touch()
     assert sorted(samples + values(iterator)) == list(range(30))
-
-
-@pytest.mark.ours
-def test_s1_an_iterator_in_cyclic_garbage_ends_its_workers(monkeypatch):
-    # The collector may clear the parts of a cycle in any order; torch's workers then each take this long to exit.
-    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 60)
-    loader = DataLoader(Numbers(40), num_workers=2, persistent_workers=True)
-    loader.itself = loader
-    pids = worker_pids(iter(loader))
-    del loader
-    with within(30):
-        gc.collect()
-        assert wait_until(lambda: all(map(gone, pids)), 30)
 
 
 def test_p21_the_profilers_label():

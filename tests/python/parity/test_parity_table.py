@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import sample_data as data
 import torch
-from parity_table import attempt, drain, epochs, plain, rows, take
+from parity_table import Raised, attempt, beyond, drain, epochs, plain, rows, take
 from sample_data import (
     Draws,
     EagerSampler,
@@ -18,6 +18,7 @@ from sample_data import (
     LazySampler,
     NthDraw,
     Numbers,
+    Shards,
     Slow,
     Value,
     WhoAmI,
@@ -65,6 +66,46 @@ def test_p15_batches_come_in_order(DataLoader, batching, workers):
     loader = DataLoader(Numbers(10), num_workers=workers, **batching)
     yield attempt(len, loader)
     yield from epochs(loader)
+
+
+# Options that torch does not have, and that change nothing that a program observes.
+OPTIONS = {
+    "shared queue": dict(dispatch="shared_queue"),
+    "window 1": dict(reorder_window=1),
+    "window 64": dict(reorder_window=64),
+    "window of bytes": dict(reorder_window="1MiB"),
+    "shared queue, window": dict(dispatch="shared_queue", reorder_window=7),
+    "threads": dict(worker_threads=3),
+    "restarts": dict(max_restarts=2),
+    "stall timeout": dict(stall_timeout=600),
+}
+
+
+WITH_OPTIONS = ["batches", "drop_last", "unbatched", "batch_sampler", "nothing"]
+
+
+@rows(option=OPTIONS, workers=[1, 2, 4], batching={name: BATCHING[name] for name in WITH_OPTIONS}, pairs=True)
+def test_p15_options_keep_the_order(DataLoader, option, workers, batching):
+    yield from epochs(beyond(DataLoader, option)(Slow(10, {1: 0.02, 4: 0.01}), num_workers=workers, **batching))
+
+
+@rows(option=OPTIONS, workers=[1, 2], batch_size=[None, 1, 3], persistent=BOOLS, pairs=True)
+def test_p17_options_keep_errors_in_place(DataLoader, option, workers, batch_size, persistent):
+    settings = dict(num_workers=workers, batch_size=batch_size, persistent_workers=persistent)
+    errors = {0: data.key_error, 5: data.runtime_error, 6: data.stop_iteration, 11: data.key_error}
+    loader = beyond(DataLoader, option)(Failing(12, errors), collate_fn=as_list if batch_size else None, **settings)
+    for seen in epochs(loader):
+        # With threads, the traceback has other frames.
+        yield seen.description[:1] if isinstance(seen, Raised) else seen
+
+
+@rows(option=list(OPTIONS)[:5], in_order=BOOLS, persistent=BOOLS, pairs=True)
+def test_p15_options_keep_uneven_shards(DataLoader, option, in_order, persistent):
+    settings = dict(num_workers=3, batch_size=None, in_order=in_order, persistent_workers=persistent)
+    loader = beyond(DataLoader, OPTIONS[option])(Shards([7, 0, 30]), **settings)
+    for _ in range(2):
+        samples = plain(drain(loader))
+        yield [[sample for sample in samples if sample[0] == worker] for worker in range(3)]
 
 
 @rows(size=[0, 1, 2, 7, 14, 50], prefetch=[1, 2, 7], pairs=True)

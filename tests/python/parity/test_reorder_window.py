@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from sample_data import Failing, FailingSampler, Held, Numbers, Shards, key_error, runtime_error
+from sample_data import FailingSampler, Held, Numbers, Shards
 from support import (
     TORCH_MODE,
     DataLoader,
@@ -27,14 +27,6 @@ if not TORCH_MODE:
 pytestmark = [pytest.mark.ours, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
 WINDOWS = [1, 2, 7, 64, "1MiB"]
-KINDS = {
-    "one by one": dict(),
-    "batches": dict(batch_size=3),
-    "drop_last": dict(batch_size=3, drop_last=True),
-    "unbatched": dict(batch_size=None),
-    "batch_sampler": dict(batch_sampler=[[1, 2, 3], [0], [5, 5]]),
-    "nothing": dict(sampler=[]),
-}
 
 
 class Naps(Numbers):
@@ -103,50 +95,11 @@ def draws_stop_at(sampler, count):
 # Batches and their order
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4])
-@pytest.mark.parametrize("window", WINDOWS)
-def test_batches_and_order_are_torchs(window, workers):
-    for kind in KINDS.values():
-        expected = values(TorchDataLoader(Numbers(10), **kind))
-        loader = DataLoader(Numbers(10), num_workers=workers, reorder_window=window, **kind)
-        assert values(epoch(loader)) == expected, kind
-
-
-@pytest.mark.parametrize("in_order", [True, False])
-@pytest.mark.parametrize("window", WINDOWS)
-def test_an_iterable_dataset_whose_shards_end_early(window, in_order):
-    lengths = [7, 0, 30]
-    loader = DataLoader(
-        Shards(lengths),
-        num_workers=3,
-        batch_size=None,
-        reorder_window=window,
-        in_order=in_order,
-        persistent_workers=in_order,
-    )
-    for _ in range(2):
-        samples = values(epoch(loader))
-        for worker, length in enumerate(lengths):
-            assert [i for w, i in samples if w == worker] == list(range(length))
-
-
-@pytest.mark.parametrize("window", WINDOWS)
-def test_errors_of_the_dataset_stand_in_their_places(window):
-    dataset = Failing(12, {0: key_error, 3: key_error, 7: runtime_error, 11: key_error})
-    expected = outcomes_of(TorchDataLoader(dataset, num_workers=2, batch_size=None), 14)
-    assert outcomes_of(DataLoader(dataset, num_workers=2, batch_size=None, reorder_window=window), 14) == expected
-
-
 def test_without_workers_a_window_has_no_effect():
     sampler = Recorder(5)
     loader = DataLoader(Numbers(5), sampler=sampler, batch_size=None, reorder_window=3)
     for taken, _ in enumerate(loader, 1):
         assert sampler.drawn == taken
-
-
-@pytest.mark.parametrize("window", [10**12, 2**63])
-def test_a_window_of_any_size_is_taken(window):
-    assert values(epoch(DataLoader(Numbers(9), num_workers=2, batch_size=None, reorder_window=window))) == [*range(9)]
 
 
 def test_a_window_is_a_number_or_a_size():

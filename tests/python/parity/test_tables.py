@@ -321,126 +321,114 @@ class Columns(Dataset):
         return (torch.tensor(index),)
 
 
-def test_other_datasets(table, gathered):
-    stacked = StackDataset(*table.tensors)
-    for other in (
-        OwnTable(*table.tensors),
-        OwnSubset(table, range(5)),
-        Columns(),
-        stacked,
-        Subset(Columns(), range(5)),
-    ):
-        ordinary(gathered, other)
-        assert type(iter(DataLoader(other))._dataset_fetcher) is fetch._MapDatasetFetcher
-    ordinary(gathered, Subset(table, torch.arange(5)))
-
-
 class OwnTensor(torch.Tensor):
     pass
 
 
+def plain():
+    return torch.arange(10.0).reshape(5, 2)
+
+
+# Datasets that are not tables of plain tensors.
+ORDINARY = {
+    "own table": lambda table: OwnTable(*table.tensors),
+    "own subset": lambda table: OwnSubset(table, range(5)),
+    "columns": lambda table: Columns(),
+    "stacked": lambda table: StackDataset(*table.tensors),
+    "subset of columns": lambda table: Subset(Columns(), range(5)),
+    "indices in a tensor": lambda table: Subset(table, torch.arange(5)),
+    "grad": lambda table: TensorDataset(plain().requires_grad_()),
+    "conj": lambda table: TensorDataset(torch.complex(plain(), plain()).conj()),
+    "neg": lambda table: TensorDataset(torch.complex(plain(), plain()).conj().imag),
+    "rows": lambda table: TensorDataset(plain().t().contiguous().t()),
+    "parameter": lambda table: TensorDataset(torch.nn.Parameter(plain())),
+    "subclass": lambda table: TensorDataset(plain().as_subclass(OwnTensor)),
+    "sparse": lambda table: TensorDataset(plain().to_sparse()),
+    "quantized": lambda table: TensorDataset(torch.quantize_per_tensor(plain(), 0.1, 0, torch.quint8)),
+    "meta": lambda table: TensorDataset(plain().to("meta")),
+}
+
+
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_other_tensors(table, gathered):
-    plain = torch.arange(10.0).reshape(5, 2)
-    others = {
-        "grad": plain.clone().requires_grad_(),
-        "conj": torch.complex(plain, plain).conj(),
-        "neg": torch.complex(plain, plain).conj().imag,
-        "rows": plain.t().contiguous().t(),
-        "parameter": torch.nn.Parameter(plain),
-        "subclass": plain.as_subclass(OwnTensor),
-    }
-    for kind, tensor in others.items():
-        dataset = TensorDataset(tensor)
-        before = len(gathered)
-        (actual,), (expected,) = (next(iter(cls(dataset, batch_size=3))) for cls in (DataLoader, TorchDataLoader))
-        assert len(gathered) == before, kind
-        assert (
-            type(actual) is type(expected)
-            and torch.equal(actual, expected)
-            and actual.requires_grad == expected.requires_grad
-        )
-        assert actual.stride() == expected.stride() and actual.is_conj() == expected.is_conj()
-    for other in (plain.to_sparse(), torch.quantize_per_tensor(plain, 0.1, 0, torch.quint8), plain.to("meta")):
-        dataset = TensorDataset(other)
-        before = len(gathered)
-        results = []
-        for cls in (DataLoader, TorchDataLoader):
+@pytest.mark.parametrize("kind", ORDINARY)
+def test_other_datasets(kind, table, gathered):
+    dataset, before = ORDINARY[kind](table), len(gathered)
+    actual, expected = (described(cls, dataset) for cls in (DataLoader, TorchDataLoader))
+    assert actual == expected and len(gathered) == before
+
+
+def described(cls, dataset):
+    """The type of each tensor of a batch, and what can be told of it; or the error."""
+    try:
+        batch = next(iter(cls(dataset, batch_size=3)))
+        return [(type(x), str(x), x.requires_grad, x.layout, x.is_conj()) for x in batch]
+    except Exception as error:
+        return type(error), first_line(error)
+
+
+def doubled(self, index):
+    return tuple(tensor[index] * 2 for tensor in self.tensors)
+
+
+def batched(self, indices):
+    return [(torch.tensor(7),) for _ in indices]
+
+
+def twice(batch, *, collate_fn_map=None):
+    return torch.stack(list(batch) * 2)
+
+
+def tuples(batch, *, collate_fn_map=None):
+    return [torch.tensor(len(batch))]
+
+
+KINDS = collate.default_collate_fn_map
+# Functions of torch that a program may replace.
+REPLACED = {
+    "getitem": lambda patch: patch.setattr(TensorDataset, "__getitem__", doubled),
+    "getitems": lambda patch: patch.setattr(TensorDataset, "__getitems__", batched, raising=False),
+    "getitems of the base": lambda patch: patch.setattr(Dataset, "__getitems__", batched, raising=False),
+    "tensors": lambda patch: patch.setitem(KINDS, torch.Tensor, twice),
+    "no tensors": lambda patch: patch.delitem(KINDS, torch.Tensor),
+    "tuples": lambda patch: patch.setitem(KINDS, tuple, tuples),
+    "objects": lambda patch: patch.setitem(KINDS, object, tuples),
+    "collate": lambda patch: patch.setattr(collate, "collate", lambda batch, collate_fn_map: tuples(batch)),
+    "stack": lambda patch: patch.setattr(torch, "stack", lambda tensors, *args, out=None: torch.zeros(3)),
+    "fetch": lambda patch: patch.setattr(fetch._MapDatasetFetcher, "fetch", lambda self, index: [torch.tensor(1)]),
+}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("name", REPLACED)
+def test_replaced_functions_of_torch(name, late, table, gathered):
+    """They are replaced before the iterator is created, or after."""
+    before, seen = len(gathered), []
+    for cls in (DataLoader, TorchDataLoader):
+        with pytest.MonkeyPatch.context() as patch:
+            if not late:
+                REPLACED[name](patch)
+            iterator = iter(cls(table, batch_size=2))
+            if late:
+                REPLACED[name](patch)
             try:
-                results.append(type(next(iter(cls(dataset, batch_size=3)))[0]))
-            except Exception as error:
-                results.append((type(error), first_line(error)))
-        assert results[0] == results[1] and len(gathered) == before
+                seen.append(forms([next(iterator)]))
+            except TypeError as error:
+                seen.append(str(error))
+    assert seen[0] == seen[1] and len(gathered) == before
+    assert gathers(gathered, table)
 
 
-def test_replaced_functions_of_the_dataset(table, gathered, monkeypatch):
-    def doubled(self, index):
-        return tuple(tensor[index] * 2 for tensor in self.tensors)
-
-    def batched(self, indices):
-        return [(torch.tensor(7),) for _ in indices]
-
+def test_replaced_functions_of_an_instance(table, gathered, monkeypatch):
     subset = Subset(table, range(5))
-    for owner, name, function in [
-        (TensorDataset, "__getitem__", doubled),
-        (TensorDataset, "__getitems__", batched),
-        (Dataset, "__getitems__", batched),
-        (Subset, "__getitems__", batched),
-    ]:
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, function, raising=False)
-            if owner is not Subset:
-                ordinary(gathered, table)
-            ordinary(gathered, subset)
     for instance in (table, subset):
         monkeypatch.setattr(instance, "__getitems__", types.MethodType(batched, instance), raising=False)
         ordinary(gathered, instance)
         monkeypatch.undo()
+    monkeypatch.setattr(Subset, "__getitems__", batched)
+    ordinary(gathered, subset)
     # Python does not look `__getitem__` up on the instance.
     table.__getitem__ = doubled
-    ordinary_batch = outcome(DataLoader, table, [1])
-    assert ordinary_batch == outcome(TorchDataLoader, table, [1])
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_replaced_functions_of_torch(late, table, gathered, monkeypatch):
-    """They are replaced before the iterator is created, or after."""
-
-    def twice(batch, *, collate_fn_map=None):
-        return torch.stack(list(batch) * 2)
-
-    def tuples(batch, *, collate_fn_map=None):
-        return [torch.tensor(len(batch))]
-
-    def fetched(self, index):
-        return [torch.tensor(1)]
-
-    table_of_kinds = collate.default_collate_fn_map
-    patches = [
-        lambda patch: patch.setitem(table_of_kinds, torch.Tensor, twice),
-        lambda patch: patch.delitem(table_of_kinds, torch.Tensor),
-        lambda patch: patch.setitem(table_of_kinds, tuple, tuples),
-        lambda patch: patch.setitem(table_of_kinds, object, tuples),
-        lambda patch: patch.setattr(collate, "collate", lambda batch, collate_fn_map: tuples(batch)),
-        lambda patch: patch.setattr(torch, "stack", lambda tensors, *args, out=None: torch.zeros(3)),
-        lambda patch: patch.setattr(fetch._MapDatasetFetcher, "fetch", fetched),
-    ]
-    for replace in patches:
-        before = len(gathered)
-        seen = []
-        for cls in (DataLoader, TorchDataLoader):
-            with monkeypatch.context() as patch:
-                if not late:
-                    replace(patch)
-                iterator = iter(cls(table, batch_size=2))
-                if late:
-                    replace(patch)
-                try:
-                    seen.append(forms([next(iterator)]))
-                except TypeError as error:
-                    seen.append(str(error))
-        assert seen[0] == seen[1] and len(gathered) == before
-    assert gathers(gathered, table)
+    assert outcome(DataLoader, table, [1]) == outcome(TorchDataLoader, table, [1])
 
 
 def test_modes_of_torch(table, gathered):

@@ -17,7 +17,6 @@ from support import (
     DataLoader,
     TorchDataLoader,
     gone,
-    outcomes,
     rustloader,
     values,
     wait_until,
@@ -216,19 +215,6 @@ def pool():
 
 
 # Errors
-
-NAMES = ["key_error", "runtime_error", "stop_iteration", "two_arguments", "with_message", "os_error"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_errors_are_torchs_at_their_place(name):
-    def trace(cls, **kw):
-        other = data.key_error if name == "os_error" else getattr(data, name)
-        failing = Failing(12, {5: getattr(data, name), 4: other})
-        return outcomes(iter(cls(failing, batch_size=3, num_workers=2, **kw)), 6)
-
-    actual = trace(DataLoader, worker_threads=3)
-    assert actual == trace(TorchDataLoader) and actual[1] != actual[2] and actual[3][0] == "value"
 
 
 class Marked(Numbers):
