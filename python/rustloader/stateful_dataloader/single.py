@@ -259,7 +259,7 @@ class _StatefulSingleProcessIter(_SingleProcessDataLoaderIter):
                 snapshot = None
         if snapshot is not None:
             # The snapshot includes the replayed batches.
-            worker = worker_after(start, answers, answers, snapshot)
+            worker = worker_after(start, answers, answers + finished, snapshot)
             worker.replay = 0
         else:
             worker = worker_after(start, answers, *self._newest_snapshot(answers))

@@ -82,3 +82,20 @@ def test_first_snapshot_follows_the_draws_of_the_sampler(sampler):
     other.load_state_dict(state)
     resumed = iter(other)
     assert [next(resumed).item() for _ in range(3)] == expected
+
+
+@pytest.mark.filterwarnings("ignore:an epoch of 0 batches")
+def test_state_after_an_empty_rest_of_an_epoch_is_that_of_its_end():
+    def make():
+        return StatefulDataLoader(Drawing(2), batch_size=1)
+
+    iterator = iter(first := make())
+    next(iterator), next(iterator)
+    second, third = make(), make()
+    second.load_state_dict(first.state_dict())
+    assert [*second] == []
+    torch.manual_seed(5)
+    state = second.state_dict()
+    expected = [batch.item() for batch in second]
+    third.load_state_dict(state)
+    assert [batch.item() for batch in third] == expected
