@@ -336,8 +336,11 @@ class Player:
             raise Wrong("state_dict() in another thread did not return")
 
     def take_with_handler(self, states):
-        with self.alarm(lambda *_: states or self.state(states)):
-            self.take()
+        def answer(iterator):
+            with self.alarm(lambda *_: states or self.state(states)):
+                return next(iterator)
+
+        self.take(answer)
 
     @contextlib.contextmanager
     def alarm(self, handler):
