@@ -28,8 +28,8 @@ OF_SAMPLER = ("_sampler_iter_state", "_index_sampler_state", "_sampler_iter_yiel
 def make(settings, resumed=False):
     """A shadow; None if states of the two libraries cannot be compared."""
     comparable = settings.sampler in SAMPLERS and settings.in_order and not settings.errors
-    # With workers, torchdata's snapshot may be older. After a resume, it counts batches of a plain stream twice, and lets
-    # a stream that had ended draw again.
+    # With workers, torchdata's snapshot may be older. After a resume, it counts batches of a plain stream twice, and a
+    # stream that had ended draws again.
     is_inexact = resumed and settings.dataset in ("iterable", "drawing stream")
     if not comparable or (settings.num_workers and settings.every != 1) or is_inexact:
         return None
