@@ -171,6 +171,28 @@ def test_times_lie_where_they_were_spent(tmp_path):
     assert (later.epochs, later.batches, later.iterators) == (2, 24, 1)
 
 
+def test_wait_for_a_later_batch_is_no_start(tmp_path):
+    dataset = WhenWaitedFor(3, 2, tmp_path / "go")
+    iterator = iter(DataLoader(dataset, num_workers=1))
+    next(iterator), next(iterator)
+    before = rustloader.stats(iterator)
+    thread = while_next_waits((tmp_path / "go").touch)
+    next(iterator)
+    thread.join()
+    later = rustloader.stats(iterator)
+    assert later.waited_seconds >= before.waited_seconds + LONG and later.first_seconds == before.first_seconds
+
+
+def test_iterable_datasets_have_tasks_without_indices():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(10))
+
+    stats = rustloader.stats(trained(DataLoader(Stream(), batch_size=5, num_workers=2)))
+    assert stats.batches == 4 and sum(worker.tasks for worker in stats.workers) == 4
+    assert {task.index for task in stats.slowest} == {"[None, None, None, None, None]"}
+
+
 def test_a_loader_has_the_totals_of_all_its_iterators():
     loader = DataLoader(Numbers(6), num_workers=2)
     for epochs in range(1, 4):
@@ -280,6 +302,15 @@ def test_copies_of_a_loader_begin_at_zero():
         assert rustloader.stats(trained(twin)).batches == 4
         assert set(vars(twin)) == before
     assert rustloader.stats(loader).batches == 4
+
+
+def test_loaders_that_compare_by_value_are_told_apart():
+    class Equal(DataLoader):
+        def __eq__(self, other):
+            return True
+
+    first, second = trained(Equal(Numbers(3), num_workers=1)), Equal(Numbers(3), num_workers=1)
+    assert (rustloader.stats(first).batches, rustloader.stats(second).batches) == (3, 0)
 
 
 def test_nothing_is_kept_alive_and_nothing_is_left():
@@ -571,6 +602,14 @@ class Computing(Dataset):
         while time.process_time() < end:
             pass
         return i
+
+
+def test_computing_workers_need_no_more_than_the_cores():
+    loader = DataLoader(Computing(24), batch_size=None, num_workers=len(os.sched_getaffinity(0)))
+    verdict = verdict_on(loader, step=0.01)
+    assert verdict.kind in ("dataset", "cores") and verdict.workers_needed is None, verdict
+    for worker in rustloader.stats(loader).workers:
+        assert worker.cpu_seconds + worker.queued_seconds > worker.busy_seconds / 2 > 0, worker
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
