@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import signal
+import threading
 from collections import namedtuple
 
 import numpy as np
@@ -375,6 +376,23 @@ def test_each_sample_is_built_once_whatever_the_workers(method, kind, tmp_path):
     # Two are built twice, to check that they are not random.
     assert counts == [202, 202, 202]
     assert (cached.usage().hits, cached.usage().misses) == (400, 200)
+
+
+@pytest.mark.warns
+def test_threads_of_a_program_fill_one_cache():
+    data = Kept([torch.full((500,), n) for n in range(300)])
+    cached, wrong = cache(data), []
+
+    def read(seed):
+        order = random.Random(seed)
+        for _ in range(600):
+            n = order.randrange(300)
+            if not torch.equal(cached[n], data.items[n]):
+                wrong.append(n)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+    [thread.start() for thread in threads], [thread.join() for thread in threads]
+    assert wrong == [] and cached.usage().hits + cached.usage().misses == 2400
 
 
 @pytest.mark.warns

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -42,6 +43,23 @@ def test_the_second_of_two_datasets_that_open_an_empty_file_is_refused(path, ord
     with pytest.raises(ValueError, match=REFUSED.format(r"\d", "Subset")):
         second[99]
     assert numbers(first, num_workers=workers) == expected
+
+
+def test_threads_find_the_difference(path):
+    first, second = (cached(path, half) for half in halves())
+    numbers(first)
+    errors = []
+
+    def read(start):
+        for index in range(start, 100):
+            try:
+                second[index]
+            except ValueError as error:
+                errors.append(str(error))
+
+    threads = [threading.Thread(target=read, args=(start,)) for start in (0, 50)]
+    [thread.start() for thread in threads], [thread.join() for thread in threads]
+    assert len(errors) == 150 and len(set(errors)) <= 2
 
 
 def test_a_dataset_that_stores_a_sample_of_another_one_is_refused(path):
