@@ -25,9 +25,11 @@ HEAD = """
 
     def loader_of(dataset, cls=DataLoader, **kw):
         options = {"num_workers": 2, "pin_memory": True, "pin_memory_device": backend.NAME}
-        # Classes of the script cannot be pickled.
-        options["multiprocessing_context"] = "fork"
-        return cls(dataset, **(options | kw))
+        options |= kw
+        if options["num_workers"]:
+            # Classes of the script cannot be pickled.
+            options["multiprocessing_context"] = "fork"
+        return cls(dataset, **options)
 
     def told(outcomes):
         return [[kind, *map(str, rest)] for kind, *rest in outcomes]
