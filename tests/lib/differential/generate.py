@@ -4,7 +4,7 @@ import itertools
 import random
 
 from . import samples
-from .program import DIMENSIONS, MAP, OPTIONS, Program, why_invalid
+from .program import BATCHES, DIMENSIONS, MAP, OPTIONS, Program, why_invalid
 
 # A new program is the best of this many candidates. Each is drawn around a pair that has occurred too rarely.
 CANDIDATES = 12
@@ -117,7 +117,7 @@ def draw(r, fixed, start_method):
         "larger": size + r.randint(1, 5),
     }
     batch_size = sizes[pick("batch_size", ["none", "1", "1", "some", "some", "some", "larger"])]
-    if sampler in ("batch sampler", "list of batches", "array of batches"):
+    if sampler in BATCHES:
         batch_size = 1
     structure = pick("structure")
     collate = pick("collate")

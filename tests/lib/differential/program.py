@@ -25,6 +25,8 @@ DIMENSIONS = {
         "batch sampler",
         "list of batches",
         "array of batches",
+        "token budget",
+        "packs",
         "tensors",
         "odd indices",
         "eager",
@@ -95,9 +97,10 @@ DIMENSIONS = {
 
 OPTIONS = ("dispatch", "reorder_window", "worker_threads", "seed_by", "overlap_epochs")
 
-BATCHES = ("batch sampler", "list of batches", "array of batches")
+BATCHES = ("batch sampler", "list of batches", "array of batches", "token budget", "packs")
 
 # Samplers whose order depends on no generator of the main process.
+REFUSE_NOTHING = ("random", "shuffle", "replacement", "weighted", "infinite", "subset", "token budget", "packs")
 FIXED_ORDER = ("default", "sequential", "distributed", *BATCHES, "tensors", "odd indices")
 
 # Patterns that give the same batches with any workers if the random numbers are the same.
@@ -386,8 +389,10 @@ def why_invalid(p):
         return "torch's function does not fail at will"
     if p.error == "StopIteration" and p.error_in in ("sampler", "iter", "init"):
         return "an end, not an error"
-    if p.size == 0 and p.sampler in ("random", "shuffle", "replacement", "weighted", "infinite", "subset"):
-        return "torch's samplers refuse an empty dataset, or there is nothing to repeat"
+    if p.pattern == "sampler changed" and p.sampler in ("token budget", "packs"):
+        return "the batch sampler has no other sampler"
+    if p.size == 0 and p.sampler in REFUSE_NOTHING:
+        return "the sampler refuses an empty dataset, or there is nothing to repeat"
     if default_collate and any(kind in samples.OTHER for kind in p.samples):
         return "default_collate would walk into them"
     if default_collate and len(p.samples) > 1 and any(kind in samples.REFUSED for kind in p.samples):

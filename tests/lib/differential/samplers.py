@@ -5,6 +5,8 @@ import itertools
 import torch
 from torch.utils import data
 
+import rustloader
+
 from . import describe
 from .parts import Part
 
@@ -126,6 +128,13 @@ def sampler(program, recorder, dataset, generator):
     if kind == "array of batches":
         whole = torch.arange(n - n % 2).reshape(n // 2, 2)
         return {"batch_sampler": whole if p.seed % 2 else whole.numpy()}
+    if kind in ("token budget", "packs"):
+        lengths, options = [1 + i % 5 for i in range(n)], {"window": 7, "seed": p.seed, "num_replicas": 1, "rank": 0}
+        if kind == "packs":
+            inner = rustloader.PackingBatchSampler(lengths, 7, **options)
+        else:
+            inner = rustloader.TokenBudgetBatchSampler(lengths, 12, **options)
+        return {"batch_sampler": inner} if p.seed % 2 else batches(inner)
     if kind == "tensors":
         return recording(torch.arange(n).flip(0))
     if kind == "odd indices":
