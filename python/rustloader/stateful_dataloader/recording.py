@@ -99,9 +99,7 @@ class Recorder(Iterator[Any]):
         self, order: Order, torch_iterator: Iterator[Any], saved: SamplerState | None, position: int, every: int
     ) -> None:
         entry, at = None, 0
-        # The state of a sampler without a state, "other", says only how many samples precede it, maybe at an earlier
-        # position.
-        if saved is not None and saved.has_states and saved.kind != "other":
+        if saved is not None and saved.has_states:
             # A program may have moved the position back to before the saved state.
             at = position if saved.state_position is None else min(saved.state_position, position)
             entry = Entry(at, saved.index_sampler_state, saved.sampler_iter_state)

@@ -174,8 +174,10 @@ class SamplerState:
 
     @property
     def has_states(self) -> bool:
-        """True if there is a state of the sampler or of its iterator."""
-        return self.index_sampler_state is not None or self.sampler_iter_state is not None
+        """True if there is a state of the sampler or of its iterator. That of a sampler without a state, "other", says
+        only how many samples precede it, maybe at an earlier position."""
+        has_any = self.index_sampler_state is not None or self.sampler_iter_state is not None
+        return has_any and self.kind != "other"
 
 
 @dataclass(frozen=True)
