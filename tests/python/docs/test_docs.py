@@ -259,28 +259,6 @@ def known_variables():
     return {name for path in sources for name in re.findall(r"RUSTLOADER_[A-Z_]+", path.read_text())}
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "make no-such-target",
-        "make test ARGS=-k",
-        "pip install rustloader[no-such-extra]",
-        "python -m rustloader no-such-command train.py",
-        "python -m rustloader run --no-such-option train.py",
-        "python -m rustloader check no_such_file.py:make",
-        "torchrun --no-such-option 2 -m rustloader run train.py",
-        "RUSTLOADER_NO_SUCH=1 python -m rustloader run train.py",
-        "python examples/no_such_file.py",
-        "python examples/start/train_digits.py --no-such-option",
-        "python -m rustloader run examples/start/train_digits.py --no-such-option",
-        "no-such-command",
-    ],
-)
-def test_a_command_that_is_wrong_is_found(command):
-    with pytest.raises(AssertionError):
-        check_command(shlex.split(command))
-
-
 # Links
 
 

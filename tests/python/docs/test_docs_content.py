@@ -1,15 +1,13 @@
-"""The documentation names what exists: commands and their options, public names, examples, libraries, versions."""
+"""The documentation names what exists: commands and their options, public names, examples."""
 
 import ast
 import importlib
 import inspect
 import re
 import sys
-import tomllib
 
 import pytest
 import torch.utils.data
-import yaml
 from test_docs import PAGES, ROOT, known_options
 
 import rustloader
@@ -119,40 +117,3 @@ def test_the_site_shows_what_the_stateful_loader_has_besides():
     assert {name: (parameter.default, parameter.kind) for name, parameter in shown.items()} == {
         name: (parameter.default, parameter.kind) for name, parameter in stateful.items() if name not in plain
     }
-
-
-# The rest
-
-
-def test_every_library_has_a_row():
-    """Each library of `make ecosystem` has a row on the page about frameworks, which names an example that exists."""
-    requirements = (ROOT / "tests" / "ecosystem" / "requirements.txt").read_text()
-    others = {"pytest", "pytest-timeout", "tensorboard", "wandb"}
-    libraries = set(re.findall("(?m)^[a-z].*", requirements)) - others
-    table = PAGES["docs/compatibility.md"].read_text().partition("\n## ")[0]
-    rows = [cells for cells in table_rows(table)[1:] if cells[0]]
-    assert {library.split()[0] for library, *_ in rows} == libraries | {"torch"}
-    examples = {name for cells in rows for name in re.findall(r"`(\w+\.py)", "|".join(cells))}
-    assert examples and all((ROOT / "examples" / "frameworks" / name).exists() for name in examples)
-
-
-def test_the_citation_is_valid():
-    """It has the fields that Citation File Format 1.2.0 requires, and otherwise only the fields listed here."""
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation.keys() >= {"cff-version", "message", "title", "authors"}
-    allowed = {"cff-version", "message", "type", "title", "abstract", "authors", "license", "keywords"}
-    assert citation.keys() <= allowed
-    assert citation["cff-version"] == "1.2.0" and citation["type"] == "software"
-    assert all(author.keys() == {"name"} for author in citation["authors"])
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert citation["title"] == project["name"]
-    assert " OR ".join(citation["license"]) == project["license"]
-    assert citation["abstract"].removesuffix(".") == project["description"]
-
-
-def test_the_support_policy_names_what_the_package_asks_for():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    text = PAGES["docs/support.md"].read_text()
-    (oldest,) = (re.search(r"torch>=(\S+)", one)[1] for one in project["dependencies"] if one.startswith("torch"))
-    assert f"| torch | {oldest} to " in text
-    assert f"| Python | CPython {project['requires-python'].removeprefix('>=')} to " in text

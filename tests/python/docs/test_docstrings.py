@@ -1,14 +1,10 @@
 """The docstrings of the public names: their examples run, and the API page can be built from them."""
 
-import ast
 import doctest
 import importlib.resources
 import inspect
-import io
 import re
 import textwrap
-import tokenize
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -58,12 +54,6 @@ def sections(text):
 def entries(section):
     """The names of the entries of a section, which stand before the colons."""
     return [line.split(":")[0] for line in section.splitlines() if line and not line.startswith(" ")]
-
-
-@pytest.mark.parametrize("name", DOCUMENTED)
-def test_the_first_line_says_what_it_does(name):
-    first, *rest = inspect.cleandoc(DOCUMENTED[name].__doc__).splitlines()
-    assert first[0].isupper() and first.endswith(".") and not (rest and rest[0].strip()), first
 
 
 WITH_EXAMPLES = [
@@ -129,35 +119,3 @@ def test_the_stub_of_the_extension_has_the_docstring_of_the_extension():
 def test_the_kinds_of_verdicts_are_described():
     text = sections(rustloader.Verdict.__doc__)["Attributes:"]
     assert all(f'"{kind}"' in text for kind in get_args(rustloader.VerdictKind))
-
-
-QUESTIONS = re.compile(r"(What|Whether|Who|Whose|Which|Where|When|How|Why)\b")
-PHRASES = re.compile(
-    r"\b(anew|nobody|anybody|whoever|the begin of|so many|as many as|is had|what is told|tells of)\b", re.IGNORECASE
-)
-
-
-def words_to_rewrite(source):
-    """Yields docstrings that begin with a question word, and docstrings and comments with a banned phrase."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            text = ast.get_docstring(node) or ""
-            if QUESTIONS.match(text) or PHRASES.search(text):
-                yield text
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT and PHRASES.search(token.string):
-            yield token.string
-
-
-@pytest.mark.parametrize(
-    "source",
-    ['"""What it does."""', 'def f():\n    """Whether it works."""', '"""Tells of it."""', "x = 1  # made anew"],
-)
-def test_words_to_rewrite_are_found(source):
-    assert len([*words_to_rewrite(source)]) == 1
-
-
-def test_docstrings_and_comments_have_plain_words():
-    files = [path for path in Path(rustloader.__file__).parent.rglob("*.py*") if path.suffix in (".py", ".pyi")]
-    found = {f"{path}: {text}" for path in files for text in words_to_rewrite(path.read_text())}
-    assert len(files) > 100 and not found, "\n".join(sorted(found))

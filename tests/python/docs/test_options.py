@@ -169,17 +169,20 @@ def test_options_give_way_to_what_a_loader_was_given_even_if_it_is_the_default(n
         assert getattr(resolve(other), name) == OTHER[name][0]
 
 
-@pytest.mark.parametrize("text", ["0", "0/1+3", "2-4/1", "spread"])
-def test_cores_in_the_form_of_the_command_line(text):
-    parse = options.option_of("worker_affinity").kind.parse
-    assert parse(option_values.text_of(parse(text))) == parse(text)
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [("worker_affinity", ["0", "0/1+3", "2-4/1", "spread"]), ("max_errors", ["0", "12", "0.5", "0.00001", "1e-3"])],
+)
+def test_values_have_the_form_of_the_command_line(name, texts):
+    parse = options.option_of(name).kind.parse
+    for text in texts:
+        value = parse(text)
+        reparsed = parse(option_values.text_of(value))
+        assert reparsed == value and type(reparsed) is type(value)
 
 
-@pytest.mark.parametrize("text", ["0", "12", "0.5", "0.00001", "1e-3"])
-def test_numbers_of_errors_in_the_form_of_the_command_line(text):
-    parse = options.option_of("max_errors").kind.parse
-    reparsed = parse(option_values.text_of(parse(text)))
-    assert reparsed == parse(text) and type(reparsed) is (int if text.isdecimal() else float)
+def test_one_is_an_error_and_one_point_zero_a_share():
+    assert [type(options.option_of("max_errors").kind.parse(text)) for text in ("1", "1.0")] == [int, float]
 
 
 def test_an_option_that_no_loader_has_leaves_loaders_alone():

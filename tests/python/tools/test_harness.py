@@ -1,7 +1,6 @@
 """What `rustloader bench` and the programs of benches/ share: rounds, processes, tables and exit statuses."""
 
 import itertools
-import json
 import os
 import sys
 
@@ -13,7 +12,6 @@ pytestmark = pytest.mark.ours
 if rustloader is not None:
     sys.path.append(str(ROOT / "benches"))
     from harness import processes, report
-    from harness.program import Program
 
     from rustloader.tools.harness import rounds
 
@@ -59,53 +57,6 @@ def test_a_function_runs_in_another_process(tmp_path, monkeypatch, capfd):
     with pytest.raises(rounds.Failure):
         processes.forked(lambda: 1 / 0)
     assert "ZeroDivisionError" in capfd.readouterr().err
-
-
-def test_processes_begin_at_once(tmp_path):
-    def prepare(number):
-        (tmp_path / f"ready{number}").touch()
-        return lambda: (tmp_path / f"saw{number}of{len(list(tmp_path.glob('ready*')))}").touch()
-
-    assert processes.at_once(3, prepare) > 0
-    assert {path.name for path in tmp_path.glob("saw*")} == {f"saw{number}of3" for number in range(3)}
-    with pytest.raises(rounds.Failure):
-        processes.at_once(2, lambda number: {}[number])
-
-
-@pytest.mark.parametrize(("outcome", "status"), [(True, 0), (None, 0), (False, 1), (rounds.Failure("odd"), 1)])
-def test_a_program_prints_saves_and_documents_its_rows(outcome, status, tmp_path, monkeypatch, capsys):
-    page, saved = tmp_path / "page.md", tmp_path / "saved.json"
-    page.write_text("before\n<!-- x -->\nold\n<!-- x -->\nafter\n")
-    monkeypatch.setattr(sys, "argv", ["x", "--rows", "b", "--rounds", "2", "--docs", "--save", str(saved)])
-    program = Program("Text.", ["a", "b"], docs=(page, "<!-- x -->"))
-
-    def measure(row):
-        taken = program.interleave({"one": lambda: 1.5}, row)
-        if isinstance(outcome, rounds.Failure):
-            raise outcome
-        program.line(row, f"row {row}", taken.median("one"), held=outcome, rounds=taken)
-
-    assert program.run(measure, ["what", "found"]) == status
-    out, results = capsys.readouterr().out, json.loads(saved.read_text())["results"]
-    assert "medians of 2 rounds" in out and "| what | found |\n|---|---|" in out
-    if isinstance(outcome, rounds.Failure):
-        assert "| b | FAILED: odd |" in out and results == []
-        return
-    assert "| row b | 1.5 |" in out and "row a" not in out
-    assert results == [{"row": "b", "rounds": {"one": [1.5, 1.5]}} | ({} if outcome is None else {"held": outcome})]
-    assert (
-        page.read_text() == "before\n<!-- x -->\n\n| what | found |\n|---|---|\n| row b | 1.5 |\n\n<!-- x -->\nafter\n"
-    )
-
-
-@pytest.mark.parametrize("arguments", [["--rows", "c"], ["--rounds", "0"]])
-def test_wrong_arguments_of_a_program(arguments, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["x", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        Program("Text.", ["a", "b"]).parse()
-    assert ended.value.code == 2 and ("no such row: c; the rows are a, b" in capsys.readouterr().err) == (
-        "c" in arguments
-    )
 
 
 def test_each_document_has_two_marks_for_each_table():

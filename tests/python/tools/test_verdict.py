@@ -13,7 +13,9 @@ from support import TORCH_MODE
 
 pytestmark = pytest.mark.ours
 
-if not TORCH_MODE:
+if TORCH_MODE:
+    pytest.skip("rustloader's own guarantee", allow_module_level=True)
+else:
     from rustloader import (
         CopyStats,
         CoreUsers,
@@ -118,10 +120,6 @@ def halved(first=None, **differing):
     return dataclasses.replace(given(**{name: (first[name] + second[name]) / 2 for name in first}), halves=halves)
 
 
-def case(kind, workers_needed=None, make=given, **figures):
-    return kind, workers_needed, make, figures
-
-
 # Figures that several cases share.
 HUNDRED = dict(step=9, own=1, waited=40, fetch=100)  # 100 ms of work for 2 workers, and a step of 10 ms
 TIMES = HUNDRED | dict(cpu=0.95, queued=0.02)
@@ -136,206 +134,161 @@ SHORT_EPOCHS = dict(epochs=20, step=2, fetch=1)
 LARGE = f"[{', '.join(map(str, range(16)))}, ... 100 in all]"
 GIGABYTE = dict(batches=100, bytes=1_000_000_000)
 
-# By the name of the case: the kind of the verdict, the number of workers to try, and the figures. The sentences are in
-# snapshots/verdicts.txt.
+# The statistics of each case. Their verdicts, with kind and number of workers, are in snapshots/verdicts.txt.
 TABLE = {
-    "nothing yet": case("too_few", make=plain),
-    "one batch": case("too_few", batches=1, workers=1),
-    "a few batches": case("too_few", batches=18, waited=50, fetch=100),
-    "a short loop": case("too_few", batches=40, waited=0.3, fetch=0.6, own=0.05),
-    "without workers": case("unknown", make=plain, batches=0, note="num_workers=0: ..."),
-    "on torch's loop": case("unknown", make=plain, fallbacks=[("its dataset is a DataPipe", 3)]),
-    "some epochs on torch's loop": case("step", **STEP, fallbacks=[("A", 3), ("B", 1)]),
-    "one epoch on torch's loop": case("step", step=50, fallbacks=[("A", 1)]),
-    "the step": case("step", **STEP),
-    "the step, with busy workers": case("step", step=50, own=0.1, waited=4, fetch=90),
-    "the workers": case("workers", 10, **HUNDRED),
-    "the workers, by little": case("workers", 3, step=9, own=1, waited=2, fetch=24),
-    "one worker": case("workers", 25, workers=1, step=2, waited=48, fetch=50),
-    "eight workers": case("workers", 9, batches=200, workers=8, fetch=8, step=2, waited=1),
-    "the workers, rounded up": case("workers", 12, step=9, waited=41, fetch=100),
-    "sixty workers": case("workers", 60, step=10, waited=290, fetch=600),
-    "halves that are alike": case("workers", 11, make=halved, waited=45, fetch=110),
-    "a half with waits for storage": case("too_few", make=halved, cpu=0.05),
-    "a half with waits for cores": case("too_few", make=halved, queued=0.9),
-    "a half without waits": case("too_few", make=halved, waited=0, fetch=2),
-    "waits of one half that are few on the whole": case(
-        "step", make=halved, first={"waited": 0, "fetch": 2, "step": 99}, waited=8
-    ),
-    "workers that compute": case("workers", 10, **HUNDRED, cpu=0.95, queued=0.05),
-    "fewer cores than the step wants": case("dataset", 4, **HUNDRED, cores=4, cpu=0.95, queued=0.05),
-    "a worker on each core": case("dataset", **HUNDRED, cores=2, cpu=0.95, queued=0.05),
-    "one worker on one core": case("dataset", workers=1, step=9, own=1, waited=40, fetch=50, cores=1),
-    "more workers than cores": case("dataset", workers=8, **HUNDRED | {"fetch": 400}, cores=1, cpu=0.12, queued=0.88),
+    "nothing yet": plain(),
+    "one batch": given(batches=1, workers=1),
+    "a few batches": given(batches=18, waited=50, fetch=100),
+    "a short loop": given(batches=40, waited=0.3, fetch=0.6, own=0.05),
+    "without workers": plain(batches=0, note="num_workers=0: ..."),
+    "on torch's loop": plain(fallbacks=[("its dataset is a DataPipe", 3)]),
+    "some epochs on torch's loop": given(**STEP, fallbacks=[("A", 3), ("B", 1)]),
+    "one epoch on torch's loop": given(step=50, fallbacks=[("A", 1)]),
+    "the step": given(**STEP),
+    "the step, with busy workers": given(step=50, own=0.1, waited=4, fetch=90),
+    "the workers": given(**HUNDRED),
+    "the workers, by little": given(step=9, own=1, waited=2, fetch=24),
+    "one worker": given(workers=1, step=2, waited=48, fetch=50),
+    "eight workers": given(batches=200, workers=8, fetch=8, step=2, waited=1),
+    "the workers, rounded up": given(step=9, waited=41, fetch=100),
+    "sixty workers": given(step=10, waited=290, fetch=600),
+    "halves that are alike": halved(waited=45, fetch=110),
+    "a half with waits for storage": halved(cpu=0.05),
+    "a half with waits for cores": halved(queued=0.9),
+    "a half without waits": halved(waited=0, fetch=2),
+    "waits of one half that are few on the whole": halved(first={"waited": 0, "fetch": 2, "step": 99}, waited=8),
+    "workers that compute": given(**HUNDRED, cpu=0.95, queued=0.05),
+    "fewer cores than the step wants": given(**HUNDRED, cores=4, cpu=0.95, queued=0.05),
+    "a worker on each core": given(**HUNDRED, cores=2, cpu=0.95, queued=0.05),
+    "one worker on one core": given(workers=1, step=9, own=1, waited=40, fetch=50, cores=1),
+    "more workers than cores": given(workers=8, **HUNDRED | {"fetch": 400}, cores=1, cpu=0.12, queued=0.88),
     # 60 % of both cores' time is work, so what else the workers wait for hardly matters.
-    "more workers than cores, which look idle": case(
-        "dataset", workers=8, step=1, waited=49, fetch=400, cores=2, cpu=0.15, queued=0.2
+    "more workers than cores, which look idle": given(
+        workers=8, step=1, waited=49, fetch=400, cores=2, cpu=0.15, queued=0.2
     ),
-    "on all cores, and nothing known of CPU time": case("dataset", **HUNDRED, cores=2),
-    "no step at all": case("workers", waited=50, fetch=100),
-    "no step worth the name": case("workers", waited=1000, own=0.02, step=0.3, fetch=2000),
-    "no step, and a worker on each core": case("dataset", waited=50, fetch=100, cores=2),
+    "on all cores, and nothing known of CPU time": given(**HUNDRED, cores=2),
+    "no step at all": given(waited=50, fetch=100),
+    "no step worth the name": given(waited=1000, own=0.02, step=0.3, fetch=2000),
+    "no step, and a worker on each core": given(waited=50, fetch=100, cores=2),
     # 150 us between two batches is not a training step.
-    "a loop that only counts": case(
-        "workers", batches=400, waited=1.5, own=0.02, step=0.15, fetch=1.7, cores=2, cpu=1.0, queued=0.0, workers=1
+    "a loop that only counts": given(
+        batches=400, waited=1.5, own=0.02, step=0.15, fetch=1.7, cores=2, cpu=1.0, queued=0.0, workers=1
     ),
-    "storage": case("storage", 8, **HUNDRED, cores=4, **STORAGE),
-    "storage, and enough workers in reach": case(
-        "storage", 10, workers=4, **HUNDRED | {"waited": 15}, cores=4, **STORAGE
+    "storage": given(**HUNDRED, cores=4, **STORAGE),
+    "storage, and enough workers in reach": given(workers=4, **HUNDRED | {"waited": 15}, cores=4, **STORAGE),
+    "storage, with as many workers as can help": given(**MANY),
+    "storage, without a step": given(waited=40, fetch=80, cores=1, **STORAGE),
+    "storage, and one worker killed": partly_known(**HUNDRED, cores=4, **STORAGE),
+    "storage, and samples that can be fetched at a time": given(
+        **HUNDRED, cores=4, scheduling={"batch_size": 64}, **STORAGE
     ),
-    "storage, with as many workers as can help": case("storage", **MANY),
-    "storage, without a step": case("storage", waited=40, fetch=80, cores=1, **STORAGE),
-    "storage, and one worker killed": case("storage", 8, make=partly_known, **HUNDRED, cores=4, **STORAGE),
-    "storage, and samples that can be fetched at a time": case(
-        "storage", 8, **HUNDRED, cores=4, scheduling={"batch_size": 64}, **STORAGE
-    ),
-    "storage, with as many workers as can help, and threads": case("storage", **MANY, scheduling={"worker_threads": 2}),
+    "storage, with as many workers as can help, and threads": given(**MANY, scheduling={"worker_threads": 2}),
     # They compute for a fifth of the time, so five threads would keep a core busy.
-    "storage, with threads that share a core": case(
-        "storage", 8, step=10, waited=190, fetch=400, cpu=0.2, queued=0, scheduling={}
-    ),
-    "storage, and batches of two samples": case("storage", 8, **HUNDRED, scheduling={"batch_size": 2}, **STORAGE),
-    "storage, and batches that are fetched as a whole": case(
-        "storage", 8, **HUNDRED, scheduling={"per_sample": False}, **STORAGE
-    ),
-    "storage, without a step, and threads": case("storage", waited=40, fetch=80, cores=1, scheduling={}, **STORAGE),
+    "storage, with threads that share a core": given(step=10, waited=190, fetch=400, cpu=0.2, queued=0, scheduling={}),
+    "storage, and batches of two samples": given(**HUNDRED, scheduling={"batch_size": 2}, **STORAGE),
+    "storage, and batches that are fetched as a whole": given(**HUNDRED, scheduling={"per_sample": False}, **STORAGE),
+    "storage, without a step, and threads": given(waited=40, fetch=80, cores=1, scheduling={}, **STORAGE),
     # The process computes for half of the time, but the dataset hardly does.
-    "storage behind a busy collate_fn": case(
-        "storage", 8, **HUNDRED | {"fetch": 60}, collate=40, cpu=0.45, fetch_cpu=0.05, queued=0.01, cores=4
+    "storage behind a busy collate_fn": given(
+        **HUNDRED | {"fetch": 60}, collate=40, cpu=0.45, fetch_cpu=0.05, queued=0.01, cores=4
     ),
-    "a dataset that computes beside a collate_fn that waits": case(
-        "workers", 10, **HUNDRED | {"fetch": 60}, collate=40, cpu=0.4, fetch_cpu=0.95, queued=0.01
+    "a dataset that computes beside a collate_fn that waits": given(
+        **HUNDRED | {"fetch": 60}, collate=40, cpu=0.4, fetch_cpu=0.95, queued=0.01
     ),
-    "cores that other work takes": case("cores", **HUNDRED, cpu=0.3, queued=0.7),
-    "two busy programs beside two workers on two cores": case("cores", **HUNDRED, cpu=0.5, queued=0.48, cores=2),
-    "as many workers as suffice when no other program takes the cores": case(
-        "workers", 2, workers=1, step=8, waited=10, fetch=18, cpu=0.66, queued=0.33, cores=2
+    "cores that other work takes": given(**HUNDRED, cpu=0.3, queued=0.7),
+    "two busy programs beside two workers on two cores": given(**HUNDRED, cpu=0.5, queued=0.48, cores=2),
+    "as many workers as suffice when no other program takes the cores": given(
+        workers=1, step=8, waited=10, fetch=18, cpu=0.66, queued=0.33, cores=2
     ),
-    "cores that other processes take, and a slow dataset": case(
-        "cores", **HUNDRED, cpu=0.3, queued=0.7, cores=2, core_users={"main": 0.25, "workers": 0.15, "others": 0.6}
+    "cores that other processes take, and a slow dataset": given(
+        **HUNDRED, cpu=0.3, queued=0.7, cores=2, core_users={"main": 0.25, "workers": 0.15, "others": 0.6}
     ),
-    "cores that other processes take, and a fast dataset": case(
-        "cores", **HUNDRED | {"step": 29}, cpu=0.3, queued=0.7, core_users={"main": 0.2, "workers": 0.1, "others": 0.7}
+    "cores that other processes take, and a fast dataset": given(
+        **HUNDRED | {"step": 29}, cpu=0.3, queued=0.7, core_users={"main": 0.2, "workers": 0.1, "others": 0.7}
     ),
-    "collate": case("collate", 10, **HUNDRED | {"fetch": 20}, collate=80),
-    "collate on all cores": case("collate", **HUNDRED | {"fetch": 20}, collate=80, cores=2),
-    "collate that waits for a core": case(
-        "cores", waited=50, step=5, fetch=1, collate=110, cpu=0.1, queued=0.8, cores=4
+    "collate": given(**HUNDRED | {"fetch": 20}, collate=80),
+    "collate on all cores": given(**HUNDRED | {"fetch": 20}, collate=80, cores=2),
+    "collate that waits for a core": given(waited=50, step=5, fetch=1, collate=110, cpu=0.1, queued=0.8, cores=4),
+    "packing": given(**HUNDRED | {"fetch": 20}, pack=80),
+    "tiny batches": given(batches=20_000, waited=0.02, own=0.01, step=0.001, fetch=0.005),
+    "the sampler": given(own=50, step=1, waited=1, sampler_seconds=49 * 100 * MS),
+    "opening batches": given(own=50, step=1, waited=1),
+    "opening pickles": given(own=50, step=1, waited=1, copies={"pickled": 100}),
+    "one slow worker": given(**SLOW_WORKER),
+    "one slow worker that a shared queue would relieve": given(
+        **SLOW_WORKER, recent_seconds=(0.05, 0.001) * 50, scheduling={}
     ),
-    "packing": case("transport", **HUNDRED | {"fetch": 20}, pack=80),
-    "tiny batches": case("transport", batches=20_000, waited=0.02, own=0.01, step=0.001, fetch=0.005),
-    "the sampler": case("main", own=50, step=1, waited=1, sampler_seconds=49 * 100 * MS),
-    "opening batches": case("main", own=50, step=1, waited=1),
-    "opening pickles": case("main", own=50, step=1, waited=1, copies={"pickled": 100}),
-    "one slow worker": case("head_of_line", **SLOW_WORKER),
-    "one slow worker that a shared queue would relieve": case(
-        "head_of_line", **SLOW_WORKER, recent_seconds=(0.05, 0.001) * 50, scheduling={}
+    "one slow worker of four": given(
+        workers=4, fetch=[1, 1, 50, 2], waited=12, blocked_seconds=1.1, slowest=[("[7]", 55, 2)]
     ),
-    "one slow worker of four": case(
-        "head_of_line", workers=4, fetch=[1, 1, 50, 2], waited=12, blocked_seconds=1.1, slowest=[("[7]", 55, 2)]
+    "a few slow batches": given(**SLOW_BATCHES, slowest=[("[7, 8]", 300, 0), ("[1, 2]", 250, 1)]),
+    "a few slow batches, all one worker's by chance": given(
+        fetch=[12, 1], waited=12, blocked_seconds=1.1, slowest=[("[7]", 300, 0), ("[17]", 290, 0)]
     ),
-    "a few slow batches": case("head_of_line", **SLOW_BATCHES, slowest=[("[7, 8]", 300, 0), ("[1, 2]", 250, 1)]),
-    "a few slow batches, all one worker's by chance": case(
-        "head_of_line", fetch=[12, 1], waited=12, blocked_seconds=1.1, slowest=[("[7]", 300, 0), ("[17]", 290, 0)]
-    ),
-    "a large slow batch": case("head_of_line", **SLOW_BATCHES, slowest=[(LARGE, 300, 0)]),
-    "slow batches that a shared queue would pass": case("head_of_line", make=blocked_by_some),
-    "slow batches, with a shared queue": case(
-        "head_of_line", make=blocked_by_some, scheduling={"dispatch": "shared_queue"}
-    ),
+    "a large slow batch": given(**SLOW_BATCHES, slowest=[(LARGE, 300, 0)]),
+    "slow batches that a shared queue would pass": blocked_by_some(),
+    "slow batches, with a shared queue": blocked_by_some(scheduling={"dispatch": "shared_queue"}),
     # A batch has 1,000 bytes.
-    "slow batches, with a shared queue and a window of bytes": case(
-        "head_of_line",
-        make=blocked_by_some,
-        scheduling={"dispatch": "shared_queue", "reorder_window": "12kB"},
-        bytes=100_000,
+    "slow batches, with a shared queue and a window of bytes": blocked_by_some(
+        scheduling={"dispatch": "shared_queue", "reorder_window": "12kB"}, bytes=100_000
     ),
-    "slow batches, with a shared queue and a wide window": case(
-        "head_of_line", make=blocked_by_some, scheduling={"dispatch": "shared_queue", "reorder_window": 64}
+    "slow batches, with a shared queue and a wide window": blocked_by_some(
+        scheduling={"dispatch": "shared_queue", "reorder_window": 64}
     ),
-    "slow batches of an iterable dataset": case("head_of_line", make=blocked_by_some, scheduling={"map_style": False}),
+    "slow batches of an iterable dataset": blocked_by_some(scheduling={"map_style": False}),
     # They compute all the time: with one core no order of the work is faster.
-    "slow batches that keep all cores busy": case(
-        "head_of_line", make=blocked_by_some, cores=1, cpu=1.0, queued=0.0, waited=8
+    "slow batches that keep all cores busy": blocked_by_some(cores=1, cpu=1.0, queued=0.0, waited=8),
+    "waiting for a worker that is still starting": given(**STARTING),
+    "waiting for a worker that is still starting, in each epoch": given(**STARTING, epochs=5, iterators=5),
+    "waiting in turn, with all workers busy": given(fetch=100, waited=50, blocked_seconds=4.5),
+    "pinning": given(waited=40, step=5, fetch=20, pinning={"running": True, "batches": 100, "seconds": 4.4}),
+    "a busy pin thread, and busier workers": given(
+        waited=50, step=5, fetch=110, pinning={"running": True, "batches": 100, "seconds": 4.4}
     ),
-    "waiting for a worker that is still starting": case("too_few", **STARTING),
-    "waiting for a worker that is still starting, in each epoch": case("starting", **STARTING, epochs=5, iterators=5),
-    "waiting in turn, with all workers busy": case("workers", fetch=100, waited=50, blocked_seconds=4.5),
-    "pinning": case("pinning", waited=40, step=5, fetch=20, pinning={"running": True, "batches": 100, "seconds": 4.4}),
-    "a busy pin thread, and busier workers": case(
-        "workers", 22, waited=50, step=5, fetch=110, pinning={"running": True, "batches": 100, "seconds": 4.4}
+    "copies to the device": given(
+        step=10, fetch=10, transfers={"batches": 100, "bytes": 3_800_000_000, "seconds": 0.8, "waited_seconds": 0.5}
     ),
-    "copies to the device": case(
-        "device",
-        step=10,
-        fetch=10,
-        transfers={"batches": 100, "bytes": 3_800_000_000, "seconds": 0.8, "waited_seconds": 0.5},
-    ),
-    "copies to the device from pageable memory": case(
-        "device",
+    "copies to the device from pageable memory": given(
         step=10,
         fetch=10,
         transfers=GIGABYTE | {"seconds": 0.8, "waited_seconds": 0.5, "pageable": "set pin_memory=True"},
     ),
-    "copies that run beside the work": case(
-        "step", step=10, own=1, transfers=GIGABYTE | {"seconds": 0.9, "waited_seconds": 0.05}
+    "copies that run beside the work": given(
+        step=10, own=1, transfers=GIGABYTE | {"seconds": 0.9, "waited_seconds": 0.05}
     ),
-    "a step, and batches that are not pinned": case(
-        "step",
-        step=10,
-        transfers={"batches": 100, "bytes": 10, "seconds": 0.1, "pageable": "a batch of type X is not pinned"},
+    "a step, and batches that are not pinned": given(
+        step=10, transfers={"batches": 100, "bytes": 10, "seconds": 0.1, "pageable": "a batch of type X is not pinned"}
     ),
-    "workers that limit more than copies do": case(
-        "workers", 10, waited=40, step=10, fetch=100, transfers=GIGABYTE | {"seconds": 1.0, "waited_seconds": 1.0}
+    "workers that limit more than copies do": given(
+        waited=40, step=10, fetch=100, transfers=GIGABYTE | {"seconds": 1.0, "waited_seconds": 1.0}
     ),
-    "remote workers that wait for a network": case("network", waited=8, step=2, fetch=5, bytes=800_000_000, **REMOTE),
-    "remote workers with small batches": case("network", waited=8, step=2, fetch=5, bytes=100_000, **REMOTE),
-    "busy remote workers": case("workers", 20, waited=50, step=5, fetch=100, cores=2, **REMOTE),
-    "short epochs": case("starting", **SHORT_EPOCHS, iterators=20, first_seconds=20.0),
-    "short epochs, whose workers start in iter()": case(
-        "starting", **SHORT_EPOCHS, iterators=20, first_seconds=0.1, turnaround_seconds=8.0
+    "remote workers that wait for a network": given(waited=8, step=2, fetch=5, bytes=800_000_000, **REMOTE),
+    "remote workers with small batches": given(waited=8, step=2, fetch=5, bytes=100_000, **REMOTE),
+    "busy remote workers": given(waited=50, step=5, fetch=100, cores=2, **REMOTE),
+    "short epochs": given(**SHORT_EPOCHS, iterators=20, first_seconds=20.0),
+    "short epochs, whose workers start in iter()": given(
+        **SHORT_EPOCHS, iterators=20, first_seconds=0.1, turnaround_seconds=8.0
     ),
-    "short epochs, with persistent workers": case("starting", **SHORT_EPOCHS, first_seconds=20.0),
-    "epochs left after two batches": case(
-        "starting", epochs=60, iterators=60, first_seconds=0.5, step=2, waited=50, fetch=60
-    ),
-    "one slow start": case("step", first_seconds=20.0, step=2, fetch=1),
-    "workers without figures": case("unknown", make=without_figures, waited=50),
-    "fewer workers than there were": case(
-        "workers", 13, make=with_fewer_now, workers=8, fetch=[100] * 2 + [0] * 6, waited=18, step=2
-    ),
+    "short epochs, with persistent workers": given(**SHORT_EPOCHS, first_seconds=20.0),
+    "epochs left after two batches": given(epochs=60, iterators=60, first_seconds=0.5, step=2, waited=50, fetch=60),
+    "one slow start": given(first_seconds=20.0, step=2, fetch=1),
+    "workers without figures": without_figures(waited=50),
+    "fewer workers than there were": with_fewer_now(workers=8, fetch=[100] * 2 + [0] * 6, waited=18, step=2),
 }
 
 
-def verdict_on(name):
-    _, _, make, figures = TABLE[name]
-    return make(**figures).verdict()
-
-
-@pytest.mark.parametrize("name", TABLE)
-def test_the_verdict_of(name):
-    verdict = verdict_on(name)
-    assert (verdict.kind, verdict.workers_needed) == TABLE[name][:2], verdict
-    assert verdict.sentence.endswith(".") and verdict.reason
-    assert verdict.predicted_gain is None or verdict.kind not in ("too_few", "unknown", "step")
-
-
-def test_texts_of_verdicts():
-    snapshots.check("verdicts", {name: str(verdict_on(name)) for name in TABLE})
-    assert {kind for kind, *_ in TABLE.values()} == set(get_args(VerdictKind))
+def test_verdicts():
+    verdicts = {name: stats.verdict() for name, stats in TABLE.items()}
+    texts = {name: f"[{it.kind}, {it.workers_needed or '-'}] {it}" for name, it in verdicts.items()}
+    snapshots.check("verdicts", texts)
+    assert {it.kind for it in verdicts.values()} == set(get_args(VerdictKind))
+    for name, it in verdicts.items():
+        assert it.predicted_gain is None or it.kind not in ("too_few", "unknown", "step"), name
 
 
 def test_the_repr_has_two_lines():
     verdict = Verdict("step", "The step takes longest.", "waits for 1%")
     assert repr(verdict) == "<rustloader.Verdict step: The step takes longest.\n (waits for 1%)>"
-
-
-def test_no_loader_gets_a_number_in_the_thousands():
-    """A new user's first benchmark reported that num_workers=1736 would do, on a machine with 2 cores."""
-    for shares in ({}, {"cpu": 0.99, "queued": 0.01}, STORAGE):
-        for step in (0, 0.02, 1, 5):
-            verdict = given(workers=1, step=step, own=0.03, waited=50, fetch=52, cores=2, **shares).verdict()
-            assert verdict.workers_needed is None or verdict.workers_needed <= 8, verdict
 
 
 milliseconds = st.sampled_from([0, 0.001, 0.02, 0.3, 1, 7, 50, 400, 3000]) | st.floats(0, 5000)

@@ -13,8 +13,6 @@ import torch.multiprocessing
 from support import DataLoader, is_leased, run_script
 from torch.utils.data import Dataset
 
-from rustloader._core import _roundtrip
-
 SIZES = [100, 10_000, 250_000]  # numbers of float32: inline, in a block, in a large block
 
 
@@ -194,14 +192,3 @@ class Moving(Dataset):
 def test_a_sample_that_another_thread_moves_arrives_whole(batch_size):
     for i, sample in enumerate(DataLoader(Moving(), batch_size=batch_size, num_workers=2)):
         assert all(torch.all(tensor == i) for tensor in sample)
-
-
-def test_encoding_and_moves_take_turns():
-    list(DataLoader(Rows(100, 2), num_workers=1))
-    for k in range(20):
-        tensors = [torch.full((1 << 19,), float(k)) for _ in range(4)]
-        mover = threading.Thread(target=lambda tensors=tensors: [tensor.share_memory_() for tensor in tensors])
-        mover.start()
-        _, decoded = _roundtrip(tensors)
-        mover.join()
-        assert all(torch.all(tensor == k) for tensor in decoded)

@@ -3,11 +3,10 @@
 import concurrent.futures
 import copy
 
-import numpy as np
 import pytest
 import torch
-from sample_data import Given, Images, Numbers, worker_id
-from support import BOTH, DataLoader, arena_bytes, epoch, same
+from sample_data import Given, Images, worker_id
+from support import BOTH, DataLoader, arena_bytes, epoch, outcomes_of, same
 from torch.utils.data import default_collate, get_worker_info
 from torch.utils.data._utils import collate as torch_collate
 
@@ -19,19 +18,6 @@ SIZES = pytest.mark.parametrize("n", [4, 20_000])
 
 class Strange:
     """A type that default_collate does not know."""
-
-
-def results(cls, pairs, **kw):
-    """The batch that each pair of samples is collated to, or the type and the last line of the error."""
-    iterator = iter(cls(Given([x for pair in pairs.values() for x in pair]), batch_size=2, num_workers=1, **kw))
-    batches = {}
-    for kind in pairs:
-        try:
-            batches[kind] = next(iterator)
-        except Exception as e:
-            batches[kind] = (type(e), str(e).splitlines()[-1])
-    assert next(iterator, None) is None
-    return batches
 
 
 @pytest.mark.ours
@@ -176,13 +162,11 @@ class Reserves:
 @SIZES
 @pytest.mark.parametrize("share", [0, 0.5, 1, 2.5])
 def test_storages_that_are_too_small_or_larger_than_needed(share, n):
-    def run(cls):
-        pairs = {k: [torch.full((n,), float(i)) for i in range(2)] for k in range(2)}
-        return results(cls, pairs, collate_fn=Reserves(share))
-
-    expected, own = map(run, BOTH)
-    assert same(own, expected)
-    assert [isinstance(got, tuple) for got in own.values()] == [share < 1] * 2
+    samples = Given([torch.full((n,), float(i)) for i in range(4)])
+    loaders = [cls(samples, batch_size=2, num_workers=1, collate_fn=Reserves(share)) for cls in BOTH]
+    expected, own = (outcomes_of(loader, 3) for loader in loaders)
+    assert own == expected
+    assert [kind for kind, *_ in own] == ["error" if share < 1 else "value"] * 2 + ["end"]
 
 
 class Partly:
@@ -244,13 +228,3 @@ def test_default_collate_in_threads_of_the_worker(shape):
         for part, number in kept:
             assert torch.equal(part["x"][1], dataset.image(2 * number + 1) + number % 16)
         assert number == 19
-
-
-def test_numbers_and_arrays_of_a_large_batch():
-    loader = DataLoader(Numbers(40_000), batch_size=20_000, num_workers=2)
-    assert [torch.equal(b, torch.arange(20_000) + 20_000 * k) for k, b in enumerate(epoch(loader))] == [True, True]
-    samples = Given([(float(i), i, np.float64(i), np.full(3, i), str(i)) for i in range(10_000)])
-    (got,) = epoch(DataLoader(samples, batch_size=10_000, num_workers=1))
-    assert got[0].dtype == torch.float64 and torch.equal(got[0], torch.arange(10_000, dtype=torch.float64))
-    assert torch.equal(got[1], torch.arange(10_000)) and torch.equal(got[2], got[0])
-    assert torch.equal(got[3], torch.arange(10_000)[:, None].expand(-1, 3)) and got[4][-1] == "9999"
