@@ -202,7 +202,3 @@ class Faulty(Recalling):
 
 def with_draws(samples):
     return samples, drawn()
-
-
-def bad_init(worker_id):
-    raise KeyError("init")

@@ -74,13 +74,6 @@ def test_without_the_option_workers_have_all_cores():
 
 @needs_two
 @pytest.mark.warns
-def test_a_worker_in_place_of_a_dead_one_has_its_cores(tmp_path):
-    samples = cores(dataset=DyingOnce(2, 1, tmp_path / "died"), worker_affinity=ALLOWED[:2][::-1], max_restarts=1)
-    assert [now for _, _, now in samples] == [[ALLOWED[1]], [ALLOWED[0]]]
-
-
-@needs_two
-@pytest.mark.warns
 @pytest.mark.parametrize("option", ["spread", "list"])
 def test_a_worker_in_place_of_a_dead_one_has_its_cores_when_the_program_is_bound_to_one(tmp_path, option):
     wanted = ALLOWED[:2] if option == "list" else "spread"

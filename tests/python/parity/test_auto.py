@@ -14,6 +14,7 @@ import warnings
 import pytest
 import torch
 from sample_data import Numbers
+from stateful.datasets import CountingRecords
 from support import TORCH_MODE, TorchDataLoader, gone, state_of, values, wait_until, worker_pids
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
@@ -70,22 +71,6 @@ class ForThree(Stream):
     def __iter__(self):
         info = get_worker_info()
         yield from range(info.id, self.n, min(3, info.num_workers)) if info.id < 3 else ()
-
-
-class Counting(Numbers):
-    """A dataset with a state: how many samples its copy has made."""
-
-    made = 0
-
-    def __getitem__(self, index):
-        self.made += 1
-        return index
-
-    def state_dict(self):
-        return {"made": self.made}
-
-    def load_state_dict(self, state):
-        self.made = state["made"]
 
 
 class Naps(Numbers):
@@ -572,23 +557,6 @@ def test_an_iterable_dataset_resumes_with_the_number_of_its_state(taken, persist
     assert flat(values(loader)) == list(range(N)) and loader.num_workers == 1
 
 
-@pytest.mark.parametrize("taken", [0, 5, N])
-def test_a_map_style_dataset_resumes_with_any_number(taken, decisions, tmp_path):
-    decisions.counts = [3]
-    loader = StatefulDataLoader(Numbers(N), shuffle=True, num_workers="auto")
-    list(loader)
-    iterator = iter(loader)
-    for _ in range(taken):
-        next(iterator)
-    state = saved(loader.state_dict(), tmp_path)
-    rest = values(iterator)
-    loader = StatefulDataLoader(Numbers(N), shuffle=True, num_workers="auto")
-    loader.load_state_dict(state)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert values(loader) == rest and loader.num_workers == 2
-
-
 def test_a_state_under_install_resumes_under_install_alone(decisions):
     decisions.counts = [3]
     with rustloader.installed(num_workers="auto"):
@@ -608,7 +576,7 @@ def test_a_state_under_install_resumes_under_install_alone(decisions):
 
 def test_persistent_workers_with_a_state_of_their_own_stay(decisions):
     decisions.counts = [3]
-    loader = StatefulDataLoader(Counting(N), num_workers="auto", persistent_workers=True)
+    loader = StatefulDataLoader(CountingRecords(N), num_workers="auto", persistent_workers=True)
     iterator = iter(loader)
     pids = worker_pids(iterator)
     for _ in range(3):

@@ -177,20 +177,6 @@ def test_p1_fabric_and_ray_copy_the_attributes_of_a_loader():
             assert values(super(Wrapped, wrapped).__iter__()) == [[0, 1], [2, 3]]
 
 
-def test_lightnings_way_with_a_persistent_iterator():
-    loader = DataLoader(Numbers(30), num_workers=2, persistent_workers=True)
-    for _ in range(2):
-        next(iter(loader))
-        assert hasattr(loader, "_iterator") and isinstance(loader._iterator, TorchIter)
-        pids = worker_pids(loader._iterator)
-        loader._iterator._shutdown_workers()
-        loader._iterator = None
-        assert all(map(gone, pids))
-    assert loader.multiprocessing_context is None
-    spawning = DataLoader(Numbers(3), num_workers=1, multiprocessing_context="spawn")
-    assert spawning.multiprocessing_context.get_start_method() == "spawn"
-
-
 # accelerate and transformers
 
 ACCELERATE = (

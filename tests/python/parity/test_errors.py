@@ -3,18 +3,9 @@
 import time
 
 import pytest
-import sample_data as data
 import torch
 from sample_data import FailingSampler, Held, Numbers, Slow
 from support import DataLoader, in_time, outcome, outcomes
-
-ERRORS = {3: data.key_error, 5: data.runtime_error}
-
-
-def test_p12_an_error_of_the_sampler_in_next():
-    iterator = iter(DataLoader(Numbers(9), sampler=FailingSampler(9, 5), num_workers=2, batch_size=None))
-    results = outcomes(iterator, 10)
-    assert ("error", KeyError, "sampler") in results[:3]
 
 
 @pytest.mark.ours

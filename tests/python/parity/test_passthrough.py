@@ -46,16 +46,6 @@ def fallback_batches(caplog, loader, iterator_class=None):
     return batches
 
 
-def test_engine_mode_says_nothing(caplog):
-    iterator = iter(DataLoader(Numbers(4), num_workers=2, batch_size=None))
-    assert isinstance(iterator, TorchIter) and isinstance(iterator, LoaderIter)
-    assert issubclass(LoaderIter, TorchIter) and LoaderIter is not TorchIter
-    with from_engine(4):
-        assert values(iterator) == [0, 1, 2, 3]
-    assert iterator.engine_batches == 4
-    assert not caplog.records
-
-
 def test_settings_beyond_the_engines_limits_are_handed_over():
     def reason(workers, prefetch_factor):
         loader = DataLoader(range(2), num_workers=workers, prefetch_factor=prefetch_factor)
@@ -253,12 +243,6 @@ def test_every_handover_draws_and_asks_the_sampler_as_torch_does(reason, sampler
     with from_engine(0):
         assert trace(DataLoader, Mine if reason == "subclass" else None) == expected
     assert len(caplog.records) == 1
-
-
-def test_torchs_own_loader_is_untouched():
-    iterator = iter(torch.utils.data.DataLoader(Numbers(3), num_workers=1))
-    assert type(iterator) is TorchIter and not isinstance(iterator, LoaderIter)
-    assert len(list(iterator)) == 3
 
 
 class Bare:

@@ -186,16 +186,6 @@ def test_the_batches_are_those_of_no_workers(way, seed_by):
     assert set(seen.values()) == {1}, "a repeated index or another epoch has the same numbers"
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("seed_by", UNITS)
-def test_an_epoch_that_is_left_counts_as_one(seed_by, persistent):
-    wanted = epochs(make(0, seed_by))
-    loader = make(2, seed_by, persistent_workers=persistent)
-    assert next(iter(loader)) == wanted[0][0]
-    assert list(itertools.islice(loader, 2)) == wanted[1][:2]
-    assert list(loader) == wanted[2]
-
-
 def test_persistent_workers_that_are_started_again_know_the_epoch():
     wanted = epochs(make(0, "sample"))
     loader = make(2, "sample", persistent_workers=True)
@@ -382,15 +372,6 @@ def test_samples_of_a_stream_are_counted_in_their_worker(workers, persistent):
             assert [it for _, it in of_worker] == [draws_of(base, 0, i, worker + 1, epoch) for i in range(3)]
 
 
-@pytest.mark.parametrize("batch_size", [None, 1, 4])
-def test_the_samples_of_a_stream_do_not_depend_on_the_size_of_batches(batch_size):
-    def samples(workers, size):
-        batches = [batch for batch, _ in make(workers, "sample", Stream(6), batch_size=size)]
-        return batches if size is None else list(itertools.chain(*batches))
-
-    assert samples(0, batch_size) == samples(1, batch_size) == samples(0, 3)
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_batches_of_a_stream_are_counted_in_their_worker(workers):
     base = base_seed()
@@ -452,22 +433,6 @@ def test_an_error_leaves_the_other_batches_and_mains_streams_as_they_were(worker
         rustloader.sample_seed()
     assert list(iterator) == wanted[2:]
     assert main_state() == before
-
-
-@pytest.mark.forks
-def test_the_default_is_torchs_seeding_and_leaves_nothing_at_the_loader():
-    class Plain(Numbers):
-        def __getitem__(self, i):
-            return torch.rand(()).item(), random.random(), np.random.rand()
-
-    def run(cls, **kw):
-        torch.manual_seed(3)
-        loader = cls(Plain(6), num_workers=2, collate_fn=as_list, **kw)
-        return epochs(loader), "_rustloader_epochs" in vars(loader)
-
-    expected, actual = map(run, BOTH)
-    assert actual == expected == run(DataLoader, seed_by="worker")
-    assert not actual[1] and run(DataLoader, seed_by="batch")[1]
 
 
 def worker_draws(worker_id):

@@ -5,7 +5,6 @@ import signal
 import sys
 import threading
 import warnings
-from functools import partial
 from multiprocessing import forkserver
 
 import pytest
@@ -51,27 +50,6 @@ DEATH = re.compile(r"(RuntimeError|rustloader\.WorkerDiedError):? DataLoader wor
 
 
 @pytest.mark.timeout(400)
-def test_a_script_with_all_in_main_and_a_start_method_that_is_set_after_the_construction(tmp_path):
-    status, out, err = run_script(
-        MINE
-        + """
-    def main():
-        one = loader()
-        for method in ("fork", "spawn", "forkserver"):
-            torch.multiprocessing.set_start_method(method, force=True)
-            iterator = iter(one)
-            print(iterator._workers[0]._popen.method, list(iterator))
-    if __name__ == "__main__":
-        main()
-    """,
-        seconds=300,
-        file=tmp_path / "script.py",
-    )
-    lines = [f"{method} {BATCHES}" for method in ("fork", "spawn", "forkserver")]
-    assert (status, out.splitlines(), err) == (0, lines, "")
-
-
-@pytest.mark.timeout(400)
 def test_a_script_without_a_guard_is_the_error_of_multiprocessing_and_nothing_is_left(tmp_path):
     source = MINE + '    print(list(loader(multiprocessing_context="%s")))'
     process = start_script(source % "spawn", file=tmp_path / "script.py")
@@ -83,28 +61,6 @@ def test_a_script_without_a_guard_is_the_error_of_multiprocessing_and_nothing_is
     assert wait_until(lambda: not in_session(process.pid))
     # Under fork there is nothing to guard.
     assert run_script(source % "fork", file=tmp_path / "other.py") == (0, f"{BATCHES}\n", "")
-
-
-@pytest.mark.timeout(400)
-def test_definitions_of_python_c_reach_all_workers_but_torchs_spawned_ones():
-    process = start_script(
-        MINE
-        + """
-    print(list(loader(multiprocessing_context="fork")))
-    try:
-        print(list(loader(multiprocessing_context="spawn")))
-    except RuntimeError as error:
-        print("RuntimeError", error)
-    """
-    )
-    status, out, err = finish(process, 300)
-    first, second, *_ = out.splitlines()
-    assert (status, first) == (0, str(BATCHES))
-    if TORCH_MODE:
-        assert DEATH.match(second) and "Can't get attribute 'Mine' on <module '__main__'" in err
-    else:
-        assert (second, err) == (str(BATCHES), "")
-    assert wait_until(lambda: not in_session(process.pid))
 
 
 @pytest.mark.ours
@@ -146,19 +102,6 @@ def test_what_a_worker_cannot_load_is_in_the_error(argument, arguments, workers,
     text = r"module '\w+' has no attribute" if sys.version_info >= (3, 14) else "Can't get attribute"
     assert len(re.findall(f"AttributeError: {text}", out)) == 2 and "Details are lost" not in out
     assert out.count("move these into a module, or use multiprocessing_context='fork'.") == 2
-
-
-@pytest.mark.ours
-@pytest.mark.filterwarnings("ignore:Got pickle error")
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-@pytest.mark.parametrize("argument", ["dataset", "collate_fn", "worker_init_fn"])
-def test_the_argument_that_cannot_be_pickled_is_in_a_note(argument, method):
-    generator = (i for i in ())
-    bad = Holds(3, generator) if argument == "dataset" else partial(max, generator)
-    arguments = {"dataset": range(3), argument: bad}
-    with pytest.raises(TypeError, match="cannot pickle 'generator'") as caught:
-        iter(DataLoader(**arguments, num_workers=2, multiprocessing_context=method))
-    assert f"argument {argument} cannot be pickled" in caught.value.__notes__[0]
 
 
 def failed_start(loader):

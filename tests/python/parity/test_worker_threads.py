@@ -72,22 +72,6 @@ def test_threads_make_samples_at_the_same_time_and_stay_for_later_batches(method
     assert threads == {(f"rustloader-sample-{number}", True) for number in range(3)}
 
 
-class Backwards(Numbers):
-    """The later a sample of a batch of 8 is, the sooner it is made."""
-
-    def __getitem__(self, i):
-        time.sleep(0.002 * (8 - i % 8))
-        return torch.tensor(i)
-
-
-@pytest.mark.parametrize("kw", [dict(), dict(num_workers=2, in_order=False), dict(drop_last=True)])
-@pytest.mark.parametrize("threads", [2, 5, 50])
-def test_the_order_of_samples_is_kept(threads, kw):
-    settings = dict(batch_size=8, num_workers=1) | kw
-    samples = values(DataLoader(Backwards(45), worker_threads=threads, **settings))
-    assert sorted(samples) == values(TorchDataLoader(Numbers(45), **settings | dict(in_order=True)))
-
-
 class Who(Numbers):
     """Each sample is (is this the main thread?, worker, number of torch's threads)."""
 
@@ -340,32 +324,6 @@ def test_threads_keep_no_sample_and_no_error():
 # Seeds
 
 
-class OwnSeed(Numbers):
-    """Each sample is its seed, read after a short while."""
-
-    def __getitem__(self, i):
-        time.sleep(0.001 * (i % 3))
-        return rustloader.sample_seed()
-
-
-def with_draws(samples):
-    return samples, torch.rand(()).item(), rustloader.sample_seed()
-
-
-@pytest.mark.parametrize("seed_by", ["batch", "sample"])
-@pytest.mark.parametrize("persistent", [False, True])
-def test_each_sample_has_its_seed_in_its_thread(seed_by, persistent):
-    def run(workers, threads, **kw):
-        torch.manual_seed(7)
-        settings = dict(
-            batch_size=5, num_workers=workers, worker_threads=threads, collate_fn=with_draws, seed_by=seed_by
-        )
-        loader = DataLoader(OwnSeed(23), **settings, **kw)
-        return [batch for _ in range(2) for batch in loader]
-
-    assert run(2, 4, persistent_workers=persistent) == run(0, 1)
-
-
 # The end
 
 
@@ -406,32 +364,6 @@ def test_a_shutdown_does_not_wait_for_stuck_samples(method, tmp_path, monkeypatc
     if method == "fork":
         assert worker.exitcode == 0, "a signal ended the worker"
     assert iterator._dataset.begun() == 3
-
-
-def test_no_sample_is_begun_after_a_shutdown(tmp_path, pool):
-    """As the threads see it: the indices end with an error, whichever thread takes the next one."""
-    stop = threading.Event()
-
-    class Stopped(BaseException):
-        pass
-
-    def indices():
-        for i in range(10):
-            if stop.is_set():
-                raise Stopped
-            yield i
-
-    def check():
-        if stop.is_set():
-            (tmp_path / "go").touch()
-
-    dataset = StuckSamples(10, tmp_path)
-    watch = threading.Thread(target=lambda: (wait_until(lambda: dataset.begun() == 2), stop.set()))
-    watch.start()
-    with pytest.raises(Stopped):
-        ThreadedDataset(dataset, pool(2, check), None).__getitems__(indices())
-    watch.join()
-    assert dataset.begun() == 2
 
 
 @pytest.mark.warns

@@ -6,11 +6,15 @@ import subprocess
 import sys
 
 import pytest
+from pairwise import pairs
 from stateful.model import generate, parts, play, shrink
-from stateful.model.program import Program, Settings, changed, why_invalid
+from stateful.model.program import DATASETS, SAMPLERS, Program, Settings, changed, why_invalid
 from support import HERE
 
 pytestmark = pytest.mark.ours
+
+# Steps of programs.
+ITER, SAVE, RESUME, END = ("iter",), ("save", "now", 0), ("resume", "torch", {}, False), ("end",)
 
 
 def run(*arguments):
@@ -38,22 +42,65 @@ def test_resumed_loaders_deliver_each_batch_once():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("sampler", ["sequential", "shuffle", "shuffle with generator", "subset", "weighted"])
 @pytest.mark.parametrize("batch_size", [None, 2, 3])
-@pytest.mark.parametrize("before", [(), (("iter",), ("end",))])
+@pytest.mark.parametrize("before", [(), (ITER, END)])
 @pytest.mark.parametrize("dataset", ["drawing map", "drawing stream"])
 def test_state_between_epochs_says_what_comes(dataset, before, batch_size, sampler):
     """Samples draw from the program's generator, whose state the dataset has."""
     settings = Settings(dataset, (9, 0, 0, 0), batch_size, sampler=sampler)
     if why_invalid(settings) is None:
-        save = ("save", "now", 0)
-        play.run(Program(settings, (*before, save, save, ("iter",), ("end",))))
-        play.run(Program(settings, (*before, save, ("resume", "torch", {}, False), ("end",), ("iter",), ("end",))))
+        play.run(Program(settings, (*before, SAVE, SAVE, ITER, END)))
+        play.run(Program(settings, (*before, SAVE, RESUME, END, ITER, END)))
+
+
+KINDS = [
+    *(("map", sampler) for sampler in SAMPLERS),
+    *((dataset, "sequential") for dataset in DATASETS if dataset != "map"),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pairs(kind=KINDS, num_workers=[0, 1, 3], batch_size=[None, 1, 3], every=[0, 1, 3], persistent=[False, True])
+def test_each_kind_resumes(kind, num_workers, batch_size, every, persistent):
+    """Once, again after a batch, at the end of the epoch, and after it."""
+    dataset, sampler = kind
+    settings = Settings(dataset, (9, 5, 0, 4), sampler=sampler, num_workers=num_workers, every=every)
+    settings = changed(settings, {"persistent": persistent and num_workers > 0})
+    if not sampler.startswith("batch"):
+        settings = changed(settings, {"batch_size": batch_size})
+    if why_invalid(settings) is not None:
+        return
+    again = (("next", 1), SAVE, ("resume", "json", {}, False))
+    play.run(
+        Program(settings, (ITER, ("next", 3), SAVE, ("next", 1), RESUME, *again, *again, END, *again, END, ITER, END))
+    )
+
+
+@pytest.mark.parametrize("every", [0, 3])
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_replay_of_dataset_repeats_no_batch(num_workers, every):
+    """Between two snapshots, the dataset replays batches, and the sampler goes to where the replay begins."""
+    settings = Settings("stateful map", (10, 0, 0, 0), 2, sampler="custom", num_workers=num_workers, every=every)
+    for taken in range(5):
+        play.run(Program(settings, (ITER, ("next", taken), SAVE, RESUME, END)))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("sampler", ["shuffle", "weighted"])
+def test_first_snapshot_follows_draws_of_sampler(sampler):
+    settings = Settings("drawing map", (6, 0, 0, 0), sampler=sampler, every=0)
+    play.run(Program(settings, (ITER, ("next", 3), ("save", "now", 3), RESUME, END)))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_state_after_empty_rest_is_that_of_the_end():
+    play.run(Program(Settings("drawing map", (2, 0, 0, 0)), (ITER, ("next", 2), SAVE, RESUME, END, SAVE, RESUME, END)))
 
 
 # The tester itself must be able to fail.
 
 EXAMPLE = Program(
     Settings(sizes=(9, 0, 0, 0), sampler="shuffle", batch_size=2),
-    (("iter",), ("next", 2), ("save", "now", 0), ("next", 1), ("resume", "json", {}, False), ("end",)),
+    (ITER, ("next", 2), SAVE, ("next", 1), ("resume", "json", {}, False), END),
 )
 
 
@@ -158,7 +205,7 @@ def test_a_program_that_fails_is_shrunk_and_printed(monkeypatch):
     program = dataclasses.replace(EXAMPLE, settings=settings)
     small, failure = shrink.shrink(program, "Wrong: before", 1)
     assert failure == "Wrong: found"
-    assert small.steps == (("save", "now", 0),)
+    assert small.steps == (SAVE,)
     assert (small.settings.num_workers, small.settings.slow, small.settings.sampler) == (0, (), "shuffle")
     namespace = {}
     exec(shrink.script(small), namespace)

@@ -29,29 +29,6 @@ def make_loader(kind="budget", dataset=range(240), num_workers=0, epoch=0, ranks
     return StatefulDataLoader(dataset, batch_sampler=sampler, num_workers=num_workers, collate_fn=list, **kw)
 
 
-@pytest.mark.parametrize("kind", SAMPLERS)
-@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"dispatch": "shared_queue"}])
-@pytest.mark.parametrize("workers", [(0, 0), (2, 0), (0, 2), (2, 3)])
-def test_the_rest_of_an_epoch_follows(kind, options, workers):
-    settings = [{"num_workers": count, "epoch": 2} | (options if count else {}) for count in workers]
-    whole = [*make_loader(kind, epoch=2)]
-    loader = make_loader(kind, **settings[0])
-    iterator = iter(loader)
-    for number in range(12):
-        assert next(iterator) == whole[number]
-    state = loader.state_dict()
-    assert list(iterator) == whole[12:]
-    resumed = make_loader(kind, **settings[1])
-    resumed.load_state_dict(state)
-    iterator = iter(resumed)
-    assert list(itertools.islice(iterator, 3)) == whole[12:15]
-    again = make_loader(kind, **settings[1])
-    again.load_state_dict(resumed.state_dict())
-    assert list(again) == whole[15:] == list(iterator)
-    resumed.batch_sampler.set_epoch(3)
-    assert list(resumed) == [*make_loader(kind, epoch=3)] != whole
-
-
 @pytest.mark.parametrize("steps", [((4, 3), (2, 5)), ((2, 7), (4, 1), (3, 2), (1, 1)), ((1, 9), (8, 1), (1, 0))])
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_ranks_may_change_at_any_batch(kind, steps):

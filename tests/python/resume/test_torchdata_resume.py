@@ -9,7 +9,6 @@ from pairwise import pairs
 from sample_data import Held
 from stateful import datasets
 from stateful.datasets import unchanged
-from torch.utils.data import DistributedSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from rustloader.stateful_dataloader import StatefulDataLoader
 
@@ -107,95 +106,6 @@ def test_rest_and_next_epoch_follow_state(lib, kind, stop, start, batch_size, pe
         assert next_epoch == following
 
 
-def generator():
-    return torch.Generator().manual_seed(3)
-
-
-def in_order(kind, **kw):
-    """One of our samplers, and its order."""
-    return lambda lib: (getattr(datasets, kind)(SIZE, **kw), datasets.WithoutState(SIZE).all())
-
-
-def distributed(lib, shuffle, cls=None):
-    kw = {"num_replicas": 2, "rank": 1, "shuffle": shuffle, "seed": 5}
-    return (cls or lib.StatefulDistributedSampler)(range(2 * SIZE), **kw), [*DistributedSampler(range(2 * SIZE), **kw)]
-
-
-# Functions of a library that return a sampler, and its order if that is known.
-SAMPLERS = {
-    "iterator with state": in_order("IteratorWithState"),
-    "sampler with state": in_order("SamplerWithState"),
-    "own iterator": in_order("OwnIteratorWithState"),
-    "without state": in_order("WithoutState"),
-    "batches: list": lambda lib: (datasets.WithoutState(SIZE, 4).all(), datasets.WithoutState(SIZE).all()),
-    "batches: iterator with state": in_order("IteratorWithState", batch=4),
-    "batches: sampler with state": in_order("SamplerWithState", batch=4),
-    "batches: own iterator": in_order("OwnIteratorWithState", batch=4),
-    "batches: without state": in_order("WithoutState", batch=4),
-    "torch's sequential": lambda lib: (SequentialSampler(range(SIZE)), [*range(SIZE)]),
-    "torch's subset": lambda lib: (SubsetRandomSampler(range(SIZE), generator=generator()), None),
-    "torch's weighted": lambda lib: (WeightedRandomSampler(torch.ones(SIZE), SIZE, generator=generator()), None),
-    "torch's distributed": lambda lib: distributed(lib, True, DistributedSampler),
-    "torchdata's random": lambda lib: (lib.RandomSampler(range(SIZE)), None),
-    "torchdata's random, generator": lambda lib: (lib.RandomSampler(range(SIZE), generator=generator()), None),
-    "torchdata's random, replacement": lambda lib: (lib.RandomSampler(range(SIZE), replacement=True), None),
-    "batches: torchdata's": lambda lib: (
-        lib.BatchSampler(lib.RandomSampler(range(SIZE), generator=generator()), 3, False),
-        None,
-    ),
-    "torchdata's distributed": lambda lib: distributed(lib, False),
-    "torchdata's distributed, shuffled": lambda lib: distributed(lib, True),
-    "shuffle": None,
-    "shuffle, generator": None,
-}
-
-
-# Samplers with a state, which draw from the global generator when they are iterated.
-DRAW_IN_ITER = ("torchdata's random", "torchdata's random, replacement")
-
-
-def ids(batches):
-    return [sample["id"] for batch in batches for sample in (batch if isinstance(batch, list) else [batch])]
-
-
-@pairs(kind=list(SAMPLERS), stop=[it for it in STOPS if it[1] != 1000], start=STARTS[::2], batch_size=[None, 4])
-def test_order_follows_state(lib, kind, stop, start, batch_size):
-    workers, every = start
-    if (kind, batch_size, lib.name) == ("own iterator", 4, "rustloader"):
-        return  # torch's BatchSampler calls iter() for each batch, so this one never ends in torch's loader either
-    if kind in ("torch's subset", "torch's weighted") and lib.name == "torchdata":
-        return  # torchdata's iterators draw the generator's next order, not the interrupted one
-    if stop == (1, None) and lib.name == "torchdata" and kind != "shuffle":
-        return  # torchdata goes on at the end of the sampler's last epoch
-    if stop == (0, None) and lib.name == "rustloader" and kind in DRAW_IN_ITER:
-        return  # rustloader makes no iterator for a state
-    # torchdata fast-forwards by drawing again; the draws are the same only if the program sets the seed again.
-    seeds = itertools.count(8) if lib.name == "rustloader" else itertools.repeat(8)
-
-    def make():
-        torch.manual_seed(next(seeds))
-        if kind.startswith("shuffle"):
-            kw = {"shuffle": True, "batch_size": batch_size, "generator": generator() if "gen" in kind else None}
-        elif kind.startswith("batches"):
-            kw = {"batch_sampler": SAMPLERS[kind](lib)[0]}
-        else:
-            kw = {"sampler": SAMPLERS[kind](lib)[0], "batch_size": batch_size}
-        dataset = datasets.Records(2 * SIZE if "distributed" in kind else SIZE)
-        options = {"num_workers": workers, "snapshot_every_n_steps": every, "collate_fn": unchanged}
-        return lib.StatefulDataLoader(dataset, **kw, **options)
-
-    first, rest, following, from_state, next_epoch = resumed(make, stop)
-    assert from_state == rest and rest
-    order = SAMPLERS[kind](lib)[1] if SAMPLERS[kind] else None
-    if order is not None:
-        assert ids(first + rest) == ids(next_epoch) == ids(following) == order
-    elif "replacement" in kind or "weighted" in kind:
-        assert len(ids(first + rest)) == len(ids(next_epoch)) == SIZE
-    else:
-        assert sorted(ids(first + rest)) == sorted(ids(next_epoch)) == list(range(SIZE))
-        assert ids(next_epoch) != ids(first + rest)
-
-
 @pytest.mark.parametrize("persistent", [False, True])
 def test_state_after_end_has_states_of_workers(lib, persistent):
     options = {"num_workers": 2, "collate_fn": unchanged, "persistent_workers": persistent}
@@ -219,31 +129,6 @@ def test_spawned_workers_resume(dataset):
     resumed = make()
     resumed.load_state_dict(state)
     assert list(resumed) == list(iterator)
-
-
-@pytest.mark.parametrize("style", ["map", "iterable", "stateless"])
-@pytest.mark.parametrize("every", [1, 3])
-def test_resumed_loader_is_resumed_again(lib, style, every):
-    if (lib.name, style) == ("torchdata", "stateless"):
-        return  # torchdata ends early, or reports that the dataset has changed
-    dataset = {
-        "map": datasets.CountingRecords(40),
-        "iterable": datasets.Shards((31, 9)),
-        "stateless": datasets.StatelessShards((31, 9)),
-    }[style]
-
-    def make():
-        options = {"num_workers": 2, "snapshot_every_n_steps": every, "collate_fn": unchanged}
-        return lib.StatefulDataLoader(copy.deepcopy(dataset), 2, **options)
-
-    expected, delivered, state = list(make()), [], {}
-    for steps in (4, 1, 0, 7, 100):
-        loader = make()
-        loader.load_state_dict(state)
-        iterator = iter(loader)
-        delivered += list(itertools.islice(iterator, steps))
-        state = loader.state_dict()
-    assert delivered == expected
 
 
 @pytest.mark.parametrize("workers", [0, 2])

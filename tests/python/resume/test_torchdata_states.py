@@ -10,31 +10,6 @@ from support import run_script
 
 pytestmark = pytest.mark.ours
 
-WITHOUT_WORKERS = {
-    "_index_sampler_state",
-    "_sampler_iter_state",
-    "_sampler_iter_yielded",
-    "_num_yielded",
-    "_IterableDataset_len_called",
-    "_shared_seed",
-    "fetcher_state",
-    "dataset_state",
-    "_iterator_finished",
-}
-WITH_WORKERS = {"_snapshot", "_steps_since_snapshot", "_iterator_finished"}
-SNAPSHOT = {"_snapshot_step", "_last_yielded_worker_id", "_main_snapshot", "_worker_snapshots"}
-MAIN = {
-    "_num_workers",
-    "_sampler_iter_state",
-    "_index_sampler_state",
-    "_sampler_iter_yielded",
-    "_IterableDataset_len_called",
-    "_shared_seed",
-    "_base_seed",
-}
-WORKER = {"worker_id", "dataset_state", "fetcher_state"}
-OWN = {"_rustloader"}
-
 
 def worker_states(state):
     """The workers' states in order of worker ID; without workers, the loader's own state."""
@@ -51,92 +26,6 @@ def stopped(loader, steps):
     for _ in range(steps):
         next(iterator)
     return iterator
-
-
-def is_plain(value):
-    """True if a state contains only plain types and tensors."""
-    if isinstance(value, dict):
-        return all(isinstance(key, (str, int)) and is_plain(part) for key, part in value.items())
-    if isinstance(value, (list, tuple)):
-        return all(map(is_plain, value))
-    return value is None or type(value) in (bool, int, float, str, bytes, torch.Tensor)
-
-
-def all_datasets():
-    return {
-        "map": datasets.Records(30),
-        "stateful map": datasets.CountingRecords(30),
-        "iterable": datasets.Shards((20, 10)),
-        "generator": datasets.GeneratorShards((20, 10)),
-        "stateless": datasets.StatelessShards((20, 10)),
-    }
-
-
-@pytest.mark.parametrize("kind", all_datasets())
-@pytest.mark.parametrize("steps", [0, 1, 5])
-def test_keys_without_workers(lib, kind, steps):
-    loader = lib.StatefulDataLoader(all_datasets()[kind], batch_size=2, collate_fn=unchanged)
-    iterator = stopped(loader, steps)
-    state = loader.state_dict()
-    assert set(state) - OWN == WITHOUT_WORKERS
-    assert state["_num_yielded"] == state["_sampler_iter_yielded"] == steps
-    assert state["_iterator_finished"] is False and state["_IterableDataset_len_called"] is None
-    assert state["_shared_seed"] is None
-    if "map" in kind:
-        assert state["fetcher_state"] is None
-        assert state["dataset_state"] == ({"made": 2 * steps} if kind == "stateful map" else None)
-    else:
-        assert set(state["fetcher_state"]) == {"dataset_iter_state", "fetcher_ended"}
-        assert state["fetcher_state"]["fetcher_ended"] is False
-        assert state["dataset_state"] == ({"i": 2 * steps} if kind == "generator" else None)
-    assert is_plain(state)
-    list(iterator)
-    assert loader.state_dict()["_iterator_finished"] is True
-
-
-@pytest.mark.parametrize("kind", all_datasets())
-@pytest.mark.parametrize("steps", [0, 1, 5])
-@pytest.mark.parametrize("every", [1, 4])
-def test_keys_with_workers(lib, kind, steps, every):
-    loader = lib.StatefulDataLoader(
-        all_datasets()[kind], batch_size=2, collate_fn=unchanged, num_workers=2, snapshot_every_n_steps=every
-    )
-    iterator = stopped(loader, steps)
-    state = loader.state_dict()
-    assert set(state) - OWN == WITH_WORKERS
-    assert state["_iterator_finished"] is False
-    snapshot = state["_snapshot"]
-    assert set(snapshot) == SNAPSHOT and set(snapshot["_main_snapshot"]) == MAIN
-    assert snapshot["_snapshot_step"] + state["_steps_since_snapshot"] == steps
-    if lib.name == "torchdata":  # rustloader's snapshots cover only the dataset, so the last one may be newer
-        assert state["_steps_since_snapshot"] == steps % every
-    assert snapshot["_main_snapshot"]["_num_workers"] == 2
-    assert isinstance(snapshot["_main_snapshot"]["_base_seed"], int)
-    assert set(snapshot["_worker_snapshots"]) == {"worker_0", "worker_1"}
-    for number, worker in enumerate(worker_states(state)):
-        assert set(worker) == WORKER and worker["worker_id"] == number
-        if "map" in kind:
-            assert worker["fetcher_state"] is None
-        else:
-            assert worker["fetcher_state"]["fetcher_ended"] is False
-    assert is_plain(state)
-    list(iterator)
-    assert loader.state_dict()["_iterator_finished"] is True
-
-
-@pytest.mark.parametrize("steps", [0, 1, 2, 5])
-def test_the_state_of_each_worker_is_that_of_its_delivered_batches(lib, steps):
-    for kind, key in (("iterable", "fetcher_state"), ("generator", "dataset_state"), ("stateful map", "dataset_state")):
-        loader = lib.StatefulDataLoader(
-            all_datasets()[kind], batch_size=2, collate_fn=unchanged, num_workers=2, snapshot_every_n_steps=1
-        )
-        iterator = stopped(loader, steps)
-        states = [worker[key] for worker in worker_states(loader.state_dict())]
-        if kind == "iterable":
-            states = [state["dataset_iter_state"] for state in states]
-        counts = [state["made" if kind == "stateful map" else "i"] for state in states]
-        assert counts == [(steps + 1) // 2 * 2, steps // 2 * 2]
-        del iterator
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -187,7 +76,13 @@ def fail_at_start(_):
 def outcome(name, kind, workers):
     """The error of iter() of such a loader, or else that of next()."""
     lib = libraries.library(name)
-    dataset = {**all_datasets(), "failing iter": FailingIteration((3, 3)), "failing load": FailingLoad(9)}[kind]
+    dataset = {
+        "map": datasets.Records(30),
+        "stateful map": datasets.CountingRecords(30),
+        "iterable": datasets.Shards((20, 10)),
+        "failing iter": FailingIteration((3, 3)),
+        "failing load": FailingLoad(9),
+    }[kind]
     loader = lib.StatefulDataLoader(
         dataset, num_workers=workers, worker_init_fn=None if "failing" in kind else fail_at_start
     )

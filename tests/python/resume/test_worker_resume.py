@@ -1,7 +1,11 @@
-"""Real workers begin a resumed epoch as the WorkerStart in their job says."""
+"""Real workers begin a resumed epoch as the WorkerStart in their job says, and send the snapshots that it promises."""
 
+import functools
 import itertools
+import os
+import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -17,13 +21,14 @@ from resume_support import (
     with_draws,
 )
 from sample_data import Numbers, as_list, untouched
-from support import config_of, outcome, wait_until
-from torch.utils.data import _DatasetKind
+from support import POLLS, STARTED, call_of, config_of, outcome, wait_until, within
+from torch.utils.data import IterableDataset, _DatasetKind
 from torch.utils.data._utils import fetch
 
-from rustloader.workers import resuming
+from rustloader.iterator import fallback, session
+from rustloader.workers import resuming, snapshots
 from rustloader.workers.bootstrap import Job
-from rustloader.workers.snapshots import WorkerStart
+from rustloader.workers.snapshots import SnapshotPolicy, WorkerStart
 
 pytestmark = pytest.mark.ours
 
@@ -227,3 +232,165 @@ def test_a_shutdown_ends_a_replay(workers, cls, batch_size, tmp_path):
     iterator._shutdown_workers()
     # A worker that does not end by itself is killed.
     assert [worker.exitcode for worker in iterator._workers] == [0]
+
+
+# Snapshots
+
+
+class Unreadable:
+    def __reduce__(self):
+        return _raise, ()
+
+
+def _raise():
+    raise OSError("unreadable")
+
+
+@pytest.mark.forks
+def test_every_kind_of_answer_counts(workers):
+    def unsendable(samples):
+        return threading.Lock() if samples[0][0] == 1 else samples
+
+    batches = [[0], Unreadable(), [1], [2], [3]]
+    iterator = iter(make(Faulty(5), batch_size=1, batch_sampler=batches, collate_fn=unsendable, seed_by="batch"))
+    kinds = [outcome(next, iterator)[0] for _ in range(6)]
+    assert kinds == ["value", "error", "error", "error", "value", "end"]
+    assert [count for count, _, _ in workers.sent()] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """A function that gives workers their starts; their snapshots go to the engine."""
+    make_engine = fallback.Engine
+    monkeypatch.setattr(
+        fallback, "Engine", lambda config, *rest, **kw: make_engine(config.changed(snapshots=True), *rest, **kw)
+    )
+
+    def begin(*starts):
+        job = functools.partial(Job, snapshots=SnapshotPolicy(1, 0), starts=list(starts) or None)
+        monkeypatch.setattr(session, "Job", job)
+
+    begin()
+    return begin
+
+
+def snapshot(iterator, worker, answers):
+    """(count, state or error, is_error)"""
+    result = iterator._core.snapshot(worker, answers)
+    content = snapshots.read_error(result.payload)[0] if result.is_error else snapshots.read(result.payload)
+    return result.answers, content, result.is_error
+
+
+class SlowState(Logged, IterableDataset):
+    """Yields 0, 1, 2. Its state, the number of samples yielded, takes 50 ms."""
+
+    def __iter__(self):
+        for self.mark in (1, 2, 3):
+            yield self.mark - 1
+
+    def state_dict(self):
+        time.sleep(0.05)
+        return super().state_dict()
+
+
+@pytest.mark.forks
+def test_a_delivered_batch_has_its_snapshot_even_if_the_state_takes_long(engine):
+    iterator = iter(make(SlowState(), batch_size=None, collate_fn=untouched))
+    for sample in range(3):
+        assert next(iterator) == sample
+        count, state, _ = snapshot(iterator, 0, sample + 1)
+        assert (count, state.dataset_state) == (sample + 1, {"mark": sample + 1})
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_worker_cannot_change_the_state_it_was_given(engine, method):
+    mark = torch.zeros(1000)
+    engine(*[WorkerStart({"mark": mark})] * 2)
+    iterator = iter(make(Marking(4), 2, batch_size=None, collate_fn=untouched, multiprocessing_context=method))
+    assert list(iterator) == [1.0, 1.0, 2.0, 2.0]
+    assert not mark.any() and not mark.is_shared()
+
+
+@pytest.mark.forks
+def test_state_may_be_large(engine):
+    big = torch.arange(1 << 20)
+    engine(WorkerStart({"mark": big}))
+    iterator = iter(make(Tail(4), collate_fn=as_list))
+    next(iterator)
+    assert torch.equal(snapshot(iterator, 0, 1)[1].dataset_state["mark"], big)
+
+
+class Marking(Logged, Numbers):
+    """Each sample is the number of times that the worker has changed its mark."""
+
+    def __init__(self, n):
+        Logged.__init__(self)
+        Numbers.__init__(self, n)
+
+    def __getitem__(self, i):
+        self.mark += 1
+        return self.mark[0].item()
+
+
+class Arriving:
+    """Logs the ID of each process that unpickles it."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return arrive, (self.path,)
+
+
+def arrive(path):
+    with open(path, "a") as file:
+        file.write(f"{os.getpid()}\n")
+    return torch.zeros(1)
+
+
+def test_a_worker_is_sent_its_own_state_alone(engine, tmp_path):
+    paths = [tmp_path / "0", tmp_path / "1"]
+    engine(*[WorkerStart({"mark": Arriving(path)}) for path in paths])
+    loader = make(Marking(2), 2, batch_size=None, collate_fn=untouched, multiprocessing_context="spawn")
+    iterator = iter(loader)
+    pids = [f"{worker.pid}\n" for worker in iterator._workers]
+    assert list(iterator) == [1.0, 1.0]
+    assert [path.read_text() for path in paths] == pids
+
+
+def test_the_end_of_a_dataset_without_batches_has_its_snapshot(engine):
+    iterator = iter(make(Tail(2), persistent_workers=True, batch_size=None, collate_fn=untouched))
+    assert list(iterator) == [0, 1]
+    assert [snapshot(iterator, 0, answers)[1].ended for answers in (1, 2, 3)] == [False, False, True]
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.forks
+def test_handler_that_raises_ends_wait_for_first_snapshots(engine, tmp_path):
+    def handler(*_):
+        raise Interrupted
+
+    def interrupt():
+        wait_until(lambda: call_of(f"/proc/self/task/{os.getpid()}") in POLLS)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    def init(worker):
+        assert worker == 0 or wait_until((tmp_path / "go").exists, STARTED)
+
+    iterator = iter(make(Tail(2), 2, collate_fn=as_list, worker_init_fn=init))
+    before = signal.signal(signal.SIGUSR1, handler)
+    thread = threading.Thread(target=interrupt)
+    try:
+        thread.start()
+        with pytest.raises(Interrupted), within(120):
+            iterator._core.wait_started()
+    finally:
+        thread.join()
+        signal.signal(signal.SIGUSR1, before)
+    (tmp_path / "go").touch()
+    assert iterator._core.wait_started()
+    assert [place[0] for place in (snapshot(iterator, worker, 0) for worker in (0, 1))] == [0, 0]
+    assert list(iterator) == [[0, 1], [0, 1]]

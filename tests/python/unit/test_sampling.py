@@ -6,11 +6,11 @@ import itertools
 import json
 import random
 import sys
-import threading
 
 import numpy as np
 import pytest
 import torch
+from generators import torch_states
 from resume_support import Holder, begin, merged, plain, typed
 from support import outcome, within
 from torch.utils.data import (
@@ -125,17 +125,11 @@ def random_plan(rng, kind=None):
     return Plan(kind, size, **common)
 
 
-def states(generator):
-    """The states of all generators that a program can see."""
-    given = [] if generator is None else [generator.get_state()]
-    return [state.numpy().tobytes() for state in [torch.get_rng_state(), *given]]
-
-
 def steps(iterator, generator, count=sys.maxsize):
     """The outcome of each call and the states of the generators after it, up to two calls beyond the end."""
-    seen, ends = [states(generator)], 0
+    seen, ends = [torch_states(generator)], 0
     while ends < 2 and len(seen) <= count:
-        seen.append((outcome(next, iterator), states(generator)))
+        seen.append((outcome(next, iterator), torch_states(generator)))
         ends += seen[-1][0][0] != "value"
     return seen
 
@@ -163,15 +157,15 @@ def test_an_epoch_from_its_beginning_is_torchs(kind, asked):
         torch.manual_seed(seed)
         sampler, generator = plan.make()
         iterator = iter(sampler)
-        before = states(generator)
+        before = torch_states(generator)
         own = sampling(sampler, iterator, None, 0, (), 1, map_style=True)
-        assert states(generator) == before, plan
+        assert torch_states(generator) == before, plan
         seen = [before]
         for call in range(1, len(expected)):
-            seen.append((outcome(next, own.iterator), states(generator)))
+            seen.append((outcome(next, own.iterator), torch_states(generator)))
             if asked:
                 own.state(call)
-                assert states(generator) == seen[-1][1], plan
+                assert torch_states(generator) == seen[-1][1], plan
         assert seen == expected, plan
 
 
@@ -193,16 +187,16 @@ def test_a_state_before_the_first_batch_makes_the_draws_that_follow(kind, given)
         plan = Plan(kind, 20, given=given, **(kw if replacement is None else dict(replacement=replacement)))
         torch.manual_seed(3)
         sampler, generator = plan.make()
-        expected = [*sampler], states(generator)
+        expected = [*sampler], torch_states(generator)
         torch.manual_seed(3)
         sampler, generator = plan.make()
         own = begin(sampler)
         first = own.state(0)
-        after = states(generator)
+        after = torch_states(generator)
         assert plain(own.state(0)) == plain(first)
         own.draw()
-        assert states(generator) == after
-        assert ([*own.iterator], states(generator)) == expected
+        assert torch_states(generator) == after
+        assert ([*own.iterator], torch_states(generator)) == expected
         assert plain(own.state(0)) == plain(first)
         torch.manual_seed(4)
         assert [*begin(plan.make(9)[0], merged(first)).iterator] == expected[0]
@@ -272,9 +266,9 @@ def test_a_sampler_that_got_or_lost_its_generator(kw):
         first = begin(Plan("random", 20, given=given, **kw).make()[0])
         whole = [*first.iterator]
         sampler, generator = Plan("random", 20, given=not given, **kw).make()
-        before = states(generator)
+        before = torch_states(generator)
         assert [*begin(sampler, merged(first.state(2)), 2).iterator] == whole[2:]
-        assert states(generator) == before
+        assert torch_states(generator) == before
 
 
 @pytest.mark.parametrize("kind", ["random", "subset", "weighted"])
@@ -297,11 +291,11 @@ def test_nothing_is_drawn_or_loaded_before_the_first_batch():
         plan = Plan(kind, 7, given=kind not in ("sequential", "distributed"), **kw)
         saved = merged(begin(plan.make()[0]).state(0))
         sampler, generator = plan.make(seed=8)
-        before = states(generator)
+        before = torch_states(generator)
         rest = begin(sampler, saved, 1)
-        assert states(generator) == before
+        assert torch_states(generator) == before
         next(rest.iterator)
-        assert (states(generator) == before) == (generator is None)
+        assert (torch_states(generator) == before) == (generator is None)
 
 
 def test_a_position_costs_no_walk():
@@ -371,9 +365,9 @@ def test_a_sampler_before_its_first_epoch():
         kw = dict(num_replicas=2, rank=1) if kind == "distributed" else {}
         kw = dict(num_samples=7, replacement=True) if kind == "weighted" else kw
         sampler, generator = Plan(kind, 7, given=kind in ("random", "subset", "weighted"), **kw).make()
-        before = states(generator)
+        before = torch_states(generator)
         state = SamplerState(**order_of(sampler).entries())
-        assert states(generator) == before
+        assert torch_states(generator) == before
         assert state.own["kind"] == kind and state.own["start"] is None
         torch.manual_seed(2)
         whole = [*begin(sampler, merged(state)).iterator]
@@ -492,7 +486,7 @@ def test_the_next_epoch_has_torchs_order(kind, between):
         expected = []
         for _ in range(2):
             expected.append((base_seed(generator), [*sampler]))
-        expected.append(states(generator))
+        expected.append(torch_states(generator))
 
         torch.manual_seed(seed)
         sampler, generator = plan.make()
@@ -507,7 +501,7 @@ def test_the_next_epoch_has_torchs_order(kind, between):
         batches = [*begin(sampler, kept).iterator]
         if between:
             torch.set_rng_state(other)
-        own += [(draws.base_seed, batches), states(generator)]
+        own += [(draws.base_seed, batches), torch_states(generator)]
         if not between or kept is not None or generator is not None or kind in ("sequential", "distributed"):
             assert own == expected, plan
 
@@ -604,15 +598,6 @@ def refusal(saved, index_sampler):
 
 def saved_of(plan):
     return begin(plan.make()[0]).state(0).own
-
-
-@pytest.mark.parametrize("kind", [*KINDS, "other"])
-def test_a_state_fits_a_sampler_with_the_same_settings(kind):
-    rng = random.Random(kind)
-    for _ in range(30):
-        plan = random_plan(rng, kind)
-        check_saved(saved_and_loaded(saved_of(plan)), Holder(plan.make(seed=9)[0]))
-        check_saved(SamplerState(**order_of(plan.make()[0]).entries()).own, Holder(plan.make()[0]))
 
 
 def test_differences_are_named():
@@ -746,24 +731,3 @@ def test_a_draw_that_torch_still_makes_precedes_a_state(kind, asked):
         owing.draw()
         assert torch.equal(torch.get_rng_state(), after)
     assert [*owing.iterator] == [*first.iterator] and torch.equal(torch.get_rng_state(), after)
-
-
-def test_states_from_another_thread():
-    first = begin(Plan("random", 3000, 1).make()[0])
-    next(first.iterator)
-    expected = plain(first.state(0))
-    wrong, stop = [], threading.Event()
-
-    def ask():
-        while not stop.is_set():
-            if plain(first.state(0)) != expected:
-                wrong.append(1)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    try:
-        assert sum(1 for _ in first.iterator) == 2999
-    finally:
-        stop.set()
-        thread.join(60)
-    assert not wrong

@@ -16,7 +16,6 @@ from torch.utils.data import IterableDataset, _DatasetKind
 from torchdata.stateful_dataloader.worker import _make_state_dict
 
 from rustloader.fetch.seeds import Seeding, Seeds
-from rustloader.settings.limits import SNAPSHOT_ALLOWANCE, SNAPSHOT_SHARE
 from rustloader.stateful_dataloader.schema import DatasetState, SamplerState, State
 from rustloader.workers import by_value, snapshots
 from rustloader.workers.snapshots import Publisher, SnapshotPolicy, Snapshots, WorkerStart, is_stateful
@@ -158,10 +157,6 @@ def begun(dataset, every=1):
     maker, fetcher = Snapshots(SnapshotPolicy(every), 1, MAP), fetcher_of(dataset, MAP)
     maker.first(fetcher, dataset)
     return maker, lambda: maker.after(0, fetcher, dataset) is not None
-
-
-def test_the_limits_are_20_ms_and_half_a_percent():
-    assert (SNAPSHOT_ALLOWANCE, SNAPSHOT_SHARE) == (0.02, 0.005)
 
 
 def test_the_first_ones_use_up_the_allowance(clocks):

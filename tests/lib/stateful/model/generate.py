@@ -63,12 +63,14 @@ def changeable_settings(draws, choices=WORKERS):
     """Settings that may change from loader to loader."""
     workers = draws.choice(choices)
     prefetch = draws.choice([1, 2, 2, 3])
+    persistent = workers > 0 and draws.random() < 0.35
     return {
         "num_workers": workers,
         "dispatch": draws.choice(["round_robin", "round_robin", "shared_queue"]) if workers else "round_robin",
         "reorder_window": draws.choice([None, None, prefetch * workers, 16]) if workers else None,
         "prefetch_factor": prefetch,
-        "persistent": workers > 0 and draws.random() < 0.25,
+        "persistent": persistent,
+        "overlap_epochs": persistent and draws.random() < 0.5,
         "every": draws.choice([1, 1, 1, 0, 2, 3, 10]),
         "in_order": draws.random() < 0.8,
     }

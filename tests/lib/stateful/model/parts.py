@@ -253,6 +253,7 @@ def make_loader(settings, generator):
         num_workers=workers,
         prefetch_factor=settings.prefetch_factor if workers else None,
         persistent_workers=settings.persistent,
+        overlap_epochs=settings.overlap_epochs,
         in_order=settings.in_order,
         dispatch=settings.dispatch,
         reorder_window=settings.reorder_window,

@@ -41,6 +41,7 @@ class Settings:
     num_workers: int = 0
     prefetch_factor: int = 2
     persistent: bool = False
+    overlap_epochs: bool = False
     in_order: bool = True
     dispatch: str = "round_robin"
     reorder_window: int | None = None
@@ -120,6 +121,8 @@ def why_invalid(settings):
         return "workers have generators of their own"
     if settings.persistent and not workers:
         return "persistent without workers"
+    if settings.overlap_epochs and not (settings.persistent and settings.is_map):
+        return "epochs overlap in persistent workers with a map-style dataset"
     if settings.sampler.startswith("batch sampler") and (settings.batch_size != 1 or settings.drop_last):
         return "a batch sampler has its own sizes"
     if not workers and (settings.dispatch, settings.reorder_window) != ("round_robin", None):
