@@ -43,24 +43,6 @@ class Stream(IterableDataset):
             yield torch.tensor(at), torch.rand(2)
 
 
-class StatefulStream(Stream):
-    """Resumes from its own state, without reading the delivered samples again."""
-
-    at, reads = 0, 0
-
-    def __iter__(self):
-        while self.at < 60:
-            self.at += 1
-            self.reads += 1
-            yield self.at - 1, self.reads
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
-
-
 class Threads(Dataset):
     """Samples that contain the ID of their thread."""
 

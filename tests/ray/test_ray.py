@@ -13,8 +13,7 @@ import time
 
 import pytest
 import ray
-import torch
-from ray_support import StatefulStream, Stream, epochs, is_gone, noisy, same, wait_until
+from ray_support import Stream, epochs, is_gone, noisy, same, wait_until
 from torch.utils.data import Dataset
 
 import rustloader
@@ -79,32 +78,6 @@ def test_errors_and_timeouts_are_those_of_local_workers(cluster):
     wait_until(lambda: is_gone(pid))
 
 
-@pytest.mark.parametrize(
-    ("dataset", "options"), [(noisy(), {"shuffle": True, "seed_by": "sample"}), (StatefulStream(), {})]
-)
-def test_an_epoch_is_resumed_by_other_actors(cluster, dataset, options):
-    def make():
-        torch.manual_seed(5)
-        context = rustloader.ray.RayContext()
-        return rustloader.StatefulDataLoader(
-            dataset, batch_size=4, num_workers=1, multiprocessing_context=context, **options
-        )
-
-    loader = make()
-    iterator = iter(loader)
-    for _ in range(5):
-        next(iterator)
-    state = loader.state_dict()
-    rest = list(iterator)
-    resumed = make()
-    resumed.load_state_dict(state)
-    from_state = list(resumed)
-    if isinstance(dataset, StatefulStream):
-        # The dataset of the other actor had read nothing before.
-        rest = [[index, reads - 20] for index, reads in rest]
-    assert len(rest) == 10 and same(from_state, rest)
-
-
 def test_a_driver_that_is_a_task_or_an_actor_itself_has_workers(cluster):
     def train(*_):
         return epochs(Stream(), rustloader.ray.RayContext(), 1, num_workers=1)
@@ -114,27 +87,6 @@ def test_a_driver_that_is_a_task_or_an_actor_itself_has_workers(cluster):
     expected = epochs(Stream(), "fork", 1, num_workers=1)
     for result in task.remote(), actor.train.remote():
         assert same(ray.get(result, timeout=200), expected)
-
-
-def test_a_killed_actor_is_replaced_and_the_batches_are_the_same(cluster):
-    options = {"seed_by": "sample", "shuffle": True}
-    (expected,) = epochs(noisy(), "fork", 1, **options)
-    torch.manual_seed(5)
-    context = rustloader.ray.RayContext()
-    loader = rustloader.DataLoader(
-        noisy(), batch_size=4, num_workers=2, multiprocessing_context=context, max_restarts=3, **options
-    )
-    iterator, batches, pids = iter(loader), [], []
-    for at in range(15):
-        if at in (3, 6):
-            pids.append(iterator._workers[at % 2].pid)
-            os.kill(pids[-1], signal.SIGKILL)
-        batches.append(next(iterator))
-    assert same([batch[:4] for batch in batches], [batch[:4] for batch in expected])
-    pids += [worker.pid for worker in iterator._workers]
-    assert len(set(pids)) == 4
-    del iterator
-    wait_until(lambda: all(map(is_gone, pids)))
 
 
 class Stopping(Dataset):
@@ -166,22 +118,6 @@ def test_a_stopped_actor_is_replaced_where_nothing_is_free(cluster, tmp_path, mo
     assert rustloader.stats(loader).faults.stalls == 1
 
 
-def test_an_actor_at_a_long_sample_ends_soon_after_the_loader(cluster):
-    iterator = iter(
-        rustloader.DataLoader(
-            FaultyAndSlow(), num_workers=1, multiprocessing_context=rustloader.ray.RayContext(), on_error="skip"
-        )
-    )
-    for _ in range(20):
-        pid = int(next(iterator)[1])
-    time.sleep(0.2)
-    begin = time.monotonic()
-    del iterator
-    wait_until(lambda: is_gone(pid))
-    # Within 2 s on a quiet machine; local workers have 5 s.
-    assert time.monotonic() - begin < 4
-
-
 def test_all_actors_have_one_class(cluster):
     misses = rustloader.ray._actor_class.cache_info().misses
     for cpus in (1, 0.5):
@@ -202,24 +138,6 @@ def test_the_error_of_a_death_says_how_its_connection_ended_or_what_ray_knows(cl
     # The kernel may close the connection before Ray notices the death.
     assert re.search(r"ActorDiedError|was closed|Connection reset by peer|Broken pipe", reason), reason
     wait_until(lambda: "ActorDiedError" in worker.end)
-
-
-def test_a_stuck_actor_is_killed_and_replaced(cluster, tmp_path):
-    class Stuck(Dataset):
-        def __len__(self):
-            return 24
-
-        def __getitem__(self, index):
-            if index == 13 and not mark.exists():
-                mark.write_text(str(os.getpid()))
-                time.sleep(10_000)
-            return index
-
-    mark = tmp_path / "stuck"
-    options = {"stall_timeout": 5, "max_restarts": 8}
-    (batches,) = epochs(Stuck(), rustloader.ray.RayContext(), 1, **options)
-    assert torch.equal(torch.cat(batches), torch.arange(24))
-    assert is_gone(int(mark.read_text()))
 
 
 def test_an_actor_without_a_place_is_an_error_that_names_it(cluster, monkeypatch):

@@ -27,10 +27,10 @@ def remote():
 """
 
 
-def bench(folder, address, *arguments):
+def bench(folder, address, *arguments, **variables):
     (folder / "train.py").write_text(TRAIN)
     command = [sys.executable, "-m", "rustloader", "bench", *arguments, "--timeout", "200"]
-    environment = {**os.environ, "RAY_ADDRESS": address}
+    environment = {**os.environ, "RAY_ADDRESS": address, **variables}
     return subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment, cwd=folder)
 
 
@@ -46,6 +46,9 @@ def test_a_cluster_is_another_factory(cluster, tmp_path):
 
 
 def test_a_cluster_that_is_gone_is_an_error(tmp_path):
-    process = bench(tmp_path, "127.0.0.1:1", "train.py:local", "train.py:remote", "--epochs", "1")
+    # By default, Ray tries for minutes to connect.
+    names = ("RAY_NUM_REDIS_GET_RETRIES", "RAY_py_gcs_connect_timeout_s", "RAY_gcs_rpc_server_connect_timeout_s")
+    arguments = ("train.py:remote", "--epochs", "1")
+    process = bench(tmp_path, "127.0.0.1:1", *arguments, **dict.fromkeys(names, "1"))
     assert process.returncode == 2
-    assert "127.0.0.1:1" in process.stderr, process.stderr
+    assert "127.0.0.1:1" in process.stderr and "Failed to connect" in process.stderr, process.stderr

@@ -39,35 +39,6 @@ def test_pinned_batches_reach_a_device(cluster):
     assert values == list(range(31)) and device.faults == []
 
 
-def test_workers_of_a_machine_share_a_cache(cluster, tmp_path):
-    log = tmp_path / "made"
-
-    class Counted(torch.utils.data.Dataset):
-        def __len__(self):
-            return 400
-
-        def __getitem__(self, index):
-            with open(log, "a") as file:
-                file.write(f"{index}\n")
-            return torch.full((1000,), index)
-
-    cached = rustloader.cache(Counted(), memory="16MiB", then=lambda sample: sample + 1)
-    context = rustloader.ray.RayContext()
-    loader = rustloader.DataLoader(
-        cached, batch_size=8, num_workers=2, persistent_workers=True, shuffle=True, multiprocessing_context=context
-    )
-    counts = []
-    for _ in range(3):
-        batches = torch.cat(list(loader))
-        assert torch.equal(batches[:, 0].sort().values, torch.arange(1, 401))
-        assert torch.equal(batches, batches[:, :1].expand(-1, 1000))
-        counts.append(len(log.read_text().splitlines()))
-    # Both workers may make a sample at the same time, and a few are made twice to check whether the dataset is random.
-    assert 400 <= counts[0] < 440 and counts[1:] == counts[:1] * 2
-    # This process has a cache of its own, which is empty.
-    assert cached.usage().samples_bytes == 0 and int(cached[7][0]) == 8
-
-
 def test_installed_loaders_work_at_the_same_time_and_one_after_the_other(cluster):
     rustloader.install(multiprocessing_context=rustloader.ray.RayContext(num_cpus=0.5), worker_threads=3)
     try:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from isolation import in_child
-from support import BOTH, rustloader
+from support import rustloader
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 pytestmark = pytest.mark.ours
@@ -325,18 +325,6 @@ def test_too_little_memory_names_the_attribute():
     text, note = in_child(lambda: {"value": body()})["value"]
     assert "ulimit -v" in text and str(1 << 28)[:4] in text, text
     assert note == "rustloader.share() failed at Images.array"
-
-
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-@pytest.mark.parametrize("loader", BOTH)
-def test_workers_read_it(loader, method):
-    dataset = share(Subset(Images(), list(range(0, 20_000, 20))), threshold=50_000)
-    paths = [
-        path
-        for batch in loader(dataset, batch_size=100, num_workers=2, multiprocessing_context=method)
-        for path in batch
-    ]
-    assert paths == LARGE[::20]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

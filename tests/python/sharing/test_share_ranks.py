@@ -89,13 +89,6 @@ def noted(run, word):
 SHARE = "told(rustloader.share(build, key='train'))"
 
 
-def test_one_copy_while_all_live(run):
-    body = SHARE + "\nwhile sum(' has ' in line for line in lines()) < 3: time.sleep(0.01)"
-    status, errors = wait_for_end(run(body, 3))
-    assert status == [0, 0, 0] and errors == ["", "", ""]
-    assert len(noted(run, "builds")) == 1 and len(set(noted(run, "has"))) == 1, run.notes()
-
-
 def test_every_kind_and_several_keys(run):
     body = """
     import numpy as np, torch
@@ -235,23 +228,7 @@ def test_a_rank_that_never_finishes_is_a_timeout(run):
     assert status == [1] and text in errors[0], errors
 
 
-def test_a_rank_waits_without_a_limit(run):
-    body = """
-    def build():
-        note("builds")
-        wait_for("waits")
-        return ["built"]
-    told(rustloader.share(build, key="train", timeout=float("inf")))
-    while sum(" has " in line for line in lines()) < 2: time.sleep(0.01)
-    """
-    first = run(body, only=[0])
-    assert wait_until(lambda: "0 builds" in run.notes(), 60)
-    status, errors = wait_for_end([*first, *run(body, only=[1])])
-    assert status == [0, 0], errors
-    assert len(set(noted(run, "has"))) == 1 and noted(run, "builds") == ["builds"], run.notes()
-
-
-def test_a_long_wait_consists_of_shorter_ones(run):
+def test_a_wait_without_a_limit_consists_of_shorter_ones(run):
     body = """
     def build():
         note("builds")
@@ -261,7 +238,7 @@ def test_a_long_wait_consists_of_shorter_ones(run):
     def before_wait():
         ranks._MAX_WAIT = 0.05 if lines().count("1 waits") < 4 else 1e6
     at("_bind", before=before_wait)
-    told(rustloader.share(build, key="train"))
+    told(rustloader.share(build, key="train", timeout=float("inf")))
     while sum(" has " in line for line in lines()) < 2: time.sleep(0.01)
     """
     first = run(body, only=[0])
@@ -271,23 +248,20 @@ def test_a_long_wait_consists_of_shorter_ones(run):
     assert noted(run, "builds") == ["builds"], run.notes()
 
 
-@pytest.mark.parametrize("timeout", [-1, -0.001, float("nan"), float("-inf")])
-def test_invalid_timeouts_are_refused(timeout):
-    text = f"timeout must be a number of seconds, 0 or more, got {timeout!r}"
-    with pytest.raises(ValueError, match=f"^{text}$"):
-        share(["a"], timeout=timeout)
+SECONDS, BYTES = "timeout must be a number of seconds, 0 or more", "threshold must be a number of bytes, 0 or more"
 
 
-@pytest.mark.parametrize("threshold", ["1MiB", -1, float("nan"), None])
-def test_invalid_thresholds_are_refused(threshold):
-    text = f"threshold must be a number of bytes, 0 or more, got {threshold!r}"
-    with pytest.raises(ValueError, match=f"^{text}$"):
-        share(["a"], threshold=threshold)
-
-
-def test_keys_that_are_no_str_are_refused():
-    with pytest.raises(TypeError, match=r"^key must be a str, got 5$"):
-        share(["a"], key=5)
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        *(("timeout", value, SECONDS) for value in (-1, -0.001, float("nan"), float("-inf"))),
+        *(("threshold", value, BYTES) for value in ("1MiB", -1, float("nan"), None)),
+        ("key", 5, "key must be a str"),
+    ],
+)
+def test_invalid_arguments_are_refused(name, value, text):
+    with pytest.raises(TypeError if name == "key" else ValueError, match=f"^{text}, got {value!r}$"):
+        share(["a"], **{name: value})
 
 
 @pytest.mark.parametrize("when", ["building", "serving"])
@@ -597,19 +571,6 @@ def test_different_objects_for_a_key_are_an_error():
     ):
         agreement.check("k", same, share(same))
     agreement.check("k", lambda: 0, share(names))
-
-
-def test_other_ranks_objects_are_compared(run):
-    body = """
-    try:
-        told(rustloader.share([rank], key="k"))
-    except ValueError as error:
-        note("differs")
-        raise
-    wait_for("differs")
-    """
-    status, errors = wait_for_end(run(body))
-    assert sorted(status) == [0, 1] and "Disagreement: share(key='k'): this rank passes " in "".join(errors), errors
 
 
 def test_attributes_of_other_ranks_datasets_are_compared(run):

@@ -66,32 +66,31 @@ def test_ranks_that_share_cores_have_a_part_each(bound, waiting, monkeypatch):
     monkeypatch.setattr("rustloader.system.cores.usable_cores", lambda: 8)
     monkeypatch.setattr("rustloader.system.cores.cpu_quota", lambda: None)
     monkeypatch.setattr("rustloader.system.local_ranks.are_bound", lambda cores: bound)
-    group = gates.Gates(4)
-    contexts = [group.next() for _ in range(4)]
-    entered = [context.__enter__() for context in contexts]
+    group, contexts, entered = open_gates(4, gates.own_cores(), monkeypatch)
     assert sum(gate is not None and gate._waits_for is not None for gate in entered) == waiting
     close_gates(group, contexts)
 
 
-@pytest.mark.parametrize("cores", [3, 4])
-def test_as_many_workers_as_cores_do_not_wait(cores, monkeypatch):
+def too_many_files(flags):
+    raise OSError(24, "Too many open files")
+
+
+@pytest.mark.parametrize(
+    ("cores", "owner", "name", "value"),
+    [
+        (3, gates, "_SELECTABLE", gates._SELECTABLE),
+        (4, gates, "_SELECTABLE", gates._SELECTABLE),
+        (1, gates, "_SELECTABLE", 3),
+        (1, os, "pipe2", too_many_files),
+    ],
+    ids=["as many cores", "more cores", "descriptors that select refuses", "no descriptors"],
+)
+def test_no_worker_waits(cores, owner, name, value, monkeypatch):
     before = open_files()
-    _, _, entered = open_gates(3, cores, monkeypatch)
-    assert entered == [None] * 3 and open_files() == before
-
-
-def test_without_descriptors_no_worker_waits(monkeypatch):
-    def refuse(flags):
-        raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr(os, "pipe2", refuse)
-    assert open_gates(3, 1, monkeypatch)[2] == [None] * 3
-
-
-def test_a_descriptor_that_select_refuses_is_not_used(monkeypatch):
-    monkeypatch.setattr(gates, "_SELECTABLE", 3)
-    before = open_files()
-    assert open_gates(3, 1, monkeypatch)[2] == [None] * 3 and open_files() == before
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, value)
+        assert open_gates(3, cores, patch)[2] == [None] * 3
+    assert open_files() == before
 
 
 def test_the_name_waits_once_and_arrives_as_it_was(popen, monkeypatch):

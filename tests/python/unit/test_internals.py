@@ -10,7 +10,6 @@ from copied_shutdown import copied_shutdown
 from sample_data import Numbers
 from support import (
     OLD_TORCH,
-    TORCH_MODE,
     DataLoader,
     LoaderIter,
     from_engine,
@@ -159,18 +158,6 @@ def test_an_index_put_into_a_queue_by_hand_is_refused():
     with pytest.raises(RuntimeError, match="must override _try_put_index"):
         iterator._index_queues[0].put((7, [1]))
     assert len(values(iterator)) == 6
-
-
-@pytest.mark.skipif(TORCH_MODE, reason="torch's iterator fails")
-def test_a_routine_of_a_subclass_works_after_a_worker_was_terminated():
-    """One training framework closes its loader in this way."""
-    iterator = iter(DataLoader(Numbers(30), num_workers=2, persistent_workers=True))
-    next(iterator)
-    for worker in iterator._workers:
-        if worker.is_alive():
-            worker.terminate()
-    iterator._shutdown_workers()
-    assert not any(worker.is_alive() for worker in iterator._workers)
 
 
 @pytest.mark.ours

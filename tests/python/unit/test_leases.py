@@ -43,11 +43,12 @@ def last_images(loader):
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_kept_batches_stay_untouched_whatever_ends_first(persistent):
-    dataset = Images(48, (3, 60, 60))
-    loader = DataLoader(dataset, batch_size=4, num_workers=2, persistent_workers=persistent)
+    dataset = Images(500, (3, 60, 60))
+    loader = DataLoader(dataset, batch_size=1, num_workers=2, persistent_workers=persistent)
     iterator = iter(loader)
     pids = worker_pids(iterator)
     kept = [x for x, _ in iterator]
+    assert all(map(is_leased, kept[::100]))
     for _ in range(3):
         for x, _ in loader:
             x.fill_(255)
@@ -58,7 +59,7 @@ def test_kept_batches_stay_untouched_whatever_ends_first(persistent):
     for _ in range(2):
         for x, _ in DataLoader(dataset, batch_size=4, num_workers=2):
             x.fill_(7)
-    assert are_intact(kept, dataset, 4)
+    assert are_intact(kept, dataset, 1)
 
 
 def test_views_and_numpy_arrays_hold_the_memory():
@@ -77,17 +78,6 @@ def test_views_and_numpy_arrays_hold_the_memory():
         assert torch.equal(views[k][0], dataset.image(2 * k + 1)[:2])
         assert torch.equal(torch.from_numpy(arrays[k]), dataset.image(2 * k))
         assert torch.equal(rows[k].permute(1, 2, 0), dataset.image(2 * k + 1))
-
-
-def test_a_thousand_batches_kept():
-    dataset = Images(1000, (3, 80, 80))
-    kept = [x for x, _ in epoch(DataLoader(dataset, batch_size=1, num_workers=2))]
-    assert len(kept) == 1000 and are_intact(kept, dataset, 1)
-    assert all(map(is_leased, kept[::100]))
-    for x in kept:
-        x.zero_()
-    fresh = [x for x, _ in epoch(DataLoader(dataset, batch_size=1, num_workers=2))]
-    assert are_intact(fresh, dataset, 1) and not any(x.any() for x in kept)
 
 
 def test_batches_dropped_in_any_order():
@@ -201,21 +191,20 @@ def test_a_further_epoch_has_the_arena_of_the_last_one():
 
 
 @pytest.mark.ours
-@pytest.mark.timeout(600)
-def test_the_last_batch_held_through_100_epochs_costs_its_memory_once():
+def test_a_batch_held_through_epochs_costs_its_memory_once():
     dataset = Images(8, (3, 256, 256))
     other = DataLoader(dataset, batch_size=4, num_workers=1, persistent_workers=True)
     loader = DataLoader(dataset, batch_size=4, num_workers=1)
     early = None
-    for i in range(100):
+    for i in range(30):
         x = last_images(loader)
-        if i % 10 == 0:
+        if i % 5 == 0:
             y = last_images(other)
-        if i == 20:
+        if i == 6:
             early = arena_bytes()
     late = arena_bytes()
     assert torch.equal(x[3], dataset.image(7)) and torch.equal(y[3], dataset.image(7))
-    assert late < early + 8 * MB, f"{early / MB:.0f} MiB after 20 epochs, {late / MB:.0f} MiB after 100"
+    assert late < early + 8 * MB, f"{early / MB:.0f} MiB after 7 epochs, {late / MB:.0f} MiB after 30"
 
 
 @pytest.mark.parametrize("closes_all", [False, True])
@@ -312,7 +301,7 @@ def test_t14_a_child_may_drop_all_and_load_anew(capfd):
 def test_memory_that_a_child_held_comes_back():
     dataset = Images(40, (3, 256, 256))
     loader = DataLoader(dataset, batch_size=4, num_workers=1, persistent_workers=True)
-    for _ in range(30):
+    for _ in range(10):
         x = last_images(loader)
         child = os.fork()
         if child == 0:

@@ -17,162 +17,92 @@ pytestmark = pytest.mark.ours
 class Tree:
     """Fake file systems of the kernel."""
 
-    def __init__(self, folder, memberships):
+    def __init__(self, folder, memberships, is_unified=True):
         self.folder = folder
-        self.write("proc/self/cgroup", memberships)
+        self.write({"../proc/self/cgroup": memberships + "\n"})
+        self.write({"cgroup.controllers": "memory\n"} if is_unified else {})
 
-    def write(self, path, text):
-        file = self.folder / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-
-    def version_1(self, path, kills):
-        text = f"oom_kill_disable 0\nunder_oom 0\noom_kill {kills}\n"
-        self.write(f"cgroup/memory{path}/memory.oom_control", text)
-
-    def version_2(self, path, kills, local=None, base=""):
-        """Writes the numbers of kills with and without those in the cgroups below."""
-        for name, count in (("memory.events", kills), ("memory.events.local", local)):
-            if count is not None:
-                text = f"low 0\nhigh 9\nmax 99\noom 7\noom_kill {count}\noom_group_kill 5\n"
-                self.write(f"cgroup{base}{path}/{name}", text)
+    def write(self, files):
+        """Writes files of the cgroup file system. A number stands for the text with this number of kills."""
+        for path, content in files.items():
+            file = self.folder / "cgroup" / path
+            (self.folder / "cgroup").mkdir(exist_ok=True)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(content, int):
+                other = "oom_kill_disable 0\nunder_oom 0\n" if "oom_control" in path else "low 0\nhigh 9\noom 7\n"
+                content = f"{other}oom_kill {content}\n"
+            file.write_text(content)
 
     def kills(self):
         return OomKills(str(self.folder / "proc"), str(self.folder / "cgroup"))
 
 
-@pytest.fixture
-def tree(tmp_path):
-    def make(memberships, unified=True):
-        if unified:
-            (tmp_path / "cgroup").mkdir()
-            (tmp_path / "cgroup/cgroup.controllers").write_text("memory\n")
-        return Tree(tmp_path, memberships)
-
-    return make
-
-
-def test_version_2(tree):
-    cgroup = tree("0::/a/b\n")
-    cgroup.version_2("/a/b", 3)
-    kills = cgroup.kills()
-    assert not kills.grew()
-    cgroup.version_2("/a/b", 4)
-    assert kills.grew()
-    # Each increase counts once.
-    assert not kills.grew()
-    cgroup.version_2("/a/b", 6)
-    assert kills.grew() and not kills.grew()
-
-
-def test_version_1(tree):
-    cgroup = tree("9:cpu,cpuacct:/x\n4:memory:/a\n0::/\n", unified=False)
-    cgroup.version_1("/a", 0)
-    # Not the memory cgroup of this process.
-    cgroup.write("cgroup/memory/x/memory.oom_control", "oom_kill 0\n")
-    kills = cgroup.kills()
-    cgroup.write("cgroup/memory/x/memory.oom_control", "oom_kill 1\n")
-    assert not kills.grew()
-    cgroup.version_1("/a", 1)
-    assert kills.grew() and not kills.grew()
-
-
-def test_version_1_with_other_controllers_in_the_same_hierarchy(tree):
-    cgroup = tree("4:cpu,memory:/a\n", unified=False)
-    cgroup.version_1("/a", 1)
-    kills = cgroup.kills()
-    cgroup.version_1("/a", 2)
-    assert kills.grew()
+V1, V2, LOCAL = "memory.oom_control", "memory.events", "memory.events.local"
+# The cgroups of the process, the files at first, and steps: files that change, and whether that counts as growth.
+GROWTH = {
+    "version 2": (
+        "0::/a/b",
+        {f"a/b/{V2}": 3},
+        # Each increase counts once.
+        [({}, False), ({f"a/b/{V2}": 4}, True), ({}, False), ({f"a/b/{V2}": 6}, True), ({}, False)],
+    ),
+    "version 1": (
+        "9:cpu,cpuacct:/x\n4:memory:/a\n0::/",
+        {f"memory/a/{V1}": 0, f"memory/x/{V1}": 0},
+        # /x is not the memory cgroup of this process.
+        [({f"memory/x/{V1}": 1}, False), ({f"memory/a/{V1}": 1}, True), ({}, False)],
+    ),
+    "version 1 with other controllers": ("4:cpu,memory:/a", {f"memory/a/{V1}": 1}, [({f"memory/a/{V1}": 2}, True)]),
+    "version 1, levels above": (
+        "4:memory:/a/b",
+        {f"memory/{V1}": 2, f"memory/a/{V1}": 2, f"memory/a/b/{V1}": 2},
+        [({f"memory/{path}{V1}": 3}, True) for path in ("", "a/", "a/b/")]
+        + [({f"memory/a/b/c/{V1}": 3, f"memory/b/{V1}": 3}, False)],
+    ),
+    "both versions": ("4:cpu:/a\n0::/a", {f"unified/a/{V2}": 1}, [({f"unified/a/{V2}": 2}, True)]),
+    # Of a cgroup above, only its own processes count: a sibling container was out of memory.
+    "a sibling": (
+        "0::/a/b",
+        {f"a/b/{V2}": 0, f"a/b/{LOCAL}": 0, f"a/{V2}": 0, f"a/{LOCAL}": 0},
+        [({f"a/{V2}": 5}, False), ({f"a/{V2}": 6, f"a/{LOCAL}": 1}, True), ({f"a/b/{V2}": 1}, True)],
+    ),
+    "a path that is not mounted in a container": ("0::/docker/1f3a", {V2: 0}, [({V2: 1}, True)]),
+    "a path above the root of the mount": ("0::/../x", {f"x/{V2}": 0}, [({f"x/{V2}": 1}, True)]),
+    "a counter that shrinks": ("0::/a", {f"a/{V2}": 5}, [({f"a/{V2}": 1}, False), ({f"a/{V2}": 2}, True)]),
+    "a new cgroup": (
+        "0::/a",
+        {f"a/{V2}": 1, f"b/{V2}": 7},
+        [({"../proc/self/cgroup": "0::/b\n"}, False), ({f"b/{V2}": 8}, True)],
+    ),
+}
 
 
-def test_both_versions_at_once(tree):
-    cgroup = tree("4:cpu:/a\n0::/a\n", unified=False)
-    cgroup.version_2("/a", 1, base="/unified")
-    kills = cgroup.kills()
-    cgroup.version_2("/a", 2, base="/unified")
-    assert kills.grew()
+@pytest.mark.parametrize("name", GROWTH)
+def test_growth_of_a_counter(tmp_path, name):
+    memberships, files, steps = GROWTH[name]
+    tree = Tree(tmp_path, memberships, not any(path.startswith(("memory/", "unified/")) for path in files))
+    tree.write(files)
+    kills = tree.kills()
+    for at, (changes, grew) in enumerate(steps):
+        tree.write(changes)
+        assert kills.grew() is grew, at
 
 
-def test_of_a_cgroup_above_only_its_own_processes_count(tree):
-    """A sibling container was out of memory."""
-    cgroup = tree("0::/a/b\n")
-    cgroup.version_2("/a/b", 0, 0)
-    cgroup.version_2("/a", 0, 0)
-    kills = cgroup.kills()
-    cgroup.version_2("/a", 5, 0)
-    assert not kills.grew()
-    cgroup.version_2("/a", 6, 1)
-    assert kills.grew()
-    # Kills in the process's own cgroup count.
-    cgroup.version_2("/a/b", 1, 0)
-    assert kills.grew()
-
-
-def test_the_levels_above_count_in_version_1(tree):
-    cgroup = tree("4:memory:/a/b\n", unified=False)
-    for path in ("", "/a", "/a/b"):
-        cgroup.version_1(path, 2)
-    kills = cgroup.kills()
-    for path in ("", "/a", "/a/b"):
-        cgroup.version_1(path, 3)
-        assert kills.grew(), path
-    cgroup.version_1("/a/b/c", 3)
-    cgroup.version_1("/b", 3)
-    assert not kills.grew()
-
-
-def test_in_a_container_the_path_may_not_be_mounted(tree):
-    cgroup = tree("0::/docker/1f3a\n")
-    cgroup.version_2("", 0)
-    kills = cgroup.kills()
-    cgroup.version_2("", 1)
-    assert kills.grew()
-
-
-def test_a_path_above_the_root_of_the_mount(tree):
-    cgroup = tree("0::/../x\n")
-    cgroup.version_2("/x", 0)
-    kills = cgroup.kills()
-    cgroup.version_2("/x", 1)
-    assert kills.grew()
-
-
-def test_a_counter_that_shrinks_begins_again(tree):
-    cgroup = tree("0::/a\n")
-    cgroup.version_2("/a", 5)
-    kills = cgroup.kills()
-    cgroup.version_2("/a", 1)
-    assert not kills.grew()
-    cgroup.version_2("/a", 2)
-    assert kills.grew()
-
-
-def test_a_new_cgroup_has_no_growth_at_first(tree):
-    cgroup = tree("0::/a\n")
-    cgroup.version_2("/a", 1)
-    cgroup.version_2("/b", 7)
-    kills = cgroup.kills()
-    cgroup.write("proc/self/cgroup", "0::/b\n")
-    assert not kills.grew()
-    cgroup.version_2("/b", 8)
-    assert kills.grew()
-
-
-def test_files_that_are_missing_or_strange(tree):
-    cgroup = tree("no line of the kernel\n::\n\n4:memory\n0::/a\n")
-    kills = cgroup.kills()
+def test_files_that_are_missing_or_strange(tmp_path):
+    tree = Tree(tmp_path, "no line of the kernel\n::\n\n4:memory\n0::/a")
+    kills = tree.kills()
     assert not kills.grew()
     for text in ("", "oom_kill\n", "oom_kill many\n", "oom_kill -3\n", "oom_killed 4\n", "\xff\xfe\n"):
-        cgroup.write("cgroup/a/memory.events", text)
+        tree.write({f"a/{V2}": text})
         assert not kills.grew(), text
-    cgroup.version_2("/a", 2)
+    tree.write({f"a/{V2}": 2})
     assert not kills.grew()
-    (cgroup.folder / "cgroup/a/memory.events").unlink()
+    (tmp_path / "cgroup/a/memory.events").unlink()
     assert not kills.grew()
-    (cgroup.folder / "cgroup/a/memory.events").mkdir()
+    (tmp_path / "cgroup/a/memory.events").mkdir()
     assert not kills.grew()
-    (cgroup.folder / "proc/self/cgroup").unlink()
-    assert not kills.grew() and not cgroup.kills().grew()
+    (tmp_path / "proc/self/cgroup").unlink()
+    assert not kills.grew() and not tree.kills().grew()
 
 
 # Allocates memory until it is killed.

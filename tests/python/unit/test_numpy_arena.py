@@ -1,7 +1,6 @@
 """NumPy arrays that the worker does not keep are sent without a copy. Whatever it keeps, no batch changes."""
 
 import ctypes
-import queue
 import threading
 import weakref
 
@@ -398,20 +397,6 @@ def test_a_generator_may_go_on_with_what_it_has_yielded(collate):
     assert stats.copies.count == 20
 
 
-@ARRIVES
-def test_an_array_in_two_batches_and_twice_in_one(collate):
-    kept = fresh(3)
-
-    def make(index):
-        return [kept, kept, fresh(index)]
-
-    batches, _ = batches_of(Made(make), collate_fn=collate)
-    for index, (first, second, third) in enumerate(batches):
-        assert (first is second) is (collate is identity) and (first == 3).all() and (third == index).all()
-        first[:] = 0
-        assert (second == 0).all()
-
-
 def test_a_destructor_that_runs_when_the_batch_is_dropped_may_make_and_free_arrays():
     class Closing:
         def __init__(self, array):
@@ -455,20 +440,6 @@ def with_callback(array):
     return view
 
 
-class Keeps:
-    """Keeps a container of each batch. A finalizer of another object in the batch writes to the container's array."""
-
-    def __init__(self, contain):
-        self.contain, self.kept = contain, []
-
-    def __call__(self, index):
-        array = fresh(index)
-        container, other = self.contain(array), torch.zeros(3)
-        self.kept.append(container)
-        weakref.finalize(other, lambda: next(leaves(container)).fill(255))
-        return [container, other]
-
-
 FINALIZED = {
     "array": lambda a: finalized(a[:], a),
     "tensor": lambda a: finalized(torch.from_numpy(a), a),
@@ -490,47 +461,6 @@ def test_what_a_finalizer_writes_reaches_no_batch(name, collate):
     dataset = Made(lambda index: FINALIZED[name](fresh(index)), 20)
     batches, _ = batches_of(dataset, collate_fn=collate, prefetch_factor=4)
     assert [int(first_of(batch).max()) for batch in batches] == [*range(20)]
-
-
-@ARRIVES
-@pytest.mark.parametrize(
-    "contain", [lambda a: [a], lambda a: (a, 1), lambda a: {"a": a}], ids=["list", "tuple", "dict"]
-)
-def test_what_a_finalizer_writes_to_a_kept_container_reaches_no_batch(contain, collate):
-    batches, _ = batches_of(Made(Keeps(contain), 20), collate_fn=collate, prefetch_factor=4)
-    assert [int(first_of(container).max()) for container, _ in batches] == [*range(20)]
-
-
-@ARRIVES
-def test_buffers_that_go_back_to_a_pool_arrive_as_they_were_sent(collate):
-    """A thread clears a buffer for the next sample as soon as the batch that uses it is gone."""
-
-    class Pool:
-        free = None
-
-        def __len__(self):
-            return 24
-
-        def __getitem__(self, index):
-            if self.free is None:
-                self.free, self.back = queue.Queue(), queue.Queue()
-                for _ in range(2):
-                    self.free.put(np.empty(64 * SIZE, np.uint8))
-                threading.Thread(target=self.clear, daemon=True).start()
-            buffer = self.free.get()
-            buffer[:] = index
-            view = buffer[:]
-            weakref.finalize(view, self.back.put, buffer)
-            return view
-
-        def clear(self):
-            while True:
-                buffer = self.back.get()
-                buffer[:] = 255
-                self.free.put(buffer)
-
-    batches, _ = batches_of(Pool(), collate_fn=collate)
-    assert [(int(batch.min()), int(batch.max())) for batch in batches] == [(i, i) for i in range(24)]
 
 
 class Cache:

@@ -265,10 +265,3 @@ def test_other_options_need_no_copy_either(kw):
         assert [int(tensor.max()) for tensor in batches] == [*range(8)]
         assert {type(tensor) for tensor in batches} == {torch.Tensor}
     assert rustloader.stats(loader).copies.count == 0
-
-
-def test_without_the_arena_tensors_are_copied(monkeypatch):
-    monkeypatch.setenv("RUSTLOADER_NUMPY_ARENA", "0")
-    batches, stats = batches_of(Made(fresh), collate_fn=default_convert)
-    assert [int(batch.max()) for batch in batches] == [*range(6)]
-    assert stats.copies.count == 6 and stats.copies.adopted == 0

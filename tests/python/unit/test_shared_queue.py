@@ -1,12 +1,11 @@
 """dispatch="shared_queue": any worker takes the next task; the batches are torch's, in torch's order."""
 
-import gc
 import itertools
 import threading
 
 import pytest
 import torch
-from sample_data import Failing, Images, Index, Numbers, Recorded, Shards, Slow, key_error, two_arguments, worker_id
+from sample_data import Images, Index, Numbers, Recorded, Slow
 from support import (
     POLLS,
     SOON,
@@ -16,14 +15,10 @@ from support import (
     call_of,
     epoch,
     from_engine,
-    gone,
-    in_time,
     outcomes,
-    outcomes_of,
     same,
     values,
     wait_until,
-    within,
     worker_pids,
 )
 
@@ -39,15 +34,6 @@ def shared(dataset, workers=2, **kw):
 def done(iterator):
     """Number of batches that each worker has sent."""
     return [iterator._core.worker_status(worker)["tasks_done"] for worker in range(iterator._num_workers)]
-
-
-@pytest.mark.parametrize("window", [None, 1, 3, 32, "64KiB"])
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
-def test_batches_are_torchs_in_order(workers, window):
-    expected = list(TorchDataLoader(Images(26), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1)))
-    generator = torch.Generator().manual_seed(1)
-    loader = shared(Images(26), workers, batch_size=4, shuffle=True, generator=generator, reorder_window=window)
-    assert same(epoch(loader), expected)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -129,89 +115,30 @@ def test_out_of_order_a_slow_sample_holds_up_no_batch(tmp_path):
         next(iterator)
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("n", [0, 1, 2])
-def test_an_epoch_may_be_shorter_than_the_number_of_workers(n, persistent):
-    loader = shared(Numbers(n), 4, batch_size=None, persistent_workers=persistent, sampler=range(n))
-    for _ in range(3):
-        assert values(epoch(loader)) == list(range(n))
+# Index batches of every length, and such as must be pickled.
+INDICES = [torch.utils.data.BatchSampler(range(999, -1, -1), size, drop_last=False) for size in (1, 5, 1000)]
+INDICES.append([[{"keys": frozenset({i})}] for i in range(20)])
 
 
-@pytest.mark.parametrize("size", [1, 4, 5, 1000])
-def test_index_batches_of_every_length_arrive(size):
-    sampler = torch.utils.data.BatchSampler(range(999, -1, -1), size, drop_last=False)
+@pytest.mark.parametrize("sampler", INDICES, ids=["1", "5", "1000", "pickled"])
+def test_index_batches_arrive(sampler):
     expected = list(TorchDataLoader(Index(), batch_sampler=sampler))
     assert epoch(shared(Index(), 3, batch_sampler=sampler)) == expected
 
 
-def test_index_batches_that_are_pickled_arrive():
-    sampler = [{"keys": frozenset({i})} for i in range(20)]
-    expected = list(TorchDataLoader(Index(), batch_size=None, sampler=sampler))
-    assert epoch(shared(Index(), batch_size=None, sampler=sampler)) == expected
-
-
 @pytest.mark.parametrize("in_order", [True, False])
-@pytest.mark.parametrize("persistent", [False, True])
-def test_batches_are_pinned(host, persistent, in_order):
-    options = {"batch_size": 4, "persistent_workers": persistent, "in_order": in_order, "pin_memory": True}
-    loader = shared(Images(26), **options)
+def test_batches_are_pinned(host, in_order):
+    loader = shared(Images(26), batch_size=4, persistent_workers=True, in_order=in_order, pin_memory=True)
     expected = list(TorchDataLoader(Images(26), batch_size=4))
-    for _ in range(3):
-        with from_engine(7):
-            batches = list(loader)
-        batches.sort(key=lambda batch: int(batch[1][0]))
-        assert same(batches, expected)
-        assert all(host.owns(part) for batch in batches for part in batch)
-    del batches
-    # An epoch is abandoned, with the batches that the thread has already pinned.
-    next(iter(loader))
-    if persistent:
-        assert len(list(loader)) == 7
-        loader._iterator._shutdown_workers()
-    assert wait_until(lambda: gc.collect() is not None and not host.live), "pinned memory was not released"
-
-
-def test_a_timeout_loses_nothing(tmp_path):
-    dataset = Recorded(10, tmp_path / "sample", held=(2, 3))
-    iterator = iter(shared(dataset, batch_size=None, timeout=0.2))
-    results = [in_time(next, iterator) for _ in range(2)]
-    with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.2 seconds"):
-        next(iterator)
-    dataset.let_go(3)
-    dataset.let_go(2)
-    results += [in_time(next, iterator) for _ in range(8)]
-    assert [value for _, value in results] == list(range(10))
-
-
-def without_worker(results):
-    """Outcomes without the worker ID."""
-    return [
-        tuple(part.rpartition(" process ")[0] or part if isinstance(part, str) else part for part in o) for o in results
-    ]
-
-
-def test_errors_of_the_dataset_come_in_their_places():
-    dataset = Failing(20, {3: key_error, 4: two_arguments, 19: key_error})
-    options = {"num_workers": 3, "batch_size": None}
-    loaders = DataLoader(dataset, dispatch="shared_queue", **options), TorchDataLoader(dataset, **options)
-    results = [outcomes_of(loader, 22) for loader in loaders]
-    assert without_worker(results[0]) == without_worker(results[1])
-    assert [o[0] for o in results[0]].count("error") == 3
-
-
-def fails_everywhere(worker):
-    raise ValueError(f"worker {worker}")
+    for _ in range(2):
+        batches = sorted(loader, key=lambda batch: int(batch[1][0]))
+        assert same(batches, expected) and all(host.owns(part) for batch in batches for part in batch)
+        next(iter(loader))  # this epoch is abandoned, with the batches that are already pinned
 
 
 def fails_in_one(worker):
     if worker == 1:
         raise ValueError("worker 1")
-
-
-def test_an_error_of_every_workers_start_replaces_every_batch():
-    results = outcomes(iter(shared(Numbers(9), batch_size=None, worker_init_fn=fails_everywhere)), 10)
-    assert [o[0] for o in results] == ["error"] * 9 + ["end"]
-    assert {o[2].rstrip("01.") for o in results[:9]} == {"Caught ValueError in DataLoader worker process "}
 
 
 def test_an_error_of_one_workers_start_replaces_the_batches_that_it_takes():
@@ -220,31 +147,6 @@ def test_an_error_of_one_workers_start_replaces_the_batches_that_it_takes():
     assert results.pop() == ("end",)
     for i, result in enumerate(results):
         assert result == ("value", i) or result[2] == "Caught ValueError in DataLoader worker process 1."
-
-
-class OwnWorker(Numbers):
-    def __getitem__(self, i):
-        return i, worker_id(), torch.utils.data.get_worker_info().num_workers
-
-
-def test_a_sample_sees_the_worker_that_makes_it():
-    samples = epoch(shared(OwnWorker(40), 3, batch_size=None))
-    assert [i for i, _, _ in samples] == list(range(40))
-    assert {worker for _, worker, _ in samples} <= {0, 1, 2} and {count for _, _, count in samples} == {3}
-
-
-def test_a_shutdown_in_mid_epoch_leaves_no_worker(tmp_path):
-    dataset = Recorded(100, tmp_path / "sample")
-    iterator = iter(shared(dataset, batch_size=None, prefetch_factor=8))
-    assert [next(iterator).item() for _ in range(3)] == [0, 1, 2]
-    pids = worker_pids(iterator)
-    with within(SOON):
-        iterator._shutdown_workers()
-    assert all(map(gone, pids))
-    with pytest.raises(StopIteration):
-        next(iterator)
-    made = dataset.made()
-    assert len(made) == len(set(made)) <= 19
 
 
 def test_the_arena_serves_the_next_epoch():
@@ -264,8 +166,3 @@ def test_only_engines_with_a_queue_have_one_in_their_arena(option):
     iterator = iter(DataLoader(Numbers(4), num_workers=2, batch_size=None, **option))
     assert iterator._core.shipment()[2][3] == bool(option)
     assert values(iterator) == [0, 1, 2, 3]
-
-
-def test_an_iterable_dataset_keeps_its_workers_own_tasks():
-    loader = shared(Shards([3, 3]), batch_size=None)
-    assert epoch(loader)[0].tolist() == [0, 0] and not iter(loader)._core.shipment()[2][3]
