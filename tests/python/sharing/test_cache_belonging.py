@@ -160,16 +160,3 @@ def test_a_file_is_enough_if_the_dataset_can_no_longer_make_its_samples(path):
         __qualname__ = "Missing"
 
     assert is_correct(cached(path, Present())) and is_correct(cached(path, Missing()))
-
-
-def test_workers_on_other_machines_belong_to_one_opening(path, tmp_path):
-    from remote_support import LoopbackContext
-
-    data = Rows(200, str(tmp_path / "builders"))
-    loader = rustloader.DataLoader(
-        cached(path, data), batch_size=5, num_workers=2, multiprocessing_context=LoopbackContext(tmp_path)
-    )
-    for _ in range(3):
-        assert [number for batch in loader for number in batch[1].tolist()] == list(range(200))
-    # Two of them are made a second time, to check that the dataset is not random.
-    assert len(data.builders()) == 202

@@ -69,11 +69,19 @@ def test_the_file_of_another_dataset_is_refused(filled, given, text):
     assert os.stat(filled).st_mtime_ns == before.st_mtime_ns and is_correct(cached(filled))
 
 
-def test_a_damaged_header_is_named(filled):
+@pytest.mark.parametrize(
+    ("place", "damage", "text"),
+    [
+        (b"version", b'"', r"^the header of .* is damaged: give another path, or remove the file$"),
+        (8, (99).to_bytes(8, "little"), "has version 99 of the cache format, but this rustloader reads 2"),
+    ],
+    ids=["damaged", "another format"],
+)
+def test_a_header_that_cannot_be_read_is_named(filled, place, damage, text):
     with open(filled, "r+b") as file:
-        file.seek(file.read(4096).index(b"version"))
-        file.write(b'"')
-    with pytest.raises(ValueError, match=r"^the header of .* is damaged: give another path, or remove the file$"):
+        file.seek(place if isinstance(place, int) else file.read(4096).index(place))
+        file.write(damage)
+    with pytest.raises(ValueError, match=text):
         cached(filled)
 
 
@@ -115,25 +123,6 @@ def test_the_next_program_retries_samples_that_could_not_be_kept(path):
         assert samples.usage().samples_bytes > 0
     finally:
         Elsewhere.refuses = True
-
-
-def test_the_format_of_another_version_is_named(filled):
-    with open(filled, "r+b") as file:
-        file.seek(8)
-        file.write((99).to_bytes(8, "little"))
-    with pytest.raises(ValueError, match="has version 99 of the cache format, but this rustloader reads 2"):
-        cached(filled)
-
-
-@pytest.mark.parametrize("length", [9000, 100_000])
-def test_a_truncated_file_is_used_as_far_as_it_is_intact(filled, length):
-    with open(filled, "r+b") as file:
-        file.truncate(length)
-    data = Rows()
-    samples = cached(filled, data)
-    assert is_correct(samples) and 0 < data.built <= (200 if length == 9000 else 190)
-    data.built = 0
-    assert is_correct(samples) and data.built == 0
 
 
 def test_a_larger_limit_enlarges_a_file(path):

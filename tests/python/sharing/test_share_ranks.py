@@ -332,6 +332,46 @@ def test_datasets_share_each_attribute_by_its_name(run):
     assert len(set(notes)) == 2 and all(notes.count(line) == 2 for line in notes), notes
 
 
+MEET = """
+    def meet(word):
+        note(word)
+        while sum(line.endswith(word) for line in lines()) < 2: time.sleep(0.01)
+"""
+
+
+def test_ranks_share_one_cache(run):
+    body = """
+    import torch
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 100
+        def __getitem__(self, index):
+            return torch.full((10,), index)
+    cached, own = rustloader.cache(Data(), key="train"), range(int(rank), 100, 2)
+    loader = rustloader.DataLoader(torch.utils.data.Subset(cached, own), batch_size=5, num_workers=1)
+    assert torch.cat(list(loader))[:, 0].tolist() == [*own]
+    meet("filled")
+    assert all(int(cached[n][0]) == n for n in range(100))
+    meet("read")
+    note(f"cache {os.fstat(cached.table.fileno()).st_ino} {cached.usage().hits} {cached.usage().misses}")
+    """
+    status, errors = wait_for_end(run(MEET + body))
+    assert status == [0, 0], errors
+    one, other = noted(run, "cache")
+    assert one == other and one.split()[2:] == ["200", "100"], (one, other)
+
+
+def test_ranks_with_different_datasets_share_no_cache(run):
+    body = """
+    try:
+        rustloader.cache(range(98 + int(rank)), key="train")
+    finally:
+        meet("came")
+    """
+    status, errors = wait_for_end(run(MEET + body))
+    assert sorted(status) == [0, 1] and "all ranks must make the same calls with a key" in "".join(errors), errors
+
+
 # In this process
 
 

@@ -43,7 +43,7 @@ def last_images(loader):
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_kept_batches_stay_untouched_whatever_ends_first(persistent):
-    dataset = Images(500, (3, 60, 60))
+    dataset = Images(500, (3, 80, 80))
     loader = DataLoader(dataset, batch_size=1, num_workers=2, persistent_workers=persistent)
     iterator = iter(loader)
     pids = worker_pids(iterator)

@@ -144,6 +144,9 @@ def test_what_keeps_a_sample_reaches_no_batch(name, keep):
     assert stats.copies.count == 10 and stats.copies.adopted == 0
 
 
+# Programs in which arrays become no tensors of the arena, or others than torch's function would make
+
+
 class KeepsTensors:
     """A `collate_fn` of the program that keeps what torch's function returns, and writes into it later."""
 
@@ -155,15 +158,6 @@ class KeepsTensors:
             tensor[:] = 255
         self.kept.append(default_convert(sample))
         return self.kept[-1]
-
-
-def test_a_collate_fn_that_keeps_its_tensors_changes_no_batch():
-    batches, stats = batches_of(Made(fresh, 10), collate_fn=KeepsTensors(), prefetch_factor=4)
-    assert [int(batch.max()) for batch in batches] == [*range(10)]
-    assert stats.copies.count == 10 and stats.copies.adopted == 0
-
-
-# Where torch's function would return something else
 
 
 class AddsOne(TorchFunctionMode):
@@ -181,6 +175,14 @@ def replace_as_tensor(worker_id):
     torch.as_tensor = lambda data: original(data) + 1
 
 
+def replace_default_convert(worker_id):
+    torch.utils.data._utils.collate.default_convert = lambda data: data
+
+
+def register_reducer(worker_id):
+    ForkingPickler.register(np.ndarray, lambda array: (int, ()))
+
+
 class ReplacesAsTensor(Made):
     """Replaces `as_tensor` in the dataset, after the fetcher was created."""
 
@@ -190,32 +192,29 @@ class ReplacesAsTensor(Made):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("init", [enter_mode, replace_as_tensor, None])
-def test_a_changed_as_tensor_is_respected(init):
-    kind = Made if init else ReplacesAsTensor
-    batches, _ = batches_of(kind(fresh), collate_fn=default_convert, worker_init_fn=init)
-    assert [int(batch.min()) for batch in batches] == [1, 2, 3, 4, 5, 6]
+class InLists(Made):
+    def __getitem__(self, index):
+        return [super().__getitem__(index)]
 
 
-def replace_default_convert(worker_id):
-    torch.utils.data._utils.collate.default_convert = lambda data: data
+# The dataset, options of the loader, the type of the batches, and what is added to their numbers.
+CHANGED = {
+    "kept by collate_fn": (Made, {"collate_fn": KeepsTensors()}, torch.Tensor, 0),
+    "a mode of torch": (Made, {"worker_init_fn": enter_mode}, torch.Tensor, 1),
+    "as_tensor replaced": (Made, {"worker_init_fn": replace_as_tensor}, torch.Tensor, 1),
+    "as_tensor replaced later": (ReplacesAsTensor, {}, torch.Tensor, 1),
+    "default_convert replaced": (InLists, {"worker_init_fn": replace_default_convert}, np.ndarray, 0),
+    "a reducer of arrays": (Made, {"worker_init_fn": register_reducer}, torch.Tensor, 0),
+}
 
 
-def test_a_replaced_default_convert_is_called():
-    batches, _ = batches_of(
-        Made(lambda i: [fresh(i)]), collate_fn=default_convert, worker_init_fn=replace_default_convert
-    )
-    assert [type(batch[0]) for batch in batches] == [np.ndarray] * 6
-
-
-def register_reducer(worker_id):
-    ForkingPickler.register(np.ndarray, lambda array: (int, ()))
-
-
-def test_reducers_of_arrays_do_not_meet_those_of_tensors():
-    batches, stats = batches_of(Made(fresh), collate_fn=default_convert, worker_init_fn=register_reducer)
-    assert [int(batch.max()) for batch in batches] == [*range(6)]
-    assert stats.copies.adopted == 0
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_the_program_changes_is_respected(name):
+    kind, options, batch, added = CHANGED[name]
+    batches, stats = batches_of(kind(fresh, 10), **{"collate_fn": default_convert, **options}, prefetch_factor=4)
+    assert {type(array_in(each)) for each in batches} == {batch}
+    assert [int(array_in(each).max()) for each in batches] == [index + added for index in range(10)]
+    assert stats.copies.adopted == 0 or batch is np.ndarray
 
 
 def refuse(tensor):

@@ -111,6 +111,8 @@ def test_values_that_run_no_program_code_when_pickled_are_pickled_once(value, mo
 
 
 def test_methods_and_arrays_arrive_as_with_multiprocessing(monkeypatch):
+    # Sharing an array, which another test may have done, registers a reducer for all arrays.
+    monkeypatch.delitem(reduction.ForkingPickler._extra_reducers, np.ndarray, raising=False)
     plain = Plain(np.arange(6.0).reshape(2, 3))
     got, method, part = arrived((plain, plain.method, functools.partial(plain.method)), monkeypatch)
     assert method.__self__ is got and part.func.__self__ is got
