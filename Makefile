@@ -83,14 +83,11 @@ kinds = @awk -F ' := [^\#]*\# ' '/^$(1)\.[a-z-]+ := .*\# / { sub(/^$(1)\./, "", 
 
 # Programs that inject random faults or run random programs, for minutes each. `make test-all` runs a short form of
 # each, and `make test` of most.
-STRESS.kill := faults.kill # kill workers and main processes at random moments
 STRESS.matrix := faults.matrix --all # end a worker in every way, at every place, under every kind of loader
 STRESS.restarts := faults.restarts # kill workers that are restarted (ARGS='--leaks 1000': many restarts in one iterator)
 STRESS.connections := faults.connections # cut, delay and stall connections to remote workers
-STRESS.interrupts := faults.interrupts # interrupt programs at random moments
-STRESS.caches := faults.caches # fill one cache from several processes, some of which are killed
-STRESS.cache-programs := faults.cache_programs # compare random programs over caches with a model
-STRESS.ends := faults.ends --all # end main processes in every way, at every place
+STRESS.cache-programs := faults.cache_programs # compare random programs over caches, some of which are killed, with a model
+STRESS.ends := faults.ends # interrupt, kill and end main processes at random moments
 STRESS.drops := faults.drops # drop iterators at random moments
 STRESS.forks := faults.forks # fork while other loaders run
 STRESS.failures := faults.failures # make each system call of an epoch fail
@@ -104,7 +101,7 @@ STRESS.gpu := faults.device_stress # delay streams and drop batches on a CUDA de
 STRESS.gpu-sanitizer := faults.device_stress --small --epochs 1 # run an epoch under compute-sanitizer
 STRESS.KINDS := $(sort $(patsubst STRESS.%,%,$(filter-out STRESS.KINDS,$(filter STRESS.%,$(.VARIABLES)))))
 SANITIZER ?= compute-sanitizer
-stress: build $(if $(filter ray%,$(KIND)),$(RAY)/.made-with) $(if $(filter failures,$(KIND)),failpoints) ## Inject random faults or run random programs: KIND=kill, interrupts, ... (make stress alone lists them)
+stress: build $(if $(filter ray%,$(KIND)),$(RAY)/.made-with) $(if $(filter failures,$(KIND)),failpoints) ## Inject random faults or run random programs: KIND=soak, ends, ... (make stress alone lists them)
 ifeq ($(or $(KIND),help),help)
 	@echo 'make stress KIND=... (ARGS=--help explains a kind). Each prints the seed of a failure. The kinds:'
 	$(call kinds,STRESS)

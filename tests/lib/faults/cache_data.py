@@ -2,9 +2,33 @@
 
 import os
 
+import numpy as np
 import torch
+from torch.utils.data import Dataset
 
-from .caches import Samples
+
+class Samples(Dataset):
+    """Deterministic samples of many sizes and types."""
+
+    def __init__(self, length, large):
+        self.length, self.large = length, large
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        size = 1 + index * 37 % self.large
+        match index % 5:
+            case 0:
+                return torch.full((size,), index)
+            case 1:
+                return {"array": np.full(size, index, np.int16), "text": str(index) * (index % 50)}
+            case 2:
+                return index, bytes([index % 256]) * size
+            case 3:
+                return {index, size}
+            case _:
+                return [torch.arange(3), (index, None), index / 7]
 
 
 class Scans(Samples):

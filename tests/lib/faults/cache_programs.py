@@ -1,9 +1,9 @@
 """Random programs that use caches, with a model as the judge: `make stress KIND=cache-programs`.
 
-A program makes several runs over one cache: other start methods, ranks, orders and datasets, deaths, and damage to the
-file between two runs. Required: every sample delivered is the dataset's own; a dataset whose samples are not those in
-the file is refused, and no other; a file that is not a cache stays as it is; with nothing lost or damaged, each sample
-is made once.
+A program makes several runs over one cache: other start methods, ranks, orders and datasets, ranks that are killed as
+they fill the cache, and damage to the file between two runs. Required: every sample delivered is the dataset's own; a
+dataset whose samples are not those in the file is refused, and no other; a file that is not a cache stays as it is;
+with nothing lost or damaged, each sample is made once; the cache stays within its limit, and no rank waits for another.
 """
 
 import copy
@@ -92,8 +92,8 @@ class Trial:
             shuffled=draws.random() < 0.5,
             opened_early=draws.random() < 0.3,
             damage=draws.choice(damages),
-            killed=draws.random() < 0.1,
-            ranks=draws.choice([1, 1, 2]),
+            killed=draws.random() < 0.2,
+            ranks=draws.choice([1, 1, 2, 3]),
             seed=draws.randrange(1 << 30),
         )
 
@@ -146,7 +146,16 @@ class Trial:
             results = [self._epochs(run, cached, orders[0])]
         else:
             results = self._in_children(run, cached, orders)
-        return model.judge(run, orders, results, before, cached.usage())
+        usage = cached.usage()
+        wrong = []
+        if usage.samples_bytes + usage.bytes_unused + usage.bytes_left > usage.limit or usage.limit > self.limit():
+            wrong.append(f"the cache exceeds its limit: {usage}")
+        if usage.damaged and not model.is_damaged:
+            wrong.append(f"{usage.damaged} samples are damaged")
+        return wrong + model.judge(run, orders, results, before, usage)
+
+    def limit(self):
+        return {LARGE: 64 << 20, "128KiB": 128 << 10}[self.memory]
 
     def _order(self, run, rank):
         order = list(range(rank, self.length, run.ranks))[: max(1, int(self.length * run.share / run.ranks))]
@@ -276,9 +285,11 @@ class Model:
     def __init__(self, trial):
         self.trial = trial
         self.owners = [{None} for _ in range(trial.length)]
+        self.is_damaged = False
 
     def lose(self):
         """Any record may be lost."""
+        self.is_damaged = True
         for owners in self.owners:
             owners.add(None)
 

@@ -1,175 +1,236 @@
-"""A main process ends in every way, at every place, whatever its workers are doing: `make stress KIND=ends`.
+"""Main processes that end at random moments in many ways: `make stress KIND=ends ARGS='--count 1000 --seed S'`.
 
-Required: it ends within its deadline, even if its workers are in samples that take a minute and ignore SIGTERM; its
-exit status and output match the way it ends, with at most one traceback; a second later no worker and no file is left.
+SIGINT goes to the main process alone, to its whole process group as from a terminal, or twice. SIGKILL and SIGTERM go
+to the main process, and so does a signal whose handler raises, or calls `sys.exit` or `os._exit`; some programs end by
+themselves. The signals arrive in next(), in the user's own code, during start, shutdown or exit. The workers are quick,
+slow, stuck and deaf to SIGTERM, or die repeatedly and are replaced.
+Required: the process ends with the status of its way, prints at most one traceback for each exception and nothing else,
+and leaves no worker and no file.
 """
 
 import contextlib
-import itertools
-import multiprocessing.util
+import logging
 import os
-import random
 import signal
 import sys
 import time
+from collections import Counter
 from typing import NamedTuple
 
 import torch
 from torch.utils.data import Dataset
 
 from . import mains
-from .matrix import covering
-from .trials import arguments
+from .trials import ONLY, arguments, drawn
 
-# "os._exit", "error" and "sys.exit" happen in a signal handler, wherever the process is; "return" ends the script.
-WAYS = ["SIGKILL", "SIGTERM", "os._exit", "error", "sys.exit", "return"]
-PLACES = ["next", "user", "shutdown"]
-METHODS = ["fork", "forkserver", "spawn"]
-IGNORED = "Exception ignored in"
-STATUS = {"SIGKILL": -signal.SIGKILL, "SIGTERM": -signal.SIGTERM, "os._exit": 3, "error": 1, "sys.exit": 4, "return": 0}
+# Weighted: fork servers and spawned interpreters are slow to start.
+METHODS = ["fork"] * 18 + ["forkserver", "spawn"]
+PLACES = ["next", "user", "start", "shutdown", "del", "exit"]
+# {way: (the signal, the most tracebacks, the exit status)}
+WAYS = {
+    "interrupt": (signal.SIGINT, 1, (-signal.SIGINT, 130)),
+    "interrupt of the group": (signal.SIGINT, 1, (-signal.SIGINT, 130)),
+    "two interrupts": (signal.SIGINT, 2, (-signal.SIGINT, 130)),
+    "kill": (signal.SIGKILL, 0, (-signal.SIGKILL,)),
+    "terminate": (signal.SIGTERM, 0, (-signal.SIGTERM,)),
+    "os._exit": (signal.SIGUSR1, 0, (3,)),
+    "sys.exit": (signal.SIGUSR1, 0, (4,)),
+    "error": (signal.SIGUSR1, 1, (1,)),
+    "by itself": (None, 0, ()),
+}
+IGNORED = "Exception ignored"
 
 
-class Case(NamedTuple):
-    way: str
+class Trial(NamedTuple):
+    """A program, and how it ends."""
+
     place: str
     method: str
-    # Workers are in samples that take a minute, and ignore SIGTERM.
-    stuck: bool
+    workers: int
     persistent: bool
     pinned: bool
+    # "quick", "slow", "stuck" or "mortal".
+    items: str
+    # One of WAYS.
+    way: str
+    moment: float
+    # Seconds between two signals.
+    apart: float
 
-    def __str__(self):
-        flags = [name for name in ("stuck", "persistent", "pinned") if getattr(self, name)]
-        return " ".join([self.way, self.place, self.method, *flags])
-
-
-def all_cases():
-    """The full product, without impossible cases: a script cannot return while it is in next()."""
-    yes_no = (False, True)
-    product = itertools.starmap(Case, itertools.product(WAYS, PLACES, METHODS, yes_no, yes_no, yes_no))
-    return [case for case in product if case.way != "return" or case.place == "user"]
-
-
-class Items(Dataset):
-    """Fast samples; if `stuck`, all but the first four take a minute each."""
-
-    def __init__(self, stuck):
-        self.stuck = stuck
-
-    def __len__(self):
-        return 1_000_000
-
-    def __getitem__(self, i):
-        if self.stuck and i >= 4:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            end = time.monotonic() + 60
-            while time.monotonic() < end:
-                time.sleep(60)
-        return torch.full((5000,), i)
+    @classmethod
+    def random(cls, rng):
+        return cls(
+            place=rng.choice(PLACES),
+            method=rng.choice(METHODS),
+            workers=rng.randint(1, 3),
+            persistent=rng.random() < 0.5,
+            pinned=rng.random() < 0.3,
+            items=rng.choice(["quick", "quick", "slow", "stuck", "mortal", "mortal"]),
+            way=rng.choice([*WAYS, *list(WAYS)[:4]]),
+            moment=rng.random(),
+            apart=rng.choice([0, 0.001, 0.02, 0.3]) * rng.random(),
+        )
 
 
 class Deliberate(Exception):
     pass
 
 
-class Program:
-    """A script with two workers that goes to a place and stays there until it is ended."""
+class Items(Dataset):
+    """Quick or slow samples. "stuck": from the seventh on they take a minute; "mortal": each fifth ends its worker."""
 
-    def __init__(self, case):
-        self.case = case
+    samples_made = 0  # in this process
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, i):
+        if self.kind == "slow":
+            time.sleep(0.005)
+        elif self.kind == "mortal":
+            self.samples_made += 1
+            if self.samples_made % 5 == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        elif self.kind == "stuck" and i >= 6:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            end = time.monotonic() + 60
+            while time.monotonic() < end:
+                with contextlib.suppress(KeyboardInterrupt):
+                    time.sleep(60)
+        return torch.full((5000,), i)
+
+
+class Program:
+    """A script."""
+
+    def __init__(self, trial):
+        self.trial = trial
 
     def run(self):
         from support import DataLoader
 
-        case = self.case
+        trial = self.trial
         signal.signal(signal.SIGUSR1, self.end)
-        if case.pinned:
+        if trial.pinned:
             mains.pin_for_good()
+        # Hides the line of each restart.
+        logging.getLogger("rustloader").setLevel(logging.ERROR)
         self.loader = DataLoader(
-            Items(case.stuck),
+            Items(trial.items),
             batch_size=None,
-            num_workers=2,
-            worker_init_fn=linger if case.place == "shutdown" else None,
-            multiprocessing_context=case.method,
-            persistent_workers=case.persistent,
-            pin_memory=case.pinned,
+            num_workers=trial.workers,
+            multiprocessing_context=trial.method,
+            persistent_workers=trial.persistent,
+            pin_memory=trial.pinned,
+            max_restarts=1000 if trial.items == "mortal" else None,
         )
-        iterator = iter(self.loader)
-        mains.report("pids", [worker.pid for worker in iterator._workers])
-        for _ in range(4):
-            next(iterator)
-        mains.report("ready")
-        getattr(self, case.place)(iterator)
+        mains.report("begin")
+        getattr(self, f"in_{trial.place}")()
 
     def end(self, *_):
-        match self.case.way:
+        match self.trial.way:
             case "os._exit":
                 os._exit(3)
-            case "error":
-                raise Deliberate
             case "sys.exit":
                 sys.exit(4)
+            case "error":
+                raise Deliberate
 
-    def next(self, iterator):
-        while True:
+    def first(self, count=4):
+        iterator = iter(self.loader)
+        for _ in range(count):
             next(iterator)
+        return iterator
 
-    def user(self, iterator):
-        self.kept = iterator
-        if self.case.way != "return":
-            while True:
-                sum(range(1000))
+    def times(self):
+        # A shutdown waits 5 s for stuck workers.
+        return range(2 if self.trial.items == "stuck" or self.trial.way == "by itself" else 10)
 
-    def shutdown(self, iterator):
-        """A slow shutdown, since the workers are slow to exit. No workers start meanwhile: if a signal handler raises
-        in Python's own fork hooks, the exception is printed and ignored."""
-        iterator._shutdown_workers()
-        self.user(iterator)
+    def in_next(self):
+        if self.trial.items == "stuck" and self.trial.way == "by itself":
+            return
+        for _ in [*self.times()] * 2:
+            for batch in self.loader:
+                del batch
+
+    def in_user(self):
+        iterator = self.first()
+        mains.report("ready")
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            sum(range(1000))
+        del iterator
+
+    def in_start(self):
+        for _ in range(10):
+            iterator = iter(self.loader)
+            if self.trial.persistent:
+                iterator._shutdown_workers()
+
+    def in_shutdown(self):
+        for _ in self.times():
+            iterator = self.first()
+            mains.report("ready")
+            iterator._shutdown_workers()
+
+    def in_del(self):
+        for _ in self.times():
+            iterator = self.first()
+            mains.report("ready")
+            self.loader._iterator = None
+            del iterator
+
+    def in_exit(self):
+        self.kept = self.first()
+        mains.report("ready")
 
 
-def linger(_):
-    """A worker_init_fn that delays the worker's exit."""
-    multiprocessing.util.Finalize(None, time.sleep, (2,), exitpriority=1)
-
-
-def drive(main, case, figures, limit):
+def drive(main, trial, figures, limit, outlive):
     """Ends the process. Returns the problems found."""
-    main.listen(mains.LIMIT * 2, lambda reports: any(kind == "ready" for kind, _ in reports))
-    if not main.reported("ready"):
-        main.abandon()
-        return ["it does not reach the place"]
-    # Let the wait or the shutdown begin.
-    main.listen(0.1)
-    start, sent, status = time.monotonic(), 0, None
-    # A shutdown may take 5 s, and an exit 0.7 s more.
-    while status is None and time.monotonic() - start < 20 + limit:
-        # If the handler raises in a callback, such as a weak reference's, Python prints and ignores the exception.
-        # The signal is then sent again.
-        if case.way != "return" and sent <= main.output().count(IGNORED):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(main.pid, getattr(signal, case.way, signal.SIGUSR1))
-            sent += 1
-        status = main.wait(0.5)
-    figures["took"] = max(figures["took"], time.monotonic() - start)
+    mark = "begin" if trial.place in ("next", "start") else "ready"
+    main.listen(mains.LIMIT, lambda reports: any(kind == mark for kind, _ in reports))
+    main.listen(trial.moment * 0.4)
+    number, _, expected = WAYS[trial.way]
+    if trial.way == "kill":
+        outlive = main.patience(outlive)
+    for shot in range({"by itself": 0, "two interrupts": 2}.get(trial.way, 1)):
+        main.listen(trial.apart if shot else 0)
+        with contextlib.suppress(ProcessLookupError):
+            (os.killpg if trial.way in ("interrupt of the group", "two interrupts") else os.kill)(main.pid, number)
+    shot_at = time.monotonic()
+    status = main.wait(limit)
+    took = time.monotonic() - shot_at
+    figures["took"] = max(figures["took"], took)
     wrong = []
     if status is None:
         wrong.append("it does not end")
         main.abandon()
-    elif status != STATUS[case.way]:
+    elif status not in (0, *expected):
         wrong.append(f"it ends with status {status}")
-    gone = main.none_left(max(5, limit))
-    figures["gone"] = max(figures["gone"], gone or 0)
-    if gone is None or gone > limit:
+    figures["by itself" if status == 0 else "ended"] += 1
+    gone = main.none_left(max(outlive, 5))
+    if gone is None or gone > outlive:
         wrong.append(f"workers left, gone after {gone} s")
+    figures["gone"] = max(figures["gone"], gone or 0)
     return wrong
 
 
-def check_output(case, output):
-    """Returns problems with the output: anything that the way of ending does not explain."""
-    tracebacks = output.count("Traceback (most recent call last)") - output.count(IGNORED)
-    if case.way == "error":
-        return [] if tracebacks == 1 and output.rstrip().endswith("Deliberate") else [f"{tracebacks} tracebacks"]
-    return ["unexpected output"] if tracebacks or (output.strip() and IGNORED not in output) else []
+def check_output(trial, output, figures):
+    """Returns problems with the output: each exception of the main process explains one traceback, none of a worker.
+    Python prints and ignores an exception that a handler raises in a callback, such as a weak reference's."""
+    figures["ignored"] += IGNORED in output
+    _, most, _ = WAYS[trial.way]
+    wrong = []
+    if output.count("Traceback (most recent call last)") - (most == 0 and output.count(IGNORED)) > most:
+        wrong.append("too many tracebacks")
+    if "Process-" in output or "workers/main.py" in output:
+        wrong.append("a worker's traceback")
+    if output.strip() and not any(text in output for text in ("KeyboardInterrupt", "Deliberate", IGNORED)):
+        wrong.append("unexpected output")
+    return wrong
 
 
 def main():
@@ -177,27 +238,28 @@ def main():
     args = arguments(
         "ends",
         __doc__,
-        all=(False, "run the full product, not only a set that covers each pair"),
-        seed=(0, "seed of the covering set"),
-        limit=(1.0, "seconds that workers may outlive main"),
-        only=([], "run only cases with these words"),
+        count=(100, "the number of programs"),
+        only=ONLY,
+        limit=(30.0, "seconds within which the process must end"),
+        outlive=(1.0, "seconds that workers may outlive the process"),
+        show=(False, "print the output of each program"),
     )
     mains.prepare()
-    cases = [case for case in all_cases() if set(args.only) <= set(str(case).split())]
-    cases = cases if args.all else covering(args.seed, cases)
-    figures, start = dict.fromkeys(["took", "gone"], 0), time.monotonic()
-    random.Random(args.seed).shuffle(cases)
+    figures, start = Counter(), time.monotonic()
     failed, run = mains.run_all(
-        [(str(case), case) for case in cases],
+        drawn(Trial, args.count, args),
         Program,
-        drive=lambda process, case: drive(process, case, figures, args.limit),
-        check_output=check_output,
+        drive=lambda process, trial: drive(process, trial, figures, args.limit, args.outlive),
+        check_output=lambda trial, output: check_output(trial, output, figures),
+        show=args.show,
     )
     if run is not None:
         return run
+    spent, count = time.monotonic() - start, args.count if args.only is None else 1
     print(
-        f"{len(cases)} ends, {failed} wrong, {time.monotonic() - start:.0f} s; longest end of main "
-        f"{figures['took']:.2f} s, longest from there to the last worker's end {figures['gone']:.2f} s"
+        f"{count} programs, {failed} wrong, {spent:.0f} s: {figures['ended']} were ended, {figures['by itself']} ended "
+        f"by themselves ({figures['ignored']} with an exception that Python ignored); longest from the signal to the "
+        f"end {figures['took']:.2f} s, longest from there to the last worker's end {figures['gone']:.2f} s"
     )
     return lambda: sys.exit(bool(failed))
 

@@ -39,6 +39,10 @@ def prepare():
     # Started here, the helpers of multiprocessing do not count as left behind by a trial.
     multiprocessing.forkserver.ensure_running()
     multiprocessing.resource_tracker.ensure_running()
+    # The fork server answers once it has imported what it preloads.
+    process = multiprocessing.get_context("forkserver").Process(target=int)
+    process.start()
+    process.join()
     # At exit, the garbage collector traverses all objects twice.
     gc.freeze()
 

@@ -1,9 +1,10 @@
-"""Datasets of the restart driver: samples that identify themselves, bad samples, and one that is stuck once."""
+"""Datasets of several drivers: samples that identify themselves, bad samples, and one at which a fault happens once."""
 
 import ctypes
 import multiprocessing.util
 import os
 import random
+import signal
 import time
 from typing import NamedTuple
 
@@ -28,6 +29,32 @@ def stuck_in_c():
     ctypes.PyDLL(None).read(reader, ctypes.create_string_buffer(1), ctypes.c_size_t(1))
 
 
+class Fault(NamedTuple):
+    """What happens at a sample, once; `marker` is the file that remembers it. Names that are unknown here do nothing:
+    such faults come from the main process."""
+
+    name: str
+    index: int
+    marker: str
+
+    def happen(self):
+        """Returns what replaces the sample, or None."""
+        match self.name:
+            case "error":
+                raise Bad(f"sample {self.index} fails")
+            case "unpicklable":
+                return lambda: None
+            case "segv":
+                signal.raise_signal(signal.SIGSEGV)
+            case "exit":
+                os._exit(3)
+            case "late":
+                time.sleep(1.5)
+            case "stuck":
+                time.sleep(10 * STUCK)
+        return None
+
+
 class Data:
     """Samples 0 to n-1.
 
@@ -36,8 +63,11 @@ class Data:
         bad: Indices of the samples that raise.
         stuck: Index of the sample that is stuck the first time, or None.
         held: Whether it is stuck in C and holds the GIL.
+        fault: What else happens at a sample, or None.
         folder: Where workers leave their pids, and the stuck sample its marker; None in an undisturbed run.
     """
+
+    fault = None
 
     def __init__(self, n, size, delay, draws, bad=frozenset(), stuck=None, held=False, pickled=False, folder=None):
         self.n, self.size, self.delay, self.draws, self.bad = n, size, delay, draws, bad
@@ -62,6 +92,10 @@ class Data:
         if i == self.stuck and self.folder is not None and first_time(os.path.join(self.folder, "stuck")):
             stuck_in_c() if self.held else time.sleep(STUCK)
         time.sleep(self.delay)
+        if self.fault is not None and i == self.fault.index and first_time(self.fault.marker):
+            replaced = self.fault.happen()
+            if replaced is not None:
+                return replaced
         if i in self.bad:
             raise Bad(f"sample {i} is bad")
         tensor = torch.full((self.size,), i, dtype=torch.int32)
@@ -100,12 +134,14 @@ class CountingSamples(Samples):
 
 
 class Stream(Data, IterableDataset):
-    """Worker w of W yields every W-th sample from w on. The iterator survives a bad sample."""
+    """Worker w of W yields every W-th sample from w on. The iterator survives a bad sample. A fault's error ends it:
+    later batches would have other boundaries than without the error."""
 
     workers = 1
 
     def __iter__(self):
-        return Reader(self, worker_id() or 0)
+        reader = Reader(self, worker_id() or 0)
+        return (sample for sample in reader) if self.fault is not None and self.fault.name == "error" else reader
 
 
 class StatefulStream(Stream):
@@ -194,11 +230,11 @@ class Settings(NamedTuple):
             seed=rng.randrange(1 << 31),
         )
 
-    def loader(self, cls, context, of_data=None, **options):
+    def loader(self, cls, context, of_data=None, fault=None, **options):
         """Creates a loader of class `cls`. `of_data` are arguments of its dataset."""
         draws = self.seed_by is not None
         dataset = KINDS[self.kind](self.n, self.size, self.delay, draws, pickled=self.pickled, **of_data or {})
-        dataset.workers = self.workers
+        dataset.workers, dataset.fault = self.workers, fault
         torch.manual_seed(self.seed)
         return cls(
             dataset,

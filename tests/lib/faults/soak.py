@@ -1,7 +1,7 @@
 """Endurance: random loaders with random faults, for as long as you like (`make stress KIND=soak`).
 
-One main process creates one loader after another. Each batch is compared by hash with that of torch's loader, before
-and after a fault; with restarts, a stall timeout or skipped samples, all batches must come. Some batches are kept over
+One main process creates one loader after another. Each batch is compared by hash with that of an undisturbed loader,
+before and after a fault; with restarts, a stall timeout or skipped samples, all batches must come. Some are kept over
 many epochs and checked again. Each minute a line shows what the process holds. The exit status is 1 if a batch was
 wrong, a fault had the wrong effect, or the figures have grown.
 """
@@ -20,9 +20,9 @@ import time
 import warnings
 
 import torch
-from support import DataLoader, TorchDataLoader, arena_bytes, mappings, open_files, trim_pool, within
+from support import DataLoader, arena_bytes, mappings, open_files, trim_pool, within
 
-from .soak_data import KINDS, Fault, Spec, loader_of, without_bad
+from .restart_data import Fault, Settings
 from .trials import arguments, hash_of
 
 METHODS = ["fork"] * 30 + ["forkserver", "spawn"]
@@ -37,66 +37,44 @@ KEPT = 30  # the most batches that are kept; the oldest is dropped first
 class Soak:
     def __init__(self, seed, folder):
         self.rng, self.folder = random.Random(seed), folder
-        self.known = {}
         self.kept = collections.deque()
         self.counts = collections.Counter()
         self.wrong = []
 
-    def expected(self, spec):
-        """Returns the hashes of torch's batches."""
-        if spec not in self.known:
-            if len(self.known) > 200:
-                self.known.clear()
-            self.known[spec] = [hash_of(batch) for batch in without_bad(TorchDataLoader, spec)]
-        return self.known[spec]
-
-    def any_spec(self):
-        choose = self.rng.choice
-        stream = self.rng.random() < 0.25
-        return Spec(
-            kind=choose(KINDS),
-            stream=stream,
-            length=choose([7, 40, 160]),
-            batch_size=choose([None, 1, 3, 8]),
-            workers=self.rng.randint(1, 4),
-        )
-
-    def any_fault(self, spec):
+    def any_fault(self, settings):
         if self.rng.random() < 0.5:
             return None
-        name = self.rng.choice(FAULTS)
-        return Fault(name, self.rng.randrange(spec.length), os.path.join(self.folder, "happened"))
+        return Fault(self.rng.choice(FAULTS), self.rng.randrange(settings.n), os.path.join(self.folder, "happened"))
 
     def epoch(self):
         """Runs one to three epochs of a loader, with or without a fault."""
-        spec, rng = self.any_spec(), self.rng
-        fault = self.any_fault(spec)
-        if fault is not None and fault.name == "bad":
-            spec = spec._replace(bad=fault.index)
-        expected = self.expected(spec)
+        rng = self.rng
+        settings = Settings.random(rng, ["map", "map", "map", "stream"], most_workers=4, epochs=[1, 2, 3])
+        # An epoch that is tried again draws another order.
+        settings = settings._replace(shuffle=False, seed_by=None, size=min(settings.size, 6000))
+        fault = self.any_fault(settings)
+        of_data = {"bad": {fault.index}} if fault is not None and fault.name == "bad" else {}
+        undisturbed = settings._replace(persistent=False).loader(DataLoader, "fork", of_data, on_error="skip")
+        expected = [hash_of(batch) for batch in undisturbed]
         options = {
-            "num_workers": spec.workers,
-            "prefetch_factor": rng.randint(1, 4),
-            "persistent_workers": rng.random() < 0.4,
-            "in_order": rng.random() < 0.7,
             "multiprocessing_context": rng.choice(METHODS),
             "pin_memory": rng.random() < 0.25,
-            "dispatch": rng.choice([None, "shared_queue"]),
-            "reorder_window": rng.choice([None, None, 1, 3, 32, "64kB"]),
-            "worker_threads": None if spec.stream else rng.choice([None, None, 3]),
+            "worker_threads": None if settings.kind == "stream" else rng.choice([None, None, 3]),
         }
         options |= self.survival(fault, options)
-        about = f"{spec} {fault} {options}"
+        about = f"{settings} {fault} {options}"
         with contextlib.ExitStack() as stack:
             stack.callback(self.forget, fault)
             if options["pin_memory"]:
                 from pinning_support import pinning
 
                 stack.enter_context(pinning())
-            loader = loader_of(DataLoader, spec, fault, **options)
-            for number in range(rng.randint(1, 3)):
+            context = options.pop("multiprocessing_context")
+            loader = settings.loader(DataLoader, context, of_data, fault, **options)
+            options["in_order"] = settings.in_order
+            for number in range(settings.epochs):
                 now, before = (fault, None) if number == 0 else (None, fault)
-                self.run_epoch(loader, spec, now, before, expected, options, about)
+                self.run_epoch(loader, now, before, expected, options, about)
 
     def survival(self, fault, options):
         """Returns the options that decide whether an epoch survives its fault."""
@@ -115,7 +93,7 @@ class Soak:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(fault.marker)
 
-    def run_epoch(self, loader, spec, fault, before, expected, options, about):
+    def run_epoch(self, loader, fault, before, expected, options, about):
         body = lambda: self.iterate(loader, fault, before, expected, options)  # noqa: E731
         try:
             with within(LIMIT):
@@ -146,6 +124,8 @@ class Soak:
             except Exception as error:
                 errors.append(error)
                 if len(errors) > 1 or is_final(error):
+                    if is_final(error) and "timed out" not in str(error):
+                        errors += repeated(iterator)
                     break
                 continue
             delivered.append(hash_of(batch))
@@ -157,7 +137,7 @@ class Soak:
 
     def disturb(self, name, iterator):
         """Injects a fault from the main process, into itself or a worker."""
-        pid = self.rng.choice([worker.pid for worker in iterator._workers])
+        pid = self.victim = self.rng.choice([worker.pid for worker in iterator._workers])
         match name:
             case "break":
                 return "break"
@@ -184,9 +164,9 @@ class Soak:
             # Batches may be missing, such as one that an error replaced.
             rest = iter(expected)
             if not all(any(batch == other for other in rest) for batch in delivered):
-                return f"the {len(delivered)} batches are no subsequence of torch's"
+                return f"the {len(delivered)} batches are no subsequence of the undisturbed ones"
         elif collections.Counter(delivered) - collections.Counter(expected):
-            return "batches that torch's loader does not return"
+            return "batches that an undisturbed loader does not return"
         missing = len(expected) - len(delivered)
         match name:
             case None | "stop" | "fork" | "thread" | "restart" | "stuck" | "bad":
@@ -198,7 +178,10 @@ class Soak:
             case "unpicklable":
                 fine = len(errors) <= 1 and (missing <= 1 or in_order)
             case _ if name in MORTAL:
-                fine = all("DataLoader worker" in text and "pid" in text for text in texts)
+                fine = all("DataLoader worker" in text and "pid" in text for text in texts) and len(set(texts)) < 2
+                if name == "kill":
+                    named = f"DataLoader worker (pid {self.victim}) is killed by signal: Killed. "
+                    fine = fine and all(text.startswith(named) for text in texts)
                 fine = fine and (bool(errors) or missing == 0)
             case "late":
                 fine = all("timed out" in text for text in texts) and (bool(errors) or missing == 0)
@@ -225,6 +208,15 @@ def start_epoch(loader, before):
             if not died and "timed out" not in str(error):
                 raise
             mortal = mortal and not died
+
+
+def repeated(iterator):
+    """Returns the error of the call after the death of a worker: it must be that of the death."""
+    try:
+        next(iterator)
+        return [AssertionError("a batch after the death")]
+    except Exception as error:
+        return [error]
 
 
 def is_final(error):
@@ -281,8 +273,12 @@ def main():
         minutes=(20.0, "how long to run (default: 20)"),
         seed=(int(time.time()), "seed of loaders and faults (default: the time)"),
     )
+    from rustloader.supervision import deaths
+
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    # On a busy machine the fork server may be slow to report how a worker ended.
+    deaths.STATUS_AFTER = LIMIT
     logging.getLogger("rustloader").setLevel(logging.ERROR)  # hides the lines of restarts and bad samples
     print(f"seed {args.seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:

@@ -100,15 +100,13 @@ def status_of(pid, seconds):
 class Numbered(Dataset):
     """Sample i consists of `size` elements i; with `pickled`, in an object that must be pickled."""
 
-    def __init__(self, n, size, pickled, delay=0):
-        self.n, self.size, self.pickled, self.delay = n, size, pickled, delay
+    def __init__(self, n, size, pickled):
+        self.n, self.size, self.pickled = n, size, pickled
 
     def __len__(self):
         return self.n
 
     def __getitem__(self, i):
-        if self.delay:
-            time.sleep(self.delay)
         tensor = torch.full((self.size,), i, dtype=torch.int32)
         return {"i": i, "set": {i}, "tensor": tensor} if self.pickled else tensor
 

@@ -17,19 +17,16 @@ pytestmark = [pytest.mark.ours, pytest.mark.timeout(1500)]
 HEAD = """
     import gc, json, warnings
     import backend
-    from sample_data import Given, Images, Numbers, Record
+    from sample_data import Given, Images, Record
     from support import TorchDataLoader, outcome, outcomes, outcomes_of, same, threads_named, wait_until
 
     # Older versions of torch need the device; newer ones warn if it is given.
     warnings.simplefilter("ignore")
 
     def loader_of(dataset, cls=DataLoader, **kw):
-        options = {"num_workers": 2, "pin_memory": True, "pin_memory_device": backend.NAME}
-        options |= kw
-        if options["num_workers"]:
-            # Classes of the script cannot be pickled.
-            options["multiprocessing_context"] = "fork"
-        return cls(dataset, **options)
+        # Classes of the script cannot be pickled.
+        options = {"num_workers": 2, "pin_memory": True, "multiprocessing_context": "fork"}
+        return cls(dataset, pin_memory_device=backend.NAME, **options | kw)
 
     def told(outcomes):
         return [[kind, *map(str, rest)] for kind, *rest in outcomes]
@@ -105,9 +102,6 @@ def results(built):
     del iterator
     gc.collect()
     results["live at the end"] = host.host_live()
-
-    pinned = [x.is_pinned() for x in loader_of(Numbers(2), num_workers=0)]
-    results["no workers"] = pinned, host.host_thread().decode()
     """
     )
 
@@ -145,11 +139,6 @@ def test_errors_are_torchs(results):
     assert results["errors"] == results["torchs errors"]
     assert results["errors"][1][2] == "Caught ValueError in pin memory thread for device 1."
     assert results["refused"].count("error") == 1
-
-
-def test_without_workers_torch_pins_in_the_calling_thread(results):
-    pinned, thread = results["no workers"]
-    assert pinned == [True, True] and thread != "rl_pin"
 
 
 def test_the_interpreter_exits_with_pinned_batches_and_live_iterators(built):

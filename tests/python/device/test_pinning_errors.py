@@ -94,12 +94,8 @@ def test_p17_errors_of_users_types_are_those_of_torch(host, acts):
     assert answers == expected
     assert [k for k, answer in enumerate(answers) if answer[0] != "value"] == [1, 3, 5, 7, 9, 11, 12]
     assert "in pin memory thread for device 0." in answers[1][2]
-
-
-def test_p17_the_traceback_names_the_users_code(host, acts):
-    acts[0] = raising(ValueError("mine"))
-    with pytest.raises(ValueError, match=r"(?s)Original Traceback.*self\.acts\.get.*ValueError: mine"):
-        next(iter(loader_of(Acts(1))))
+    with pytest.raises(ValueError, match=r"(?s)Original Traceback.*self\.acts\.get.*ValueError: two\nlines"):
+        list(loader_of(Acts(2)))
 
 
 def test_p17_errors_of_workers_pass_through(host):
@@ -225,66 +221,6 @@ def test_ctrl_c_while_next_waits_for_the_thread_loses_nothing(host, acts):
     thread.join()
     release.set()
     assert list(iterator) == [1, 2, 3]
-
-
-class Interrupted(Exception):
-    pass
-
-
-@pytest.mark.ours
-@pytest.mark.parametrize("in_order", [True, False])
-def test_a_signal_handler_that_raises_loses_no_batch(host, in_order):
-    armed = [False]
-
-    def handler(*_):
-        if armed[0]:
-            raise Interrupted
-
-    def disturb():
-        while not over.wait(0.0005):
-            os.kill(os.getpid(), signal.SIGUSR1)
-
-    before = signal.signal(signal.SIGUSR1, handler)
-    over = threading.Event()
-    thread = threading.Thread(target=disturb)
-    interrupts = 0
-
-    def epoch(iterator):
-        nonlocal interrupts
-        got, ended = [], False
-        while not ended:
-            batch = None
-            try:
-                armed[0] = True
-                # Not next(): an interrupt between its return and the assignment would lose a batch here, in the test.
-                for batch in iterator:  # noqa: B007
-                    break
-                else:
-                    ended = True
-                armed[0] = False
-            except Interrupted:
-                armed[0] = False
-                interrupts += 1
-            if batch is not None:
-                got.append(batch.item())
-        return got
-
-    try:
-        loader = loader_of(Numbers(1000), num_workers=2, in_order=in_order, persistent_workers=True)
-        thread.start()
-        # On a busy machine the other thread may barely run during an epoch.
-        for _ in range(100):
-            iterator = iter(loader)
-            got = epoch(iterator)
-            assert sorted(got) == list(range(1000)) and (got == sorted(got) or not in_order)
-            if interrupts > 10:
-                break
-    finally:
-        over.set()
-        thread.join()
-        signal.signal(signal.SIGUSR1, before)
-    iterator._shutdown_workers()
-    assert interrupts > 10, interrupts
 
 
 @pytest.mark.ours

@@ -1,4 +1,4 @@
-"""The pin thread from the start of the workers to their end (S1-S8 with pinning; the attribute table)."""
+"""The pin thread from the start of the workers to their end; `faults.drops` drops its iterators in every way."""
 
 import collections
 import contextlib
@@ -21,7 +21,6 @@ from support import (
     gone,
     mappings,
     open_files,
-    outcome,
     threads_named,
     trim_pool,
     values,
@@ -45,16 +44,6 @@ def none_left(pids):
     return wait_until(lambda: all(map(gone, pids)) and threads_named(THREAD) == 0)
 
 
-@pytest.mark.parametrize("taken", [0, 1, 5])
-def test_s1_an_iterator_dropped_in_mid_epoch_ends_thread_and_workers(host, taken):
-    iterator = iter(DataLoader(Images(40), batch_size=2, num_workers=2, pin_memory=True))
-    pids = worker_pids(iterator)
-    for _ in range(taken):
-        next(iterator)
-    del iterator
-    assert none_left(pids)
-
-
 class Recorded:
     """An engine that records the order in which its methods are called."""
 
@@ -75,14 +64,6 @@ def test_s4_the_pin_thread_is_told_to_end_before_the_workers(host):
     ending = [name for name in calls if name in ("stop_pinning", "close", "join_pinning", "wait_gone")]
     assert ending[:4] == ["stop_pinning", "close", "join_pinning", "wait_gone"]
     assert none_left(pids)
-
-
-def test_p18_the_end_of_an_epoch_ends_thread_and_workers(host):
-    iterator = iter(DataLoader(Numbers(6), num_workers=2, pin_memory=True))
-    pids, thread = worker_pids(iterator), iterator._pin_memory_thread
-    assert values(iterator) == [[i] for i in range(6)]
-    assert not thread.is_alive() and all(map(gone, pids))
-    assert outcome(next, iterator) == ("end",)
 
 
 def test_p11_persistent_epochs_also_after_a_break(host):
@@ -147,26 +128,18 @@ def test_a_copied_shutdown_routine_ends_thread_and_workers(host, persistent, tak
 
 
 @pytest.mark.ours
-def test_join_waits_for_the_thread_as_long_as_it_is_told_to(host):
+def test_a_thread_that_was_told_to_end_is_joined_and_its_end_is_an_error(host):
+    """In torch's loader, next() notices after up to 5 s."""
     host.delay = 3
     iterator = iter(DataLoader(Numbers(30), num_workers=1, pin_memory=True))
-    assert wait_until(lambda: THREAD in host.threads), "the thread never reached the allocator"
-    iterator._pin_memory_thread_done_event.set()
-    iterator._pin_memory_thread.join(0.01)
-    assert iterator._pin_memory_thread.is_alive()
-    iterator._pin_memory_thread.join()
-    assert not iterator._pin_memory_thread.is_alive()
-
-
-@pytest.mark.ours
-def test_the_thread_that_was_told_to_end_has_exited_unexpectedly(host):
-    """As in torch's loader, where next() notices after up to 5 s."""
-    iterator = iter(DataLoader(Numbers(30), num_workers=1, pin_memory=True))
     event, thread = iterator._pin_memory_thread_done_event, iterator._pin_memory_thread
+    assert wait_until(lambda: THREAD in host.threads), "the thread never reached the allocator"
     assert not event.is_set()
     event.set()
     assert event.is_set()
-    thread.join(60)
+    thread.join(0.01)
+    assert thread.is_alive(), "join() waits no longer than it is told to"
+    thread.join()
     assert not thread.is_alive()
     with pytest.raises(RuntimeError, match="Pin memory thread exited unexpectedly"):
         values(iterator)

@@ -1,15 +1,17 @@
-"""`prefetch_to_device`: order, errors, ends, types and states, on a device without hardware (`standin.py`)."""
+"""`prefetch_to_device`: arguments, copies, devices and ends of loops, on a device without hardware (`standin.py`).
+
+`test_prefetch_races.py` compares random programs with what they must read.
+"""
 
 import copy
 import gc
-import sys
 import threading
 import types
 from unittest import mock
 
 import pytest
 import torch
-from prefetch_support import prefetch, tensors
+from prefetch_support import Raising, ends_with, on, prefetch, tensors
 from sample_data import Numbers
 from support import DataLoader, rustloader, values
 
@@ -18,24 +20,6 @@ pytestmark = pytest.mark.ours
 if rustloader is not None:
     from rustloader.device.prefetch.lane import Lane
     from rustloader.device.prefetch.streams import NoStreams, Streams, streams_of
-
-
-class Failing:
-    """Yields the given items, and raises those that are errors. Like torch's loaders, it goes on after an error."""
-
-    def __init__(self, *items):
-        self.items = list(items)
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if not self.items:
-            raise StopIteration
-        item = self.items.pop(0)
-        if isinstance(item, BaseException):
-            raise item
-        return item
 
 
 class Callable(list):
@@ -48,39 +32,29 @@ class Callable(list):
         return False
 
 
-# Special methods
-
-
-def test_it_has_the_special_methods_of_its_loader():
+def test_special_methods_are_those_of_the_loader():
     batches = rustloader.prefetch_to_device(Callable([1, 2]), "cpu")
     assert (batches(), bool(batches), len(batches), 2 in batches) == ("called", False, 2, True)
     assert isinstance(batches, rustloader.DeviceLoader) and list(copy.copy(batches)) == [1, 2]
     with pytest.raises(TypeError, match="'DeviceLoader' object is not subscriptable"):
         batches[0]
-
-
-def test_it_has_no_special_methods_that_its_loader_lacks():
-    batches = rustloader.prefetch_to_device(Failing(1, 2), "cpu")
+    batches = rustloader.prefetch_to_device(Raising(1, 2), "cpu")
     assert bool(batches) and not callable(batches) and not hasattr(batches, "__len__") and list(batches) == [1, 2]
     with pytest.raises(TypeError, match="'DeviceLoader' has no len"):
         len(batches)
 
 
-# Order, ends, errors
+def test_arguments_are_checked():
+    for depth in (0, -1, 1.0, True, None):
+        with pytest.raises(ValueError, match=f"depth must be a positive integer, got {depth}"):
+            prefetch([], depth=depth)
+    with pytest.raises(TypeError, match="takes an iterable of batches, not an object of type <class 'int'>"):
+        prefetch(3)
+    with pytest.raises(ValueError, match="'meta', which holds no data"):
+        prefetch([], device="meta")
 
 
-@pytest.mark.parametrize("depth", [1, 2, 5])
-@pytest.mark.parametrize("count", [0, 1, 2, 7])
-def test_batches_come_in_order_and_the_end_stays_the_end(device, depth, count):
-    batches = prefetch(tensors(count), depth=depth)
-    for _ in range(3):
-        iterator, got = iter(batches), []
-        for batch in iterator:
-            device.read(batch, got.append)
-        assert next(iterator, None) is None
-        device.run_all()
-        assert got == [[k] * 4 for k in range(count)]
-    assert device.faults == [] and len(batches) == count
+# Copies
 
 
 def test_batches_are_copied_ahead_and_the_first_one_waits_for_no_other(device):
@@ -104,45 +78,28 @@ def test_the_consumers_stream_waits_and_the_program_does_not(device):
     assert got == [[7] * 4] and device.faults == []
 
 
-def test_an_error_keeps_its_place_and_the_loader_goes_on_after_it(device):
-    one, two, three = tensors(3)
-    iterator = iter(prefetch(Failing(one, two, ValueError("third"), three, KeyError("fifth")), depth=4))
-    got = []
-    for expected in (0, 1):
-        device.read(next(iterator), got.append)
-        device.run_all()
-        assert got.pop() == [expected] * 4
-    with pytest.raises(ValueError, match="third"):
-        next(iterator)
-    device.read(next(iterator), got.append)
-    with pytest.raises(KeyError, match="fifth"):
-        next(iterator)
-    with pytest.raises(StopIteration):
-        next(iterator)
+def test_two_consumers_get_each_batch_once(device):
+    count = 200
+    iterator, got, errors = iter(prefetch(tensors(count), depth=3)), [], []
+
+    def consume():
+        with device.using(device.make()):
+            try:
+                got.extend(iterator)
+            except BaseException as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=consume) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
     device.run_all()
-    assert got == [[2] * 4]
-
-
-def test_arguments_are_checked():
-    for depth in (0, -1, 1.0, True, None):
-        with pytest.raises(ValueError, match=f"depth must be a positive integer, got {depth}"):
-            prefetch([], depth=depth)
-    with pytest.raises(TypeError, match="takes an iterable of batches, not an object of type <class 'int'>"):
-        prefetch(3)
-    with pytest.raises(ValueError, match="'meta', which holds no data"):
-        prefetch([], device="meta")
+    assert errors == [] and sorted(x[0].item() for x in got) == list(range(count))
+    assert next(iterator, None) is None
 
 
 # Devices
-
-
-def test_on_the_cpu_batches_are_handed_on_as_they_are():
-    items = [torch.ones(2), {"a": "b"}, object()]
-    for device in ("cpu", torch.device("cpu")):
-        batches = prefetch(items, device=device)
-        assert all(one is other for one, other in zip(batches, items, strict=True))
-        assert batches.device == torch.device("cpu") and len(batches) == 3
-        batches.close()
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")
@@ -151,6 +108,18 @@ def test_without_an_accelerator_the_device_is_the_cpu():
     assert values(prefetch(loader)) == [[0, 1], [2, 3], [4, 5]]
     with pytest.raises((RuntimeError, AssertionError)):
         prefetch(loader, device="cuda")
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu")], ids=str)
+def test_cpu_hands_batches_on_when_they_are_asked_for(device):
+    items, taken = [torch.ones(2), {"a": "b"}, object()], []
+    batches = prefetch(items, device=device)
+    assert all(one is other for one, other in zip(batches, items, strict=True))
+    assert batches.device == torch.device("cpu") and len(batches) == 3
+    iterator = iter(prefetch((taken.append(k) or k for k in range(5)), device=device))
+    for k in range(5):
+        assert next(iterator) == k and taken == list(range(k + 1))
+    assert next(iterator, None) is None
 
 
 class FakeModule(types.ModuleType):
@@ -165,7 +134,7 @@ STREAMS = ("Stream", "Event", "current_stream", "set_stream", "stream")
 
 
 @pytest.mark.parametrize("names", [STREAMS, ("Event",)])
-def test_the_device_is_that_of_the_thread_that_makes_the_prefetcher(names):
+def test_device_is_that_of_the_thread_that_makes_the_prefetcher(names):
     module = FakeModule(*names)
     with mock.patch.object(torch, "get_device_module", lambda device: module):
         streams = streams_of("cuda")
@@ -177,9 +146,11 @@ def test_the_device_is_that_of_the_thread_that_makes_the_prefetcher(names):
             mock.patch.object(torch.accelerator, "current_accelerator", lambda: torch.device("cuda")),
         ):
             assert streams_of(None).device == torch.device("cuda", 3)
+    # torch.mps has functions of these names, with other arguments.
+    assert type(streams_of("mps")) is NoStreams
 
 
-def test_the_module_of_the_device_is_called_as_torch_documents_it():
+def test_module_of_the_device_is_called_as_torch_documents_it():
     module = FakeModule(*STREAMS)
     with mock.patch.object(torch, "get_device_module", lambda device: module):
         streams = streams_of("cuda:1")
@@ -204,6 +175,9 @@ def test_the_module_of_the_device_is_called_as_torch_documents_it():
     module.current_stream.side_effect = None
     event.query.return_value, event.elapsed_time.return_value = False, 1500.0
     assert streams.is_done(event) is False and streams.seconds(event, "end") == 1.5
+    # A device that does not measure time.
+    event.elapsed_time.side_effect = NotImplementedError("no clock")
+    assert streams.seconds(event, "end") == 0.0
     streams.synchronize(event)
     event.synchronize.assert_called_once_with()
     tensor = mock.Mock()
@@ -214,37 +188,69 @@ def test_the_module_of_the_device_is_called_as_torch_documents_it():
     assert streams.is_capturing() is True
 
 
-def test_a_device_without_streams_gets_each_batch_in_its_turn():
-    streams = object.__new__(NoStreams)
-    streams.device = torch.device("cpu")
-    streams.copy = lambda tensor: tensor.clone()
-    with mock.patch("rustloader.device.prefetch.loader.streams_of", lambda asked: streams):
-        items = tensors(5)
-        got = list(prefetch(items))
-    assert [x.tolist() for x in got] == [x.tolist() for x in items]
+def test_device_without_streams_waits_for_its_copies(monkeypatch):
+    asked = []
+
+    class Item:
+        def to(self, device, non_blocking=None):
+            asked.append(non_blocking)
+            return self
+
+    def to(tensor, device, non_blocking):
+        asked.append(non_blocking)
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    items = tensors(5)
+    with on(NoStreams(torch.device("cpu"))):
+        *got, _ = prefetch([*items, Item()])
+    assert values(got) == values(items) and asked == [False] * 6
     assert all(one is not other for one, other in zip(got, items, strict=True))
 
 
-# Loops that end early
+# Ends of loops
 
 
-def test_close_ends_the_loops_and_frees_their_batches(device):
-    with prefetch(tensors(10), depth=3) as batches:
+class Held:
+    """Yields numbered batches; waits for the test before the third."""
+
+    def __init__(self):
+        self.is_reached, self.may_go_on = threading.Event(), threading.Event()
+
+    def __iter__(self):
+        for k in range(10):
+            if k == 2:
+                self.is_reached.set()
+                assert self.may_go_on.wait(60)
+            yield torch.full((4,), k)
+
+
+def test_close_ends_all_loops_while_a_thread_is_in_next_of_one(device):
+    held = Held()
+    held.may_go_on.set()
+    with prefetch(held) as batches:
         first, second = iter(batches), iter(batches)
-        for _ in range(3):
-            next(first)
+        for _ in range(2):
             next(second)
-        assert device.live > 0
+        held.may_go_on.clear()
+        held.is_reached.clear()
+        got = []
+        thread = threading.Thread(target=lambda: got.extend(next(first).tolist() for _ in range(2)))
+        thread.start()
+        assert held.is_reached.wait(60)
+    assert device.live > 0
+    held.may_go_on.set()
+    thread.join(60)
+    # The thread's last call has ended both loops.
     assert device.live == 0
     for iterator in (first, second):
-        with pytest.raises(RuntimeError, match="after close"):
-            next(iterator)
+        ends_with("after close", iterator)
     assert len(list(batches)) == 10
     device.run_all()
     assert device.faults == []
 
 
-def test_a_handler_that_closes_within_next_frees_everything(device):
+def test_close_within_next_frees_everything(device):
     def source():
         yield torch.ones(1)
         yield torch.ones(1)
@@ -257,113 +263,101 @@ def test_a_handler_that_closes_within_next_frees_everything(device):
     next(iterator)
     gc.collect()
     assert device.live == 0
-    with pytest.raises(RuntimeError, match="after close"):
-        next(iterator)
+    ends_with("after close", iterator)
+
+
+def test_iterator_is_destroyed_while_another_is_freed(device):
+    """As the garbage collector may do at any call."""
+    batches = prefetch(tensors(10), depth=3)
+    first, second = iter(batches), [iter(batches)]
+    for _ in range(3):
+        next(first)
+        next(second[0])
+    synchronize = device.synchronize
+
+    def collecting(event):
+        second.clear()
+        synchronize(event)
+
+    device.synchronize = collecting
+    first.close()
+    assert second == [] and device.live == 0
+    device.run_all()
+    assert device.faults == []
+
+
+def test_close_on_the_cpu_ends_the_loop():
+    ended = []
+
+    class Source:
+        def __iter__(self):
+            try:
+                yield from range(10)
+            finally:
+                ended.append(True)
+
+    iterator = iter(prefetch(Source(), device="cpu"))
+    assert [next(iterator), next(iterator)] == [0, 1]
+    iterator.close()
+    assert ended == [True]
+    ends_with("after close", iterator)
+    with prefetch([1, 2], device="cpu") as batches:
+        iterator = iter(batches)
+        assert next(iterator) == 1
+    ends_with("after close", iterator)
+    assert list(batches) == [1, 2]
+
+
+def test_loops_on_the_cpu_do_not_wait_for_one_another():
+    asked, go = threading.Event(), threading.Event()
+
+    def slow():
+        asked.set()
+        assert go.wait(60)
+        yield 1
+
+    class Source:
+        def __init__(self):
+            self.loops = [slow(), iter([2])]
+
+        def __iter__(self):
+            return self.loops.pop(0)
+
+    batches, received = prefetch(Source(), device="cpu"), []
+    first = iter(batches)
+    thread = threading.Thread(target=lambda: received.append(next(first)))
+    thread.start()
+    assert asked.wait(60)
+    assert next(iter(batches)) == 2
+    go.set()
+    thread.join()
+    assert received == [1]
+
+
+# Calls that are refused
 
 
 def test_next_within_next_is_refused(device):
     def source():
         yield torch.ones(1)
-        with pytest.raises(RuntimeError, match="within another next"):
-            next(iterator)
+        ends_with("within another next", iterator)
         yield torch.zeros(1)
 
     iterator = iter(prefetch(source()))
     assert len(list(iterator)) == 2
 
 
-def test_a_capture_is_refused_and_loses_nothing(device):
+def test_next_is_refused_in_a_capture_and_a_forked_child_and_loses_nothing(device):
     iterator = iter(prefetch(tensors(2)))
     device.capturing = True
-    with pytest.raises(RuntimeError, match="while a graph is being captured"):
-        next(iterator)
+    ends_with("while a graph is being captured", iterator)
     device.capturing = False
+    with mock.patch.object(Lane, "_getpid", return_value=1):
+        ends_with("forked process", iterator)
     assert len(list(iterator)) == 2
 
 
-def test_a_forked_child_is_refused(device):
-    iterator = iter(prefetch(tensors(2)))
-    with mock.patch.object(Lane, "_getpid", return_value=1), pytest.raises(RuntimeError, match="forked process"):
-        next(iterator)
-    assert len(list(iterator)) == 2
-
-
-# Several streams and threads
-
-
-def test_two_consumers_get_each_batch_once(device):
-    count = 200
-    iterator, got, errors = iter(prefetch(tensors(count), depth=3)), [], []
-
-    def consume():
-        with device.using(device.make()):
-            try:
-                for batch in iterator:
-                    got.append(batch)
-            except BaseException as error:
-                errors.append(error)
-
-    threads = [threading.Thread(target=consume) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    device.run_all()
-    assert errors == [] and sorted(x[0].item() for x in got) == list(range(count))
-
-
-# Signals
-
-
-def in_destructor(frame):
-    while frame is not None and frame.f_code.co_name != "__del__":
-        frame = frame.f_back
-    return frame is not None
-
-
-def test_what_a_handler_raises_at_any_call_loses_no_batch(device):
-    """A profile function raises at the k-th call of a function or return from C, where a handler may run."""
-    folder = rustloader.__path__[0]
-    rounds, where = 0, []
-    for at in range(1, 2000):
-        counted, interrupts = [0], 0
-
-        def profile(frame, event, argument, counted=counted, at=at):
-            # Not at "return": Python runs no handler between the return of `__next__` and the loop.
-            is_own = frame.f_code.co_filename.startswith(f"{folder}/device/prefetch/")
-            if is_own and event in ("c_return", "call") and not in_destructor(frame):
-                counted[0] += 1
-                if counted[0] == at:
-                    where.append((event, frame.f_code.co_name, frame.f_lineno))
-                    raise KeyboardInterrupt
-
-        items = [*tensors(3), ValueError("error"), *tensors(2, 3)]
-        iterator, got = iter(prefetch(Failing(*items), depth=2)), []
-        while True:
-            sys.setprofile(profile)
-            try:
-                batch = next(iterator)
-            except KeyboardInterrupt:
-                interrupts += 1
-                continue
-            except ValueError:
-                got.append("error")
-                continue
-            except StopIteration:
-                break
-            finally:
-                sys.setprofile(None)
-            device.read(batch, got.append)
-            device.run_all()
-        assert got == [[0] * 4, [1] * 4, [2] * 4, "error", [3] * 4, [4] * 4], where[-1]
-        assert iterator._position.returning == 0
-        rounds += interrupts
-        if not interrupts:
-            break
-    assert rounds > 100 and counted[0] < at and device.faults == []
-
-
-def test_a_loop_that_is_left_during_a_capture_records_nothing(device):
+def test_loop_that_is_left_during_a_capture_records_nothing(device):
     # Keeps the host's tensors alive, as torch's allocator keeps pinned memory until its copy is done.
     items = tensors(4, 5)
     iterator, got = iter(prefetch(items, depth=1)), []

@@ -1,8 +1,6 @@
-"""`prefetch_to_device` in whole processes: exit, forks, Ctrl-C, kill, ranks; also on a GPU, where there is one."""
+"""`prefetch_to_device` in whole processes: exit, forks, Ctrl-C; also on a GPU, where there is one."""
 
 import json
-import os
-import signal
 import threading
 from unittest import mock
 
@@ -17,7 +15,8 @@ pytestmark = [pytest.mark.ours, pytest.mark.timeout(300)]
 
 HEAD = """
     import gc, json, threading
-    import rustloader.device.prefetch.loader
+    import rustloader
+    from prefetch_support import on
     from rustloader.device.prefetch.streams import NoStreams
     from sample_data import Numbers, Slow
     from standin import StandIn
@@ -29,7 +28,7 @@ HEAD = """
     side = {side!r}
     if side != "card":
         device = StandIn() if side == "stand-in" else Cloning()
-        rustloader.device.prefetch.loader.streams_of = lambda asked: device
+        on(device).__enter__()
 
     def prefetched(dataset):
         loader = DataLoader(dataset, num_workers=2, batch_size=2, pin_memory=side == "card")
@@ -159,57 +158,6 @@ def test_a_ctrl_c_in_next_ends_the_loop_and_its_workers(side):
     status, out, err = finish(process)
     assert (status, err) == (0, "") and out.endswith("interrupted\n")
     assert wait_until(lambda: all(map(gone, pids)), 20)
-
-
-@sides
-def test_workers_leave_when_the_process_is_killed(side):
-    process, pids = started(
-        side,
-        """
-    iterator = iter(prefetched(Numbers(40)))
-    first = next(iterator)
-    say(*pids(iterator))
-    time.sleep(60)
-        """,
-    )
-    assert len(pids) == 2
-    os.kill(process.pid, signal.SIGKILL)
-    assert wait_until(lambda: all(map(gone, pids)), 20)
-    finish(process)
-
-
-@sides
-def test_two_ranks_get_all_samples_on_devices_of_their_own(side):
-    if side == "card" and torch.cuda.device_count() < 2:
-        pytest.skip("one CUDA device; this needs two")
-    source = """
-    rank = int(os.environ["RANK"])
-    if side == "card":
-        torch.cuda.set_device(rank)
-    else:
-        device.device = torch.device("cuda", rank)
-    dataset = Numbers(40)
-    sampler = torch.utils.data.DistributedSampler(dataset, num_replicas=2, rank=rank)
-    loader = DataLoader(dataset, num_workers=1, batch_size=4, sampler=sampler, pin_memory=side == "card")
-    batches, epochs = rustloader.prefetch_to_device(loader), []
-    for epoch in range(2):
-        batches.sampler.set_epoch(epoch)
-        got = list(batches)
-        if side == "stand-in":
-            device.run_all()
-            assert device.faults == []
-        epochs.append([x.tolist() for x in got])
-    say(json.dumps([batches.device.index, epochs]))
-    """
-    ranks = [start_script(HEAD.format(side=side) + source, environment={"RANK": str(rank)}) for rank in range(2)]
-    reports = []
-    for process in ranks:
-        status, out, err = finish(process)
-        assert (status, err) == (0, ""), err
-        reports.append(json.loads(out))
-    assert [index for index, _ in reports] == [0, 1]
-    orders = [[k for _, epochs in reports for batch in epochs[epoch] for k in batch] for epoch in range(2)]
-    assert all(sorted(order) == list(range(40)) for order in orders) and orders[0] != orders[1]
 
 
 # In this process

@@ -1,10 +1,8 @@
 """States through `prefetch_to_device`, and what it logs, on a device without hardware (`standin.py`)."""
 
 import contextlib
-import dataclasses
 import logging
 import typing
-from unittest import mock
 
 import pytest
 import torch
@@ -15,11 +13,8 @@ from support import DataLoader, TorchDataLoader, rustloader, values
 
 pytestmark = pytest.mark.ours
 
-
-@dataclasses.dataclass
-class Sample:
-    x: torch.Tensor
-    name: str
+# None makes the device the CPU.
+STREAMS_OF = "rustloader.device.prefetch.loader.streams_of"
 
 
 def stateful(**kw):
@@ -36,10 +31,12 @@ def rest_of(device, batches):
 # Raised without a prefetcher, too: a state taken after the last batch, before the end, resumes an empty epoch.
 @pytest.mark.filterwarnings("ignore:an epoch of 0 batches")
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("depth", [1, 3, 8])
+@pytest.mark.parametrize("depth, on_cpu", [(1, False), (3, False), (8, False), (2, True)])
 @pytest.mark.parametrize("taken", [0, 1, 5, 9, 10])
 @pytest.mark.parametrize("breaks_off", [False, True])
-def test_a_state_counts_the_batches_that_the_program_got(device, workers, depth, taken, breaks_off):
+def test_state_counts_the_batches_that_the_program_got(device, monkeypatch, workers, depth, on_cpu, taken, breaks_off):
+    if on_cpu:
+        monkeypatch.setattr(STREAMS_OF, lambda asked: None)
     expected = values(stateful(num_workers=workers))
     batches = prefetch(stateful(num_workers=workers), depth=depth)
     iterator = iter(batches)
@@ -95,8 +92,8 @@ def test_a_state_that_cannot_go_back_says_so(device):
 
 
 @pytest.mark.parametrize("module", [typing, typing_extensions])
-@pytest.mark.parametrize("where", ["cpu", None])
-def test_protocols_see_the_state(device, module, where):
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_protocols_see_the_state(device, monkeypatch, module, on_cpu):
     """They look attributes up without `__getattr__`: in `typing` since Python 3.12."""
 
     @module.runtime_checkable
@@ -105,11 +102,10 @@ def test_protocols_see_the_state(device, module, where):
 
         def load_state_dict(self, state_dict): ...
 
-    with contextlib.ExitStack() as stack:
-        if where == "cpu":
-            stack.enter_context(mock.patch("rustloader.device.prefetch.loader.streams_of", lambda asked: None))
-        assert isinstance(prefetch(stateful()), Stateful)
-        assert not isinstance(prefetch(TorchDataLoader(Numbers(4))), Stateful)
+    if on_cpu:
+        monkeypatch.setattr(STREAMS_OF, lambda asked: None)
+    assert isinstance(prefetch(stateful()), Stateful)
+    assert not isinstance(prefetch(TorchDataLoader(Numbers(4))), Stateful)
 
 
 def test_a_depth_that_states_cannot_go_back_is_refused_at_once(device):
@@ -210,16 +206,6 @@ def test_a_state_within_next_counts_the_batch_that_is_about_to_come(device, work
     assert rest_of(device, resumed) == expected[9:]
 
 
-def test_on_the_cpu_the_state_counts_the_batches_that_the_program_got():
-    expected = values(stateful())
-    batches = prefetch(stateful(), device="cpu")
-    iterator = iter(batches)
-    assert values([next(iterator) for _ in range(4)]) == expected[:4]
-    resumed = prefetch(stateful(), device="cpu")
-    resumed.load_state_dict(batches.state_dict())
-    assert values(resumed) == expected[4:]
-
-
 # Log messages
 
 
@@ -235,17 +221,6 @@ def test_pageable_batches_are_logged_once_per_loader(device, caplog):
         "prefetch_to_device: batches are copied from pageable memory, which delays the program: set pin_memory=True "
         "in the loader"
     ]
-
-
-def test_a_type_that_torch_does_not_pin_is_named(device, caplog):
-    device.pinned = False
-
-    class Loader(list):
-        pin_memory = True
-
-    with caplog.at_level(logging.INFO, "rustloader"):
-        list(prefetch(Loader([Sample(torch.ones(2), "n")])))
-    assert "a batch of type Sample is not pinned: it has no pin_memory()" in caplog.text
 
 
 def test_a_prefetcher_needs_no_engine():

@@ -56,20 +56,6 @@ def test_p22_torchs_handlers_report_the_signal_in_the_worker(number, capfd):
     assert "ERROR: Unexpected " in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, 0])
-def test_a_persistent_loader_starts_new_workers_after_a_death(tmp_path, how):
-    loader = DataLoader(
-        DyingOnce(12, 5, how, str(tmp_path / "died")), num_workers=2, batch_size=None, persistent_workers=True
-    )
-    first = iter(loader)
-    pids = worker_pids(first)
-    with pytest.raises(RuntimeError, match="DataLoader worker"):
-        list(first)
-    for _ in range(2):
-        assert values(loader) == list(range(12))
-    assert not set(worker_pids(loader._iterator)) & set(pids)
-
-
 def test_a_persistent_loader_reports_a_death_that_was_detected_but_not_raised(tmp_path):
     """The epoch is abandoned while batches from before the death are still undelivered."""
     dataset = DyingOnce(40, 7, signal.SIGKILL, str(tmp_path / "died"))
@@ -160,22 +146,6 @@ def test_p26_a_keyboard_interrupt_in_a_worker_is_a_death_without_a_traceback(cap
     with within(20), pytest.raises(RuntimeError, match="DataLoader worker"):
         next(iterator)
     assert "Traceback" not in capfd.readouterr().err
-
-
-def test_kept_batches_of_a_dead_worker_stay_valid():
-    class Big(Dying):
-        def __getitem__(self, i):
-            return torch.full((60_000,), super().__getitem__(i).item())
-
-    iterator = iter(DataLoader(Big(40, 21, signal.SIGKILL), num_workers=2, batch_size=None))
-    kept = []
-    with pytest.raises(RuntimeError, match="Killed"):
-        for x in iterator:
-            kept.append(x)
-    for x in DataLoader(Big(40, 99, 0), num_workers=2, batch_size=None):
-        x.fill_(-1)
-    del x
-    assert len(kept) == 21 and all(bool((x == i).all()) for i, x in enumerate(kept))
 
 
 def stubborn(_):

@@ -44,48 +44,6 @@ def test_s3_workers_leave_when_main_is_killed_even_inside_an_item(context):
     assert not shared_memory_of([*pids, process.pid])
 
 
-@pytest.mark.parametrize("dispatch", ["round_robin", "shared_queue"])
-def test_s3_idle_persistent_workers_leave_when_main_is_killed(dispatch):
-    process, pids = started(f"""
-    loader = DataLoader(Numbers(4), num_workers=2, persistent_workers=True, dispatch="{dispatch}")
-    list(loader)
-    told(loader._iterator)
-    time.sleep(60)
-    """)
-    os.kill(process.pid, signal.SIGKILL)
-    assert wait_until(lambda: all(map(gone, pids)), 20)
-    finish(process)
-
-
-def ends_with_one_traceback(process, pids, seconds):
-    """Asserts that Ctrl-C has ended the process, with one traceback and no worker left."""
-    with within(seconds):
-        status, _, err = finish(process)
-    assert status in (130, -signal.SIGINT)
-    assert err.count("Traceback (most recent call last)") == 1, err
-    assert err.rstrip().endswith("KeyboardInterrupt"), err
-    assert wait_until(lambda: all(map(gone, pids)))
-
-
-@pytest.mark.parametrize("where", ["next", "between"])
-def test_ctrl_c_gives_one_traceback_and_leaves_no_worker(where):
-    process, pids = started(f"""
-    where = "{where}"
-    loader = DataLoader(Slow(9, {{2: 120, 3: 120}}), num_workers=2, batch_size=None)
-    iterator = told(iter(loader))
-    next(iterator)
-    if where == "next":
-        while_next_waits(lambda: print("ready", flush=True))
-        list(iterator)
-    else:
-        print("ready", flush=True)
-        time.sleep(120)
-    """)
-    assert process.stdout.readline() == "ready\n"
-    os.killpg(process.pid, signal.SIGINT)
-    ends_with_one_traceback(process, pids, seconds=60)
-
-
 def test_a_second_ctrl_c_while_the_workers_end_adds_no_traceback():
     process, pids = started("""
     from rustloader.workers import group
@@ -101,7 +59,12 @@ def test_a_second_ctrl_c_while_the_workers_end_adds_no_traceback():
     os.kill(process.pid, signal.SIGINT)
     assert process.stdout.readline() == "ending\n"
     os.kill(process.pid, signal.SIGINT)
-    ends_with_one_traceback(process, pids, seconds=30)
+    with within(30):
+        status, _, err = finish(process)
+    assert status in (130, -signal.SIGINT)
+    assert err.count("Traceback (most recent call last)") == 1, err
+    assert err.rstrip().endswith("KeyboardInterrupt"), err
+    assert wait_until(lambda: all(map(gone, pids)))
 
 
 def test_ctrl_c_can_be_caught_and_the_loader_used_again(tmp_path):
@@ -123,6 +86,15 @@ def test_ctrl_c_can_be_caught_and_the_loader_used_again(tmp_path):
     os.kill(process.pid, signal.SIGINT)
     status, out, err = finish(process)
     assert (status, out) == (0, "[0, 1, 2, 3, 4, 5]\n"), err
+
+
+def exits(source, workers=2, silent=True):
+    process, pids = started(source)
+    with within(60):
+        status, _, err = finish(process, 90)
+    assert status == 0, err
+    assert not (silent and err), err
+    assert len(pids) == workers and wait_until(lambda: all(map(gone, pids)))
 
 
 EXITS = {
@@ -164,35 +136,26 @@ EXITS = {
 
 @pytest.mark.parametrize("name", EXITS)
 def test_s2_s5_the_interpreter_exits_whatever_holds_the_iterator(name):
-    process, pids = started(f"""
+    source = f"""
     loader = DataLoader(Numbers(40), num_workers=2)
     {EXITS[name]}
-    """)
-    with within(60):
-        status, _, err = finish(process, 90)
-    assert status == 0, err
-    if name != "thread":  # in that case, next() may report that the iterator has been shut down
-        assert not err, err
-    assert len(pids) == 2 and wait_until(lambda: all(map(gone, pids)))
+    """
+    # In a thread, next() may report that the iterator has been shut down.
+    exits(source, silent=name != "thread")
 
 
 # Where a daemon thread is when finalization begins. It resumes while the modules are torn down, and up to Python 3.13
 # is terminated on the spot, with Rust's frames on its stack.
+SAMPLER = """class Sampler:
+        def __iter__(self):
+            yield from range(4)
+            nap(HOW)
+        def __len__(self):
+            return 40
+    loader = DataLoader(Numbers(40), num_workers=2, batch_size=None, sampler=Sampler(), prefetch_factor=1)"""
 DAEMON_THREADS = {
-    "sampler": """class Sampler:
-        def __iter__(self):
-            yield from range(4)
-            nap()
-        def __len__(self):
-            return 40
-    loader = DataLoader(Numbers(40), num_workers=2, batch_size=None, sampler=Sampler(), prefetch_factor=1)""",
-    "computing sampler": """class Sampler:
-        def __iter__(self):
-            yield from range(4)
-            nap(time.monotonic)
-        def __len__(self):
-            return 40
-    loader = DataLoader(Numbers(40), num_workers=2, batch_size=None, sampler=Sampler(), prefetch_factor=1)""",
+    "sampler": SAMPLER.replace("HOW", ""),
+    "computing sampler": SAMPLER.replace("HOW", "time.monotonic"),
     "method for the next index": """class Iter(rustloader.iterator.core._MultiProcessingDataLoaderIter):
         drawn = 0
         def _next_index(self):
@@ -247,7 +210,7 @@ DAEMON_THREADS = {
 
 @pytest.mark.parametrize("where", DAEMON_THREADS)
 def test_s2_a_daemon_thread_may_resume_while_the_interpreter_ends(where):
-    process, pids = started(f"""
+    exits(f"""
     import gc, threading
     gc.freeze()
     class Lasting:
@@ -268,15 +231,11 @@ def test_s2_a_daemon_thread_may_resume_while_the_interpreter_ends(where):
     threading.Thread(target=run, daemon=True).start()
     assert there.wait(60)
     """)
-    with within(60):
-        status, _, err = finish(process, 90)
-    assert (status, err) == (0, "")
-    assert len(pids) == 2 and wait_until(lambda: all(map(gone, pids)))
 
 
 def test_workers_that_a_daemon_thread_is_ending_do_not_hold_up_the_exit():
     """multiprocessing's exit hook would join them without a timeout."""
-    process, pids = started("""
+    source = """
     import threading
     torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 600
     def init_fn(_):
@@ -288,11 +247,8 @@ def test_workers_that_a_daemon_thread_is_ending_do_not_hold_up_the_exit():
     threading.Thread(target=iterator._shutdown_workers, daemon=True).start()
     while not iterator._core.closing:
         time.sleep(0.01)
-    """)
-    with within(60):
-        status, _, err = finish(process, 90)
-    assert (status, err) == (0, "")
-    assert len(pids) == 1 and wait_until(lambda: all(map(gone, pids)))
+    """
+    exits(source, workers=1)
 
 
 def test_a_daemon_thread_does_not_mistake_the_exit_for_the_end_of_its_epoch():
@@ -315,26 +271,6 @@ def test_a_daemon_thread_does_not_mistake_the_exit_for_the_end_of_its_epoch():
         print(ended.wait(1), thread.is_alive(), list(iterator))
     """)
     assert (status, out, err) == (0, "False True []\n", "")
-
-
-def test_a_forked_child_leaves_the_parents_workers_alone():
-    status, out, err = run_script("""
-        from sample_data import Numbers
-        loader = DataLoader(Numbers(30), num_workers=2, persistent_workers=True, batch_size=None)
-        iterator = iter(loader); next(iterator)
-        pid = os.fork()
-        if pid == 0:
-            sys.exit()  # multiprocessing terminates its daemonic processes here
-        assert os.waitpid(pid, 0)[1] == 0
-        assert all(w.is_alive() for w in iterator._workers)
-        assert [x.item() for x in iterator] == list(range(1, 30))
-        import multiprocessing
-        child = multiprocessing.Process(target=lambda: list(DataLoader(Numbers(4), num_workers=1)))
-        child.start(); child.join()
-        assert child.exitcode == 0
-        print(len(list(loader)))
-    """)
-    assert (status, out, err) == (0, "30\n", "")
 
 
 def test_a_shutdown_does_not_wait_on_a_file_that_reuses_the_number_of_a_sentinel():

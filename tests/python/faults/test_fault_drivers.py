@@ -20,17 +20,9 @@ def drive(module, *arguments):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_s3_a_kill_at_a_random_moment_is_named_and_leaves_nothing():
-    # The machine may be busy: `make stress KIND=kill` has a limit of one second.
-    drive("kill", "--epochs", 8, "--seed", 1, "--limit", 30)
-
-
-def test_an_interrupt_at_a_random_moment_ends_the_process():
-    drive("interrupts", "--count", 8, "--seed", 1, "--limit", 50, "--outlive", 10)
-
-
-def test_whatever_ends_main_its_workers_are_gone():
-    drive("ends", "--limit", 30, "--only", "fork")
+def test_s3_workers_are_gone_whatever_ends_main():
+    # The machine may be busy: `make stress KIND=ends` has a limit of one second for the workers.
+    drive("ends", "--count", 20, "--seed", 1, "--limit", 60, "--outlive", 20)
 
 
 def test_an_iterator_may_be_dropped_at_any_moment_in_any_way():
@@ -41,12 +33,8 @@ def test_connections_may_fail_at_any_byte():
     drive("connections", "--epochs", 8, "--seed", 2)
 
 
-def test_processes_that_fill_a_cache_may_be_killed_at_any_moment():
-    drive("caches", "--trials", 30)
-
-
 def test_programs_over_caches_have_their_datasets_samples():
-    drive("cache_programs", "--programs", 30, "--seed", 1)
+    drive("cache_programs", "--programs", 40, "--seed", 1)
 
 
 def test_forks_while_other_loaders_work():

@@ -25,22 +25,23 @@ class Interrupted(Exception):
     pass
 
 
-def test_a_handler_that_raises_loses_no_batch_and_no_turn():
+@pytest.mark.parametrize("kind", ["tensors", "pickled", "pinned"])
+def test_a_handler_that_raises_loses_no_batch_and_no_turn(kind):
     # In a process of its own: pytest-timeout uses this one's SIGALRM.
-    status, out, err = run_script("""
-        import itertools
-        from sample_data import Numbers, Shards
+    status, out, err = run_script(f"""
+        import contextlib
+        from pinning_support import pinning
+        from sample_data import Numbers
+        kind = "{kind}"
         class Interrupted(Exception): pass
         armed = [False]
         def handler(signum, frame):
             if armed[0]:
                 raise Interrupted
         signal.signal(signal.SIGALRM, handler)
-        for in_order, pickled in itertools.product([True, False], [True, False]):
-            collate_fn = (lambda x: {"set": {float(x)}}) if pickled else None
-            loader = DataLoader(Numbers(3000), num_workers=2, batch_size=None, collate_fn=collate_fn, in_order=in_order)
-            iterator = iter(loader)
+        def epoch(loader):
             got, interrupts, ended = [], 0, False
+            iterator = iter(loader)
             signal.setitimer(signal.ITIMER_REAL, 0.0002, 0.0002)
             while not ended:
                 batch = None
@@ -58,10 +59,22 @@ def test_a_handler_that_raises_loses_no_batch_and_no_turn():
                 if batch is not None:
                     got.append(batch)
             signal.setitimer(signal.ITIMER_REAL, 0)
-            values = [int(next(iter(x["set"]))) if pickled else x.item() for x in got]
-            assert interrupts > 10, interrupts
-            assert sorted(values) == list(range(3000)), (len(values), interrupts)
-            assert values == sorted(values) or not in_order
+            return [int(next(iter(x["set"]))) if kind == "pickled" else x.item() for x in got], interrupts
+        for in_order in (True, False):
+            with pinning() if kind == "pinned" else contextlib.nullcontext():
+                loader = DataLoader(Numbers(3000), num_workers=2, batch_size=None, in_order=in_order,
+                                    collate_fn=(lambda x: {{"set": {{float(x)}}}}) if kind == "pickled" else None,
+                                    pin_memory=kind == "pinned")
+                interrupts = 0
+                # On a busy machine, few signals may come in an epoch.
+                for _ in range(100):
+                    values, more = epoch(loader)
+                    interrupts += more
+                    assert sorted(values) == list(range(3000)), (len(values), more)
+                    assert values == sorted(values) or not in_order
+                    if interrupts > 10:
+                        break
+                assert interrupts > 10, interrupts
         print("all")
     """)
     assert (status, out, err) == (0, "all\n", "")
@@ -233,7 +246,8 @@ def test_p19_the_timeout_is_paused_between_calls_of_next(tmp_path):
 
 def test_t14_an_inherited_iterator_is_dead_in_a_child():
     status, out, err = run_script("""
-        from sample_data import Numbers, Shards
+        import multiprocessing
+        from sample_data import Numbers
         loader = DataLoader(Numbers(40), num_workers=2, persistent_workers=True, batch_size=None)
         iterator = iter(loader)
         first = next(iterator).item()
@@ -246,13 +260,16 @@ def test_t14_an_inherited_iterator_is_dead_in_a_child():
                 iterator._shutdown_workers()
                 # A new epoch of the inherited loader has workers of its own.
                 assert [x.item() for x in loader] == list(range(40))
-                loader._iterator._shutdown_workers()
-                os._exit(0)
+                sys.exit(7)  # multiprocessing terminates its daemonic processes here
             os._exit(1)
-        assert os.waitpid(pid, 0)[1] == 0
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        assert all(worker.is_alive() for worker in iterator._workers)
         print([first] + [x.item() for x in iterator] == list(range(40)))
+        child = multiprocessing.Process(target=lambda: list(DataLoader(Numbers(4), num_workers=1)))
+        child.start(), child.join()
+        print(child.exitcode, len(list(loader)))
     """)
-    assert (status, out, err) == (0, "True\n", "")
+    assert (status, out, err) == (0, "True\n0 40\n", "")
 
 
 def test_a_child_that_has_closed_everything_keeps_its_own_files():

@@ -157,16 +157,6 @@ def test_iterable_datasets_continue_with_the_next_sample(kind, policy, workers):
     assert [*loader] == [i for i in good for _ in range(max(workers, 1))]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_failures_after_the_last_batch_of_an_iterable_dataset_count(workers):
-    loader = DataLoader(Stream(6, [4, 5]), batch_size=2, num_workers=workers, on_error="skip", drop_last=True)
-    assert numbers(loader) == [[0, 1], [2, 3]]
-    assert [it.error_text for it in rustloader.stats(loader).faults.failures] == [
-        "ValueError: bad 4",
-        "ValueError: bad 5",
-    ]
-
-
 def replaced(batches, base_seed, epoch, length=SIZE, bad=BAD):
     """The samples delivered with `on_error="replace"`, and the samples that failed, in order."""
     results, failures = [], []

@@ -1,10 +1,10 @@
 """Whole epochs with ``max_restarts``: workers die, and the batches are those of a run without deaths.
 
-The table has a row for each kind of dataset and option; `make stress KIND=restarts` draws their combinations.
+The table has a row for each kind of dataset and option; `make stress KIND=restarts` draws their combinations, and
+`KIND=matrix` ends workers in every way at every place.
 """
 
 import os
-import signal
 
 import pytest
 import torch
@@ -19,8 +19,7 @@ from restart_support import (
     loader_of,
     without_order,
 )
-from sample_data import as_list
-from support import TORCH_MODE, DataLoader, same, worker_pids
+from support import TORCH_MODE, same, worker_pids
 
 if not TORCH_MODE:
     import rustloader
@@ -77,13 +76,6 @@ def test_the_batches_are_those_of_a_run_without_deaths(dataset, options, tmp_pat
     assert deaths.count() == sum(fatal.values()), "not all deaths have occurred"
 
 
-@pytest.mark.parametrize("how", [signal.SIGSEGV, 0, 3])
-def test_any_death(tmp_path, how):
-    deaths = Deaths(tmp_path, {3: 1, 4: 1, 20: 1}, how)
-    assert epochs(loader_of(Mortal(N, deaths), num_workers=3)) == epochs(loader_of(Mortal(N), num_workers=3))
-    assert deaths.count() == 3
-
-
 @pytest.mark.parametrize("kw", [{}, {"dispatch": "shared_queue"}, {"persistent_workers": True}])
 def test_a_sample_that_kills_each_worker_is_skipped_with_on_error(tmp_path, kw):
     loader = loader_of(Mortal(N, Deaths(tmp_path, {7: 3})), on_error="skip", **kw)
@@ -127,30 +119,6 @@ def test_an_order_that_iter_draws_is_drawn_again_in_each_epoch(cls, seed_by, per
     assert actual == expected
 
 
-def test_deaths_during_the_start(tmp_path):
-    deaths = Deaths(tmp_path, {"start 0": 1, "start 1": 2})
-    actual = epochs(loader_of(Mortal(N), worker_init_fn=lambda worker: deaths.pass_by(f"start {worker}")))
-    assert actual == epochs(loader_of(Mortal(N))) and deaths.count() == 3
-
-
-def test_deaths_while_iter_runs(tmp_path):
-    """Persistent workers die as soon as they begin the epoch."""
-
-    class Dataset(MortalStream):
-        def __iter__(self):
-            self.deaths.pass_by("iter")
-            return super().__iter__()
-
-    loader = loader_of(Dataset([6, 6], Deaths(tmp_path, {"iter": 0})), persistent_workers=True)
-    actual = epochs(loader)
-    # The running workers have copies of the dataset: this affects only those started later.
-    loader.dataset.deaths.fatal["iter"] = 2
-    kill(*worker_pids(loader._iterator))
-    actual += [list(loader), list(loader)]
-    assert actual == epochs(loader_of(MortalStream([6, 6]), persistent_workers=True), 3)
-    assert loader.dataset.deaths.count() == 2
-
-
 class Reusing:
     """A batch sampler that reuses one list for all batches."""
 
@@ -168,14 +136,7 @@ class Reusing:
 
 @pytest.mark.parametrize("dispatch", ["round_robin", "shared_queue"])
 def test_a_sampler_may_reuse_its_list(dispatch, tmp_path):
-    loader = DataLoader(
-        Mortal(40, Deaths(tmp_path, {9: 1})),
-        batch_sampler=Reusing(),
-        collate_fn=as_list,
-        num_workers=1,
-        prefetch_factor=4,
-        max_restarts=1,
-        dispatch=dispatch,
-    )
+    options = dict(batch_sampler=Reusing(), batch_size=1, num_workers=1, prefetch_factor=4, dispatch=dispatch)
+    loader = loader_of(Mortal(40, Deaths(tmp_path, {9: 1})), **options)
     assert [sample[0] for batch in loader for sample in batch] == list(range(40))
     assert len(os.listdir(tmp_path)) == 1

@@ -6,7 +6,6 @@ import pytest
 from restart_support import Deaths, DiesAgain, Mortal, MortalStream, epochs, kill, loader_of
 from support import (
     TORCH_MODE,
-    state_of,
     within,
     worker_pids,
 )
@@ -62,13 +61,52 @@ def test_each_epoch_has_its_own_limit():
     assert len(list(loader)) == N // 2, "the loader starts over"
 
 
-def test_a_batch_that_kills_each_worker_ends_the_epoch(tmp_path):
-    iterator = iter(loader_of(Mortal(N, Deaths(tmp_path, {3: 100})), max_restarts=100))
-    next(iterator)
-    with within(30), pytest.raises(WorkerDiedError) as caught:
-        next(iterator)
+class DiesCollating:
+    """A collate_fn that ends the first `times` workers that collate a particular batch."""
+
+    def __init__(self, folder, times):
+        self.folder, self.times = folder, times
+
+    def __call__(self, samples):
+        if samples[0][0] == 4 and len(os.listdir(self.folder)) < self.times:
+            open(f"{self.folder}/{os.getpid()}", "w").close()
+            os._exit(7)
+        return list(samples)
+
+
+@pytest.mark.parametrize("where", ["sample", "collate"])
+def test_the_third_death_at_a_batch_is_final(tmp_path, where):
+    kw = {"collate_fn": DiesCollating(str(tmp_path), 100), "on_error": "skip"} if where == "collate" else {}
+    loader = loader_of(Mortal(N, Deaths(tmp_path, {4: 100} if where == "sample" else {})), max_restarts=100, **kw)
+    with within(60), pytest.raises(WorkerDiedError) as caught:
+        list(loader)
     assert len(os.listdir(tmp_path)) == 3 and caught.value.restarts == 2
     assert caught.value.__notes__[-1] == "The batch is not retried: 3 workers died while fetching it."
+    assert rustloader.stats(loader).faults.failures == ()
+
+
+def test_two_deaths_in_collate_fn_are_blamed_on_no_sample(tmp_path):
+    loader = loader_of(Mortal(12), collate_fn=DiesCollating(str(tmp_path), 2), on_error="skip")
+    assert [sample[0] for batch in loader for sample in batch] == list(range(12))
+    assert rustloader.stats(loader).faults.failures == ()
+
+
+class Bad(Mortal):
+    """Sample 5 raises an exception, and every later sample ends its process."""
+
+    def __getitem__(self, i):
+        if i == 5:
+            raise OSError("broken")
+        if i > 5:
+            os._exit(7)
+        return super().__getitem__(i)
+
+
+def test_a_replacement_that_kills_is_not_retried_forever():
+    loader = loader_of(Bad(4000), sampler=[0, 1, 5], num_workers=1, max_restarts=50, on_error="replace")
+    with within(90), pytest.raises(WorkerDiedError) as caught:
+        list(loader)
+    assert caught.value.restarts <= 4
 
 
 def test_deaths_in_a_replay_do_not_count_against_the_batch_after_it(tmp_path):
@@ -93,15 +131,6 @@ def test_a_start_that_the_program_ends_does_not_count_against_the_first_batch(tm
 # What a program observes
 
 
-def test_the_list_of_workers_stays_the_same_object(tmp_path):
-    iterator = iter(loader_of(Mortal(N, Deaths(tmp_path, {3: 1}))))
-    workers, before = iterator._workers, worker_pids(iterator)
-    assert len(list(iterator)) == N // 2
-    assert iterator._workers is workers and len(workers) == 2
-    assert workers[0].pid == before[0] and workers[1].pid != before[1]
-    assert state_of(before[1]) == "X", "the dead process was not waited for"
-
-
 def test_a_program_may_empty_the_list_of_workers(tmp_path):
     iterator = iter(loader_of(Mortal(N, Deaths(tmp_path, {3: 1}))))
     workers = [*iterator._workers]
@@ -122,16 +151,6 @@ def test_each_restart_is_a_line_in_the_log(tmp_path, lines):
     assert first.endswith(": 1 of max_restarts=7 used in this epoch") and second.endswith(
         f"as pid {worker_pids(iterator)[1]}: 2 of max_restarts=7 used in this epoch"
     )
-
-
-def test_worker_init_fn_runs_again(tmp_path):
-    def init(worker):
-        with open(tmp_path / f"init-{worker}", "a") as file:
-            file.write(".")
-
-    (tmp_path / "deaths").mkdir()
-    list(loader_of(Mortal(N, Deaths(tmp_path / "deaths", {3: 1})), worker_init_fn=init))
-    assert [(tmp_path / f"init-{worker}").read_text() for worker in (0, 1)] == [".", ".."]
 
 
 def test_an_error_of_worker_init_fn_in_the_replacement_is_raised_in_place_of_each_batch(tmp_path):

@@ -1,7 +1,9 @@
-"""Restarts that fail or are interrupted, loaders that end while a slot is vacant, threads, warnings."""
+"""Restarts that fail, are interrupted or meet signal handlers, loaders that end while a slot is vacant, warnings."""
 
 import contextlib
 import errno
+import os
+import signal
 import threading
 from unittest import mock
 
@@ -12,6 +14,7 @@ from support import (
     STARTED,
     TORCH_MODE,
     DataLoader,
+    children,
     gone,
     in_time,
     state_of,
@@ -87,6 +90,75 @@ def test_an_interrupt_during_a_restart_loses_nothing(tmp_path, moment, kind):
     assert all(state_of(pid) == "X" for pid in started) and len(started) == (moment == "after")
     delivered += list(iterator)
     assert delivered == expected
+
+
+# Signal handlers
+
+
+class Late(Exception):
+    pass
+
+
+@pytest.fixture
+def on_fork(monkeypatch):
+    """Sends a signal after a fork, before the PID is known. Unless the signal is held back, its handler runs there."""
+    fork = os.fork
+
+    def begin(number, handler, after):
+        pids = []
+
+        def forked():
+            pid = fork()
+            if pid:
+                pids.append(pid)
+                if len(pids) == after:
+                    os.kill(os.getpid(), number)
+                    os.getpid()
+            return pid
+
+        monkeypatch.setattr(os, "fork", forked)
+        before = signal.signal(number, handler)
+        return lambda: signal.signal(number, before)
+
+    return begin
+
+
+@pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("dispatch", [None, "shared_queue"])
+def test_a_handler_that_raises_during_a_restart_leaves_one_process_for_each_worker(tmp_path, on_fork, number, dispatch):
+    def late(*_):
+        raise Late
+
+    others = set(children())
+    undo = on_fork(number, late, after=3)
+    try:
+        iterator = iter(loader_of(Mortal(N, Deaths(tmp_path, {5: 1})), max_restarts=3, dispatch=dispatch))
+        delivered, interrupted = [], 0
+        with within(60):
+            while True:
+                try:
+                    delivered.extend(sample[0] for sample in next(iterator))
+                except Late:
+                    interrupted += 1
+                    assert {*children()} - others == {worker.pid for worker in iterator._workers}
+                except StopIteration:
+                    break
+        assert interrupted == 1 and delivered == list(range(N))
+    finally:
+        undo()
+
+
+def test_a_handler_may_call_next_during_a_restart(tmp_path, on_fork):
+    delivered = []
+    undo = on_fork(signal.SIGUSR1, lambda *_: delivered.extend(sample[0] for sample in next(iterator)), after=3)
+    try:
+        iterator = iter(loader_of(Mortal(N, Deaths(tmp_path, {5: 1})), max_restarts=3))
+        with within(60):
+            for batch in iterator:
+                delivered.extend(sample[0] for sample in batch)
+        assert sorted(delivered) == list(range(N))
+    finally:
+        undo()
 
 
 # Ends

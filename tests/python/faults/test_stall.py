@@ -1,6 +1,7 @@
 """Stuck workers are reported once, with the stack of their code."""
 
 import ctypes
+import functools
 import os
 import re
 import signal
@@ -9,7 +10,7 @@ import time
 
 import pytest
 import torch
-from sample_data import Numbers, Slow, worker_id
+from sample_data import Numbers, Slow
 from support import STARTED, DataLoader, gone, state_of, values, wait_until, within, worker_pids
 from torch.utils.data import IterableDataset
 
@@ -45,18 +46,6 @@ def warning_about(warnings, index):
     return text
 
 
-def take_all(loader):
-    """The batches of a loader. Before a batch that gets stuck is requested, its worker must be in it: otherwise a slow
-    worker would be reported while it has not yet begun the batch."""
-    iterator, batches = iter(loader), []
-    for i in range(len(loader.dataset)):
-        if i in loader.dataset.items:
-            loader.dataset.wait_for(i)
-        batches.append(int(next(iterator)))
-    assert list(iterator) == []
-    return batches
-
-
 @pytest.fixture
 def limits(monkeypatch):
     """Sets the limits of a start and of an item, in seconds."""
@@ -69,21 +58,24 @@ def limits(monkeypatch):
 
 
 class Stuck(Numbers):
-    """Some items create a file when they begin, and last until a warning names them, plus `more` seconds."""
+    """Some items create a file when they begin, and last until a warning names them, plus `more` seconds; `acts` are
+    called at their item before that."""
 
-    def __init__(self, n, items, folder, more=0.0):
+    def __init__(self, n, items, folder, more=0.0, acts=()):
         super().__init__(n)
-        self.items, self.folder, self.more = items, folder, more
+        self.items, self.folder, self.more, self.acts = items, folder, more, dict(acts)
 
     def __getitem__(self, i):
+        if i in self.acts:
+            self.acts[i]()
         if i in self.items:
-            self.begins(i)
-            assert wait_until((self.folder / f"warned {i}").exists, 240)
-            time.sleep(self.more)
+            (self.folder / f"at {i}").touch()
+            self.last(i)
         return torch.tensor(i)
 
-    def begins(self, i):
-        (self.folder / f"at {i}").touch()
+    def last(self, i):
+        assert wait_until((self.folder / f"warned {i}").exists, 240)
+        time.sleep(self.more)
 
     def wait_for(self, i):
         assert wait_until((self.folder / f"at {i}").exists, STARTED)
@@ -131,13 +123,18 @@ def test_a_lock_held_across_a_fork_is_named(warnings, limits, monkeypatch, tmp_p
 def test_an_item_that_sleeps_is_named_once(warnings, limits, tmp_path, method):
     limits(0, 0.3)
     dataset = Stuck(6, [1, 4], tmp_path, more=0.8)
-    assert take_all(DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context=method)) == [*range(6)]
+    iterator = iter(DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context=method))
+    for i in range(6):
+        if i in dataset.items:
+            # Otherwise a slow worker could be reported while it has not yet begun the batch.
+            dataset.wait_for(i)
+        assert next(iterator) == i
     for index in (1, 4):
         text = warning_about(warnings, index)
         text_of_item = rf"has been working on one batch for [\d.]+ s \(state: fetch\); the batch has index {index}\. "
         assert re.match(head(r"\d+") + text_of_item, text), text
         assert "RUSTLOADER_STALL_ITEM_SECONDS" in text
-        assert re.search(r"test_stall\.py\", line \d+ in __getitem__\n", text), text
+        assert re.search(r"test_stall\.py\", line \d+ in last\n", text), text
         assert re.search(r"fetch\.py\", line \d+ in fetch$", text) and "in loop" not in text, text
 
 
@@ -176,7 +173,7 @@ def test_of_workers_that_share_a_queue_the_one_that_holds_the_item_is_named(warn
     assert [int(batch) for batch in iterator] == [0, 1, 2, 3, 4, 5]
     text = warning_about(warnings, 3)
     assert text.startswith(f"DataLoader worker {holder} (pid {pids[holder]}) has been working on one batch for "), text
-    assert re.search(r"test_stall\.py\", line \d+ in __getitem__\n", text), text
+    assert re.search(r"test_stall\.py\", line \d+ in last\n", text), text
 
 
 class KeepsTheGil(Stuck):
@@ -186,17 +183,15 @@ class KeepsTheGil(Stuck):
         super().__init__(4, [1], folder)
         self.pipe = pipe
 
-    def __getitem__(self, i):
-        if i == 1:
-            self.begins(i)
-            assert ctypes.PyDLL(None).read(self.pipe, ctypes.create_string_buffer(1), 1) == 1
-        return torch.tensor(i)
+    def last(self, i):
+        assert ctypes.PyDLL(None).read(self.pipe, ctypes.create_string_buffer(1), 1) == 1
 
 
 def test_a_c_call_that_keeps_the_gil_is_named_and_not_disturbed(warnings, limits, tmp_path):
     limits(0, 0.3)
     reader, writer = os.pipe()
-    loader = DataLoader(KeepsTheGil(tmp_path, reader), batch_size=None, num_workers=1)
+    dataset = KeepsTheGil(tmp_path, reader)
+    iterator = iter(DataLoader(dataset, batch_size=None, num_workers=1))
 
     def release():
         wait_until(lambda: any("the batch has index 1." in text for text in warnings), 240)
@@ -204,12 +199,14 @@ def test_a_c_call_that_keeps_the_gil_is_named_and_not_disturbed(warnings, limits
 
     thread = threading.Thread(target=release)
     thread.start()
-    assert take_all(loader) == list(range(4))
+    assert next(iterator) == 0
+    dataset.wait_for(1)
+    assert values(iterator) == [1, 2, 3]
     thread.join()
     os.close(reader)
     os.close(writer)
     text = warning_about(warnings, 1)
-    assert re.search(r"the batch has index 1\..*test_stall\.py\", line \d+ in __getitem__\n", text, re.S), text
+    assert re.search(r"the batch has index 1\..*test_stall\.py\", line \d+ in last\n", text, re.S), text
 
 
 def test_a_limit_of_zero_disables_the_warning(warnings, limits):
@@ -271,79 +268,57 @@ def test_the_start_of_a_later_epoch_is_named(limits, monkeypatch, tmp_path):
     )
 
 
-class Own(Stuck):
-    """Has its own handler, which writes to a file: from main, from the start, or from just before the stuck item."""
-
-    def __init__(self, when, folder):
-        super().__init__(4, [2], folder)
-        self.when, self.file = when, folder / "file"
-
-    def install(self):
-        signal.signal(SIGNAL, lambda *_: self.file.write_text("called"))
-
-    def __getitem__(self, i):
-        if i == 1 and self.when == "item":
-            self.install()
-            time.sleep(0.06)
-        return super().__getitem__(i)
+def install_handler(folder):
+    signal.signal(SIGNAL, lambda *_: (folder / "called").touch())
+    time.sleep(0.06)
 
 
-@pytest.mark.parametrize("when", ["main", "start", "item"])
-def test_a_users_handler_is_never_called(warnings, limits, tmp_path, when):
+def remove_handler():
+    signal.signal(SIGNAL, signal.SIG_DFL)
+
+
+def reuse_descriptors(folder):
+    """Closes all descriptors and opens files that reuse their numbers."""
+    os.closerange(3, 200)
+    reuse_descriptors.files = [open(folder / f"file {n}", "w") for n in range(60)]
+
+
+OWN_HANDLER = rf"Stack unavailable: it has its own handler for signal {SIGNAL} \(SIGRTMIN\+13\)\.$"
+NO_STACK = {
+    "handler of main": OWN_HANDLER,
+    "handler of worker_init_fn": OWN_HANDLER,
+    "handler of an item": OWN_HANDLER,
+    "removed handler": rf"it has removed the handler for signal {SIGNAL} \(SIGRTMIN\+13\)\.$",
+    "reused descriptors": "the file for its stack cannot be read.*now names another file",
+}
+
+
+@pytest.mark.parametrize("case", NO_STACK)
+def test_what_the_worker_has_changed_is_named_and_left_alone(warnings, limits, tmp_path, case):
+    """Handlers of the user are never called, workers without a handler not killed, files not written to."""
     limits(0, 0.3)
-    dataset = Own(when, tmp_path)
+    install = functools.partial(install_handler, tmp_path)
+    acts = {
+        "handler of an item": {1: install},
+        "removed handler": {2: remove_handler},
+        "reused descriptors": {0: functools.partial(reuse_descriptors, tmp_path)},
+    }
+    dataset = Stuck(4, [2], tmp_path, acts=acts.get(case, ()))
+    start = (lambda _: install()) if case == "handler of worker_init_fn" else None
     before = signal.getsignal(SIGNAL)
     try:
-        if when == "main":
-            dataset.install()
-        start = (lambda _: dataset.install()) if when == "start" else None
-        loader = DataLoader(dataset, batch_size=None, num_workers=1, prefetch_factor=3, worker_init_fn=start)
-        iterator = iter(loader)
+        if case == "handler of main":
+            install()
+        iterator = iter(DataLoader(dataset, batch_size=None, num_workers=1, prefetch_factor=3, worker_init_fn=start))
         # Until item 2 is reached, no stall check runs: during item 1 the handler could still be called.
         dataset.wait_for(2)
         assert values(iterator) == [0, 1, 2, 3]
     finally:
-        signal.signal(signal.SIGRTMIN + 13, before)
-    text = warning_about(warnings, 2)
-    assert text.endswith(f"Stack unavailable: it has its own handler for signal {SIGNAL} (SIGRTMIN+13).")
-    assert not dataset.file.exists()
-
-
-class RemovesHandler(Stuck):
-    """Removes the handler in the stuck item itself."""
-
-    def __getitem__(self, i):
-        if i == 1:
-            signal.signal(SIGNAL, signal.SIG_DFL)
-        return super().__getitem__(i)
-
-
-def test_a_worker_whose_handler_is_gone_is_not_killed(warnings, limits, tmp_path):
-    limits(0, 0.3)
-    assert take_all(DataLoader(RemovesHandler(3, [1], tmp_path), batch_size=None, num_workers=1)) == [0, 1, 2]
-    text = warning_about(warnings, 1)
-    assert text.endswith(f"it has removed the handler for signal {SIGNAL} (SIGRTMIN+13).")
-
-
-class ClosesAll(Stuck):
-    """Closes all descriptors and opens files that reuse their numbers."""
-
-    def __init__(self, folder):
-        super().__init__(3, [1], folder)
-
-    def __getitem__(self, i):
-        if i == 0:
-            os.closerange(3, 200)
-            self.files = [open(self.folder / f"file {worker_id()}-{n}", "w") for n in range(60)]
-        return super().__getitem__(i)
-
-
-def test_no_stack_is_written_to_a_file_that_reuses_the_descriptor(warnings, limits, tmp_path):
-    limits(0, 0.3)
-    assert take_all(DataLoader(ClosesAll(tmp_path), batch_size=None, num_workers=1)) == [0, 1, 2]
-    text = warning_about(warnings, 1)
-    assert "the file for its stack cannot be read" in text and "now names another file" in text
-    assert [file.stat().st_size for file in tmp_path.glob("file *")] == [0] * 60
+        signal.signal(SIGNAL, before)
+    assert re.search(NO_STACK[case], warning_about(warnings, 2))
+    assert not (tmp_path / "called").exists()
+    sizes = [file.stat().st_size for file in tmp_path.glob("file *")]
+    assert sizes == [0] * (60 if case == "reused descriptors" else 0)
 
 
 def test_a_stopped_worker_is_named_without_a_stack(warnings, limits, monkeypatch, tmp_path):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from sample_data import BadText, Failing, Given, Numbers, Unpicklable, untouched
-from support import BOTH, DataLoader, epoch, outcomes, worker_pids
+from support import BOTH, DataLoader, outcomes, worker_pids
 
 
 @pytest.mark.ours
@@ -76,43 +76,6 @@ def test_an_exception_that_cannot_be_sent_as_it_is(error):
     assert [o[:2] for o in actual] == [o[:2] for o in expected]
     assert actual[1][0] == "error" and actual[2:] == [("value", 2), ("value", 3), ("end",)]
     assert error is BadText or actual == expected
-
-
-@pytest.mark.ours
-def test_a_batch_that_fails_to_load_in_main_is_an_error_there():
-    iterator = iter(DataLoader(Given([0, FailsToLoad(), 2]), num_workers=1, batch_size=None, collate_fn=untouched))
-    results = outcomes(iterator, 4)
-    assert results[0] == ("value", 0) and results[1][0] == "error" and results[2:] == [("value", 2), ("end",)]
-
-
-def fail_to_load():
-    raise ValueError("not in this process")
-
-
-class FailsToLoad:
-    def __reduce__(self):
-        return fail_to_load, ()
-
-
-def test_reducers_that_users_registered_are_used():
-    from multiprocessing.reduction import ForkingPickler
-
-    class Special:
-        pass
-
-    ForkingPickler.register(Special, lambda x: (str, ("reduced",)))
-    try:
-        assert epoch(DataLoader(Given([Special()]), num_workers=1, batch_size=None, collate_fn=untouched)) == [
-            "reduced"
-        ]
-    finally:
-        del ForkingPickler._extra_reducers[Special]
-
-
-def test_an_error_object_as_a_batch_is_a_batch():
-    sent = [KeyError("a"), ValueError("b", 1)]
-    results = epoch(DataLoader(Given(sent), num_workers=1, batch_size=None, collate_fn=untouched))
-    assert [(type(e), e.args) for e in results] == [(type(e), e.args) for e in sent]
 
 
 def test_errors_of_large_text():
