@@ -139,8 +139,13 @@ class Program:
             case "error":
                 raise Deliberate
 
-    def first(self, count=4):
+    def start(self):
         iterator = iter(self.loader)
+        mains.report("pids", [worker.pid for worker in iterator._workers])
+        return iterator
+
+    def first(self, count=4):
+        iterator = self.start()
         for _ in range(count):
             next(iterator)
         return iterator
@@ -153,7 +158,7 @@ class Program:
         if self.trial.items == "stuck" and self.trial.way == "by itself":
             return
         for _ in [*self.times()] * 2:
-            for batch in self.loader:
+            for batch in self.start():
                 del batch
 
     def in_user(self):
@@ -166,7 +171,7 @@ class Program:
 
     def in_start(self):
         for _ in range(10):
-            iterator = iter(self.loader)
+            iterator = self.start()
             if self.trial.persistent:
                 iterator._shutdown_workers()
 
