@@ -34,7 +34,7 @@ def test_connections_may_fail_at_any_byte():
 
 
 def test_programs_over_caches_have_their_datasets_samples():
-    drive("cache_programs", "--programs", 40, "--seed", 1)
+    drive("cache_programs", "--programs", 30, "--seed", 1)
 
 
 def test_forks_while_other_loaders_work():
