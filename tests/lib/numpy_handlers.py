@@ -1,10 +1,6 @@
 """NumPy's memory handlers, through its C API."""
 
 import ctypes
-import sys
-import types
-
-import numpy as np
 
 try:
     from numpy._core import _multiarray_umath, multiarray
@@ -18,7 +14,7 @@ _pointer.argtypes, _pointer.restype = [ctypes.py_object, ctypes.c_char_p], ctype
 _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.argtypes, _capsule.restype = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p], ctypes.py_object
 
-FEATURE_VERSION, SET, GET = 211, 304, 305
+SET, GET = 304, 305
 SIZE_OF_HANDLER = 127 + 1 + 5 * 8
 CAPSULE = b"mem_handler"
 
@@ -39,19 +35,3 @@ def set_handler(name):
     ctypes.memmove(handler, name.encode().ljust(127, b"\0"), 127)
     _kept.append(handler)
     put(_capsule(ctypes.addressof(handler), CAPSULE, None))
-
-
-def without_handlers():
-    """Makes NumPy's C API look like that of NumPy 1.21, which has no handlers."""
-
-    @ctypes.CFUNCTYPE(ctypes.c_uint)
-    def version():
-        return 0xE
-
-    table = (ctypes.c_void_p * 400)()
-    table[FEATURE_VERSION] = ctypes.cast(version, ctypes.c_void_p).value
-    old = types.ModuleType(_multiarray_umath.__name__)
-    old._ARRAY_API = _capsule(ctypes.addressof(table), None, None)
-    _kept.extend([version, table])
-    sys.modules[_multiarray_umath.__name__] = old
-    assert np.ones(3).sum() == 3

@@ -158,29 +158,21 @@ def test_a_recorded_handshake_cannot_be_replayed(pair, in_background, monkeypatc
     assert "does not know the secret" in str(facing(pair, as_worker, main)[0])
 
 
-def test_each_byte_of_a_hello_is_covered_by_its_proof(pair, transcript):
-    _, worker = transcript
-    for at in range(len(worker)):
-        changed = bytearray(worker)
-        changed[at] ^= 1
-        refused, sent = facing(pair, as_main, bytes(changed))
-        assert refused is None and len(sent) == handshake._CHALLENGE_BYTES, at
-
-
-def test_a_worker_takes_no_other_challenge_and_no_other_proof(pair, transcript):
-    main, _ = transcript
-    for at in range(handshake._CHALLENGE_BYTES + 32):
-        changed = bytearray(main)
-        changed[at] ^= 1
-        assert isinstance(facing(pair, as_worker, bytes(changed))[0], handshake.HandshakeError), at
-
-
-def test_a_connection_that_is_cut_at_any_byte_is_refused(pair, transcript):
+def test_each_byte_counts(pair, transcript):
+    """A proof covers all that was sent before it, and a connection that is cut at any byte is refused."""
     main, worker = transcript
-    for cut in range(len(worker)):
-        assert facing(pair, as_main, worker[:cut])[0] is None, cut
-    for cut in range(len(main)):
-        assert isinstance(facing(pair, as_worker, main[:cut])[0], ConnectionResetError), cut
+    for at in range(len(worker)):
+        refused, sent = facing(pair, as_main, changed(worker, at))
+        assert refused is None and len(sent) == handshake._CHALLENGE_BYTES, at
+        assert facing(pair, as_main, worker[:at])[0] is None, at
+    for at in range(len(main)):
+        assert isinstance(facing(pair, as_worker, main[:at])[0], ConnectionResetError), at
+    for at in range(handshake._CHALLENGE_BYTES + 32):
+        assert isinstance(facing(pair, as_worker, changed(main, at))[0], handshake.HandshakeError), at
+
+
+def changed(data, at):
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
 @pytest.mark.parametrize(

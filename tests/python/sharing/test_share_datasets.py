@@ -138,36 +138,6 @@ def test_the_same_list_twice_is_shared_once():
     assert type(shared.splits) is dict and shared.splits["val"] == ["b"]
 
 
-@pytest.mark.parametrize("kind", ["frozen", "property", "slots", "copied", "getattr", "state", "list"])
-def test_every_way_to_hold_attributes(kind):
-    if kind == "frozen":
-        dataset = Frozen(LARGE)
-    elif kind == "property":
-        dataset = Guarded(LARGE)
-    elif kind == "slots":
-        dataset = Slots(LARGE)
-    elif kind == "copied":
-        dataset = Copied(LARGE)
-    elif kind == "getattr":
-        dataset = Delegating(Images())
-    elif kind == "state":
-        dataset = Handle(LARGE)
-    else:
-        dataset = Listed([1, 2])
-        dataset.paths = LARGE
-    shared = share(dataset)
-    assert shared is not dataset and type(shared) is type(dataset)
-    assert shared.paths == LARGE and type(shared.paths) is SharedList and type(dataset.paths) is list
-    if kind == "slots":
-        assert shared.slot == dataset.slot == 5
-    if kind == "copied":
-        assert shared.copies == 1
-    if kind == "state":
-        assert shared.handle is dataset.handle
-    if kind == "list":
-        assert list(shared) == [1, 2]
-
-
 @dataclasses.dataclass(frozen=True)
 class Frozen(Dataset):
     paths: list
@@ -216,6 +186,31 @@ class Handle(Images):
 
 class Listed(list, Dataset):
     __getitem__ = list.__getitem__
+
+    def __init__(self, paths):
+        super().__init__([1, 2])
+        self.paths = paths
+
+
+# Makes a dataset, and says whether a copy of it is whole.
+HOLDERS = {
+    "frozen": (Frozen, lambda shared, dataset: True),
+    "property": (Guarded, lambda shared, dataset: True),
+    "slots": (Slots, lambda shared, dataset: shared.slot == dataset.slot == 5),
+    "copied": (Copied, lambda shared, dataset: shared.copies == 1),
+    "getattr": (lambda paths: Delegating(Images(paths)), lambda shared, dataset: True),
+    "state": (Handle, lambda shared, dataset: shared.handle is dataset.handle),
+    "list": (Listed, lambda shared, dataset: list(shared) == [1, 2]),
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_every_way_to_hold_attributes(name):
+    make, is_whole = HOLDERS[name]
+    dataset = make(LARGE)
+    shared = share(dataset)
+    assert shared is not dataset and type(shared) is type(dataset) and is_whole(shared, dataset)
+    assert shared.paths == LARGE and type(shared.paths) is SharedList and type(dataset.paths) is list
 
 
 class Closing(Images):

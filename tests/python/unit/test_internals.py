@@ -15,7 +15,6 @@ from support import (
     from_engine,
     gone,
     outcome,
-    run_script,
     rustloader,
     values,
     wait_until,
@@ -209,17 +208,6 @@ def test_table_plain_attributes_are_torchs():
     assert isinstance(own._base_seed, int) and own._workers_status == expected._workers_status == [True, True]
     for iterator in (own, expected):
         iterator._shutdown_workers()
-
-
-def test_the_end_of_the_interpreter_with_a_copied_routine_in_del():
-    status, out, err = run_script("""
-        from sample_data import Numbers
-        from copied_shutdown import copied_shutdown
-        iterator = iter(DataLoader(Numbers(100), num_workers=2, persistent_workers=True))
-        print(next(iterator).item())
-        copied_shutdown(iterator)
-    """)
-    assert (status, out, err) == (0, "0\n", "")
 
 
 @pytest.mark.ours

@@ -3,8 +3,6 @@
 import collections
 import gc
 import os
-import queue
-import threading
 
 import pytest
 import torch
@@ -309,30 +307,6 @@ def test_memory_that_a_child_held_comes_back():
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     x = last_images(loader)
     assert arena_bytes() < 25 * MB
-
-
-def test_a_lease_dropped_by_another_thread_during_next():
-    dataset = Images(300, (3, 80, 80))
-    handed, wrong = queue.Queue(), []
-
-    def drop():
-        for item in iter(handed.get, None):
-            x, i = item
-            if not torch.equal(x[0], dataset.image(int(i))):
-                wrong.append(int(i))
-            del item, x
-
-    droppers = [threading.Thread(target=drop) for _ in range(3)]
-    loader = DataLoader(dataset, batch_size=1, num_workers=2)
-    iterator = iter(loader)
-    [t.start() for t in droppers]
-    for batch in iterator:
-        assert is_leased(batch[0])
-        handed.put(batch)
-    del batch
-    [handed.put(None) for _ in droppers]
-    [t.join() for t in droppers]
-    assert wrong == []
 
 
 def test_batches_held_at_exit():

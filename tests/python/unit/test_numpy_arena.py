@@ -1,7 +1,6 @@
 """NumPy arrays that the worker does not keep are sent without a copy. Whatever it keeps, no batch changes."""
 
 import ctypes
-import threading
 import weakref
 
 import numpy as np
@@ -181,24 +180,6 @@ def test_tensors_beside_an_array_stay_as_they_are_when_the_batch_is_dropped(wrap
 # What the worker keeps
 
 
-def thread_that_keeps(array):
-    """Starts a thread that has the only other reference. The returned function lets it write through that reference."""
-    go = threading.Event()
-
-    def keep(array):
-        go.wait()
-        array[:] = 255
-
-    thread = threading.Thread(target=keep, args=(array,), daemon=True)
-    thread.start()
-
-    def write():
-        go.set()
-        thread.join()
-
-    return write
-
-
 def generator_that_keeps(array):
     def keep():
         inner = array
@@ -209,21 +190,6 @@ def generator_that_keeps(array):
     generator = keep()
     next(generator)
     return lambda: next(generator)
-
-
-def error_that_keeps(array):
-    def fail(inner):
-        raise ValueError
-
-    try:
-        fail(array)
-    except ValueError as error:
-        kept = error
-
-    def write():
-        kept.__traceback__.tb_next.tb_frame.f_locals["inner"][:] = 255
-
-    return write
 
 
 def cycle(array):
@@ -255,12 +221,6 @@ def writer_into(container, find):
     return write
 
 
-def objects_with(array):
-    container = np.empty(1, object)
-    container[0] = array
-    return container
-
-
 def pointer_to(array):
     kept = (ctypes.c_uint8 * SIZE).from_buffer(array)
     return lambda: ctypes.memset(kept, 255, SIZE)
@@ -276,11 +236,6 @@ KEEPERS = {
     "strided": lambda a: writer(a[::2]),
     "view of a view": lambda a: writer(a[1:][1:].view(np.int8)[:10].view(np.uint8)),
     "other dtype": lambda a: writer(a.view(PAIR).view(np.uint8)),
-    "list": lambda a: writer_into([a], lambda it: it[0]),
-    "dict": lambda a: writer_into({"a": a}, lambda it: it["a"]),
-    "attribute": lambda a: writer_into(Sample(a), lambda it: it.array),
-    "object array": lambda a: writer_into(objects_with(a), lambda it: it[0]),
-    "default argument": lambda a: lambda inner=a: inner.fill(255),
     "memoryview": lambda a: writer(np.asarray(memoryview(a))),
     "raw memoryview": lambda a: writer_into(memoryview(a), np.asarray),
     "frombuffer": lambda a: writer(np.frombuffer(a, np.uint8)),
@@ -289,9 +244,7 @@ KEEPERS = {
     "view of a tensor": lambda a: writer(torch.from_numpy(a)[5:].view(-1)),
     "dlpack": lambda a: writer(torch.from_dlpack(a)),
     "flat iterator": lambda a: writer_into(a.flat, lambda it: it.base),
-    "thread": thread_that_keeps,
     "generator": generator_that_keeps,
-    "error": error_that_keeps,
     "cycle": cycle,
 }
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from numpy_arena_support import SIZE, Made, batches_of, fresh, identity
-from numpy_handlers import handler_name, set_handler, without_handlers
+from numpy_handlers import handler_name, set_handler
 from support import DataLoader, run_script
 from torch.utils.data import default_convert
 
@@ -306,10 +306,11 @@ def test_the_switch_is_checked(monkeypatch):
 
 
 def test_a_handler_of_the_program_stays():
-    batches, stats = batches_of(Made(names, 2), worker_init_fn=lambda _: set_handler("mine"))
-    assert batches == [("mine",) * 3] * 2
-    batches, stats = batches_of(Made(fresh), worker_init_fn=lambda _: set_handler("mine"))
-    assert stats.copies.count == 6 and all((batch == index).all() for index, batch in enumerate(batches))
+    batches, stats = batches_of(
+        Made(lambda index: (*names(index), fresh(index)), 6), worker_init_fn=lambda _: set_handler("mine")
+    )
+    assert [batch[:3] for batch in batches] == [("mine",) * 3] * 6 and stats.copies.count == 6
+    assert all((batch[3] == index).all() for index, batch in enumerate(batches))
 
 
 def test_a_handler_that_the_program_sets_later_replaces_it():
@@ -323,11 +324,6 @@ def test_a_handler_that_the_program_sets_later_replaces_it():
     arena = "rustloader_arena"
     assert [batch[:2] for batch in batches] == [(arena, arena), ("mine", arena), ("mine", "mine")]
     assert all((batch[2] == index).all() for index, batch in enumerate(batches))
-
-
-def test_nothing_happens_with_a_numpy_that_has_no_handlers():
-    batches, _ = batches_of(Made(names, 2), worker_init_fn=lambda _: without_handlers())
-    assert batches == [("default_allocator",) * 3] * 2
 
 
 def test_contexts_and_the_collector_change_nothing():

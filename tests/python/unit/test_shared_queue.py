@@ -104,17 +104,6 @@ def test_a_slow_sample_holds_up_one_worker_alone(tmp_path):
     assert sorted(dataset.made()) == list(range(40))
 
 
-def test_out_of_order_a_slow_sample_holds_up_no_batch(tmp_path):
-    dataset = Recorded(200, tmp_path / "sample", held=(3,))
-    iterator = iter(shared(dataset, batch_size=None, in_order=False))
-    samples = [next(iterator).item() for _ in range(199)]
-    assert sorted(samples) == [i for i in range(200) if i != 3]
-    dataset.let_go(3)
-    assert next(iterator).item() == 3
-    with pytest.raises(StopIteration):
-        next(iterator)
-
-
 # Index batches of every length, and such as must be pickled.
 INDICES = [torch.utils.data.BatchSampler(range(999, -1, -1), size, drop_last=False) for size in (1, 5, 1000)]
 INDICES.append([[{"keys": frozenset({i})}] for i in range(20)])
