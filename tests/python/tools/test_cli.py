@@ -42,18 +42,6 @@ def python(*arguments, cwd, seconds=SHORT, **environment):
     return process.returncode, process.stdout, process.stderr
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """An empty working directory; modules that are imported from it are removed afterwards."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    before = set(sys.modules)
-    yield tmp_path
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
-            del sys.modules[name]
-
-
 def write(path, source):
     path.parent.mkdir(exist_ok=True)
     path.write_text(textwrap.dedent(source))

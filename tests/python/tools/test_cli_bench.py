@@ -3,7 +3,7 @@
 import io
 import json
 import re
-import statistics
+import signal
 import sys
 import textwrap
 import types
@@ -18,7 +18,6 @@ from support import SOON, rustloader
 pytestmark = pytest.mark.ours
 
 if rustloader is not None:
-    from rustloader.system.procfs import members
     from rustloader.tools import cli
     from rustloader.tools.bench import command, passes
     from rustloader.tools.bench.side import BenchSide, _prepare_remote
@@ -57,8 +56,6 @@ LOADERS = """
         return DataLoader(rustloader.cache(Numbers()), batch_size=4, num_workers=2)
     def ours():
         return rustloader.DataLoader(Numbers(), batch_size=4, num_workers=2, persistent_workers=True)
-    def single():
-        return DataLoader(Numbers(), batch_size=4, timeout=0)
     def without_any():
         dataset = Numbers()
         dataset.length = 0
@@ -67,16 +64,8 @@ LOADERS = """
         dataset = Numbers()
         dataset.fails_at = 30
         return DataLoader(dataset, batch_size=4, num_workers=1)
-    class Deadly(Numbers):
-        def fail(self):
-            os.kill(os.getppid(), signal.SIGKILL)
-            time.sleep(60)
     def suicidal():
         os.kill(os.getpid(), 40)  # a signal without a name
-    def deadly():
-        dataset = Deadly()
-        dataset.fails_at = 0
-        return DataLoader(dataset, batch_size=4, num_workers=1)
     class Slow(Numbers):
         def __getitem__(self, i):
             open("working", "w").close()
@@ -94,14 +83,6 @@ LOADERS = """
             os._exit(3)
     def exiting():
         dataset = Exiting()
-        dataset.fails_at = 4
-        return DataLoader(dataset, batch_size=4, num_workers=2)
-    class Stuck(Numbers):
-        def fail(self):
-            open("stuck", "w").close()
-            time.sleep(600)
-    def stuck():
-        dataset = Stuck()
         dataset.fails_at = 4
         return DataLoader(dataset, batch_size=4, num_workers=2)
     def tiny():
@@ -218,24 +199,18 @@ def test_a_sweep_as_json(folder, capsys):
     for side in (alone["torch"], two["torch"], two["rustloader"]):
         assert [(epoch["batches"], epoch["complete"]) for epoch in side["epochs"]] == [(20, False)] * 2
         assert side["batch_bytes"] == 4 * 8 * 8
-        kind = "steady_" if side["steady"] else ""
-        rates = [epoch[f"{kind}batches_per_second"] for epoch in side["epochs"]]
-        assert side["batches_per_second"] == pytest.approx(sum(rates) / 2) and min(rates) > 0
-        assert side["megabytes_per_second"] == pytest.approx(side["batches_per_second"] * 256 / 1e6)
+        assert side["batches_per_second"] > 0 and side["megabytes_per_second"] > 0
         assert side["cpu_seconds_per_batch"] > 0 and side["first_batch_seconds"] > 0 and side["memory_bytes"] >= 0
-    rates = [[epoch[f"{kind}batches_per_second"] for epoch in two[name]["epochs"]] for name in ("torch", "rustloader")]
-    ratio = statistics.median(rate / torch_rate for torch_rate, rate in zip(*rates, strict=True))
-    assert two["ratio"]["batches_per_second"] == pytest.approx(ratio) == two["comparison"]["ratio"]
+    assert two["ratio"]["batches_per_second"] == pytest.approx(two["comparison"]["ratio"])
     # Two epochs are too few for a recommendation.
     assert [parsed["recommendation"][name] for name in ("torch", "rustloader")] == [None, None]
     assert "5%" in parsed["recommendation"]["rule"] and "too few" in parsed["recommendation"]["reasons"]["torch"]
 
 
 @pytest.mark.timeout(LONG)
-@pytest.mark.parametrize("factory", ["torchs", "ours"])
-def test_a_sweep_of_options(factory, folder, capsys):
+def test_a_sweep_of_options(folder, capsys):
     arguments = ("--dispatch", "round_robin,shared_queue", "--reorder-window", "16", "--epochs", "1", "--json")
-    status, out, err = run(f"loaders.py:{factory}", *arguments, capsys=capsys)
+    status, out, err = run("loaders.py:torchs", *arguments, capsys=capsys)
     assert status == 0, err
     parsed = json.loads(out)
     swept = [{"dispatch": dispatch, "reorder_window": 16} for dispatch in ("round_robin", "shared_queue")]
@@ -291,18 +266,9 @@ def test_a_loader_with_remote_workers_is_prepared(engine, is_kept, tmp_path, mon
 @pytest.mark.parametrize(
     "target, text",
     [
-        (
-            "loaders.py:single",
-            "With `num_workers=0`, torch's own loop runs; there is nothing to accelerate. "
-            "Set num_workers to 1 or more in loaders.py:single, or pass --workers 2.\n",
-        ),
         ("loaders.py:without_any", "the loader of loaders.py:without_any yields no batches\n"),
-        (
-            "loaders.py:failing",
-            "with torch's iterator: KeyError: 'on purpose' (loaders.py:{fail} in fail, worker 0)\n",
-        ),
-        ("loaders.py:deadly", "the process with torch's iterator was killed by SIGKILL"),
-        ("loaders.py:suicidal", "the process with torch's iterator was killed by signal 40"),
+        ("loaders.py:failing", "with torch's iterator: KeyError: 'on purpose' (loaders.py:{fail} in fail, worker 0)\n"),
+        ("loaders.py:suicidal", "the process with torch's iterator was killed by signal 40\n"),
     ],
 )
 def test_what_gives_no_loader_or_no_batches(target, text, folder, capsys):
@@ -315,48 +281,11 @@ def test_what_gives_no_loader_or_no_batches(target, text, folder, capsys):
     assert "Traceback" not in err and "rustloader/" not in err
 
 
-@pytest.mark.parametrize(
-    "target, text",
-    [
-        ("no_such_file.py:f", "there is no file no_such_file.py\n"),
-        ("loaders.py", "'loaders.py' does not name a function; write module:function or file.py:function\n"),
-    ],
-)
-def test_a_wrong_target_is_refused_before_anything_is_printed(target, text, folder, capsys, monkeypatch):
+def test_a_wrong_target_is_refused_before_anything_is_printed(folder, capsys, monkeypatch):
     monkeypatch.setattr(command, "_Bench", None)
-    assert run(target, capsys=capsys) == (2, "", f"rustloader bench: {text}")
-    assert run(target, "--json", capsys=capsys)[1] == ""
-
-
-@pytest.mark.timeout(LONG)
-@pytest.mark.parametrize("engine", ["torch", "rustloader"])
-def test_a_worker_that_dies_is_named(engine, folder):
-    side = BenchSide("loaders.py:exiting", engine)
-    with probes.Probe(side, 300.0) as process:
-        process.ask("about")
-        with pytest.raises(Unusable) as raised:
-            process.ask("run", 1, passes.Limits(None, 60.0), False)
-    cause, remedy = str(raised.value).splitlines()
-    assert re.fullmatch(rf"with {engine}'s iterator, worker 1 \(pid \d+\) ended with exit code 3", cause)
-    assert "num_workers=0" in remedy
-
-
-@pytest.mark.timeout(LONG)
-def test_a_loader_that_hangs_is_given_up(folder, monkeypatch):
-    # Before the worker hangs, torch is imported and workers start, which is slow on a busy machine.
-    stuck = (folder / "stuck").exists
-    monkeypatch.setattr(probes.Probe, "limit", lambda self, awaited: self.timeout if stuck() else 300.0)
-    side = BenchSide("loaders.py:stuck", "torch")
-    with probes.Probe(side, 2.0) as process:
-        process.ask("about")
-        group = process.group
-        with pytest.raises(Unusable) as raised:
-            process.ask("run", 1, passes.Limits(None, 60.0), False)
-    lines = str(raised.value).splitlines()
-    assert lines[0] == "with torch's iterator, no batch arrived within 2 s"
-    assert any(re.match(r"  worker 1 \(pid \d+\) is at .*loaders.py:\d+ in fail", line) for line in lines), lines
-    assert lines[-1] == "  if it is slow rather than stuck, pass a larger --timeout"
-    assert not list(members(group))
+    for arguments in ((), ("--json",)):
+        status, out, err = run("no_such_file.py:f", *arguments, capsys=capsys)
+        assert (status, out, err) == (2, "", "rustloader bench: there is no file no_such_file.py\n")
 
 
 @pytest.mark.timeout(LONG)
@@ -406,6 +335,6 @@ def test_a_loader_that_the_engine_does_not_serve_is_no_comparison(folder):
 
 
 @pytest.mark.timeout(2 * LONG)
-@pytest.mark.parametrize("number", ending_commands.ENDS)
-def test_an_end_leaves_no_process(number, folder):
-    ending_commands.end(["bench", "loaders.py:slow", "--seconds", "300", "--timeout", PATIENT], number)
+def test_an_end_leaves_no_process(folder):
+    """`check` runs the same processes; its test ends it in each way."""
+    ending_commands.end(["bench", "loaders.py:slow", "--seconds", "300", "--timeout", PATIENT], signal.SIGINT)

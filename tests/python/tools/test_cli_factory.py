@@ -48,36 +48,10 @@ FACTORIES = """
         return loader()
     def single():
         return DataLoader(Numbers())
-    def several():
-        return loader(), loader()
-    def forgotten():
-        loader()
-    def generator():
-        yield loader()
     async def coroutine():
         return loader()
-    def iterator():
-        return iter(DataLoader(Numbers()))
-    def dataset():
-        return Numbers()
-    def module():
-        return Module()
-    def fabric():
-        return Fabric()
-    def wrapped():
-        return FabricDataLoader()
-    def number():
-        return 3
     def needing(root, batch_size=4, *, workers):
         return loader()
-    def broken():
-        raise OSError("no such data")
-    def wrong():
-        return DataLoader(Numbers(), num_workers=1, shuffle=True, sampler=[1])
-    def exiting():
-        sys.exit("where is the data?")
-    def interrupted():
-        raise KeyboardInterrupt
     class Space:
         @staticmethod
         def loader():
@@ -106,6 +80,12 @@ def make_loader(target, **kw):
     return factory.make(factory.find(target), target, **kw)
 
 
+def refusal(target):
+    with pytest.raises(factory.Unusable) as raised:
+        make_loader(target)
+    return raised.value
+
+
 @pytest.mark.parametrize("name", ["loader", "derived", "with_arguments_of_its_own", "with_defaults", "Space.loader"])
 @pytest.mark.parametrize("place", ["factories", "factories.py", "./factories.py"])
 def test_loaders(place, name, folder):
@@ -123,20 +103,7 @@ def test_loaders(place, name, folder):
         ("factories:loadr", "factories has no 'loadr'; did you mean loader"),
         ("factories:instance", "factories:instance is a DataLoader, not a function that returns a DataLoader; wri"),
         ("factories:needing", "factories:needing needs arguments (root, workers), but is called without any"),
-        ("factories:several", "returned a tuple, not a torch.utils.data.DataLoader; return one of its loaders"),
-        ("factories:forgotten", "returned None, not a torch.utils.data.DataLoader; is a `return` missing?"),
-        ("factories:generator", "returned a generator, not a torch.utils.data.DataLoader; use `return`, not `yield`"),
         ("factories:coroutine", "returned a coroutine, not a torch.utils.data.DataLoader; write `def`, not `async"),
-        ("factories:iterator", "DataLoader; return the loader, not iter(loader)"),
-        ("factories:dataset", "returned a Numbers, not a torch.utils.data.DataLoader; wrap it in a DataLoader"),
-        ("factories:module", "return its train_dataloader()"),
-        ("factories:fabric", "return the DataLoader that you pass to setup_dataloaders()"),
-        ("factories:wrapped", "return the DataLoader that it wraps"),
-        ("factories:number", "factories:number returned an int, not a torch.utils.data.DataLoader"),
-        ("factories:broken", "factories:broken failed: OSError: no such data (factories.py:{broken} in broken)"),
-        ("factories:wrong", "failed: ValueError: sampler option is mutually exclusive with shuffle (factories.py:"),
-        ("factories:exiting", "failed: it called sys.exit('where is the data?') (factories.py:"),
-        ("factories:interrupted", "factories:interrupted failed: KeyboardInterrupt (factories.py:"),
         ("broken_module:f", "importing broken_module failed: ModuleNotFoundError: No module named 'a_missing_lib"),
         ("broken_module.py:f", "No module named 'a_missing_library' (broken_module.py:1 in <module>)"),
         ("script.py:f", "failed: it called sys.exit(1) (script.py:2 in <module>)\n  put the code of the script"),
@@ -156,10 +123,37 @@ def test_what_is_no_factory(target, text, folder):
     (folder / "twin").mkdir()
     for name in ("twin/__init__.py", "twin.py", "bare_script"):
         (folder / name).write_text("def f(): pass\n")
-    lines = (folder / "factories.py").read_text().splitlines()
-    with pytest.raises(factory.Unusable) as raised:
-        make_loader(target)
-    assert text.format(broken=lines.index("def broken():") + 2) in str(raised.value)
+    assert text in str(refusal(target))
+
+
+def write_own(folder, body):
+    (folder / "own.py").write_text(f"from factories import *\n\ndef make():\n    {body}\n")
+
+
+WRONG_KIND = "not a torch.utils.data.DataLoader; "
+
+
+@pytest.mark.parametrize(
+    "body, text",
+    [
+        ("return loader(), loader()", f"returned a tuple, {WRONG_KIND}return one of its loaders"),
+        ("loader()", f"returned None, {WRONG_KIND}is a `return` missing?"),
+        ("yield loader()", f"returned a generator, {WRONG_KIND}use `return`, not `yield`"),
+        ("return iter(DataLoader(Numbers()))", f"{WRONG_KIND}return the loader, not iter(loader)"),
+        ("return Numbers()", f"returned a Numbers, {WRONG_KIND}wrap it in a DataLoader"),
+        ("return Module()", "return its train_dataloader()"),
+        ("return Fabric()", "return the DataLoader that you pass to setup_dataloaders()"),
+        ("return FabricDataLoader()", "return the DataLoader that it wraps"),
+        ("return 3", "own:make returned an int, not a torch.utils.data.DataLoader"),
+        ("raise OSError('no such data')", "own:make failed: OSError: no such data (own.py:4 in make)"),
+        ("return DataLoader([], num_workers=1, shuffle=True, sampler=[1])", "failed: ValueError: sampler option is"),
+        ("sys.exit('where is the data?')", "failed: it called sys.exit('where is the data?') (own.py:4 in make)"),
+        ("raise KeyboardInterrupt", "own:make failed: KeyboardInterrupt (own.py:4 in make)"),
+    ],
+)
+def test_functions_that_make_no_loader(body, text, folder):
+    write_own(folder, body)
+    assert text in str(refusal("own:make"))
 
 
 def test_a_loader_without_workers(folder):
@@ -175,15 +169,14 @@ def test_a_loader_without_workers(folder):
 
 
 def test_the_cause_first_and_the_traceback_on_demand(folder):
-    with pytest.raises(factory.Unusable) as raised:
-        make_loader("factories:broken")
-    error = pickle.loads(pickle.dumps(raised.value))
+    write_own(folder, "raise OSError('no such data')")
+    error = pickle.loads(pickle.dumps(refusal("own:make")))
     cause, hint = error.message(verbose=False).splitlines()
-    assert cause.startswith("factories:broken failed: OSError: no such data (factories.py:")
+    assert cause == "own:make failed: OSError: no such data (own.py:4 in make)"
     assert hint == "  --verbose prints the whole traceback"
     first, empty, title, frame, *_, last = error.message(verbose=True).splitlines()
     assert (first, empty, title) == (cause, "", "Traceback (most recent call last):")
-    assert "factories.py" in frame and last == "OSError: no such data"
+    assert "own.py" in frame and last == "OSError: no such data"
     plain = factory.Unusable("so it is")  # has no details
     assert plain.message(True) == plain.message(False) == str(plain) == "so it is"
 

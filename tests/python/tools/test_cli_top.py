@@ -18,10 +18,11 @@ from unittest import mock
 import pytest
 import snapshots
 from pinning_support import pinning
-from sample_data import Numbers, Shards
+from sample_data import Held, Numbers, Shards
 from support import (
     STARTED,
     DataLoader,
+    TorchDataLoader,
     gone,
     kill,
     mappings,
@@ -29,7 +30,9 @@ from support import (
     rustloader,
     start_script,
     wait_until,
+    worker_pids,
 )
+from torch.utils.data import IterableDataset
 
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(400)]
 
@@ -40,10 +43,11 @@ if rustloader is not None:
     from rustloader.tools import cli
     from rustloader.tools.top import command, model, processes, view
 
+OWN = os.getpid()
 HEAD = """
 import json, os, sys, threading, time
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 import rustloader
 from rustloader import DataLoader
 
@@ -58,13 +62,6 @@ class Items(Dataset):
     def __getitem__(self, i):
         time.sleep(3600 if i == self.stuck else self.seconds)
         return torch.tensor(i)
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        while True:
-            time.sleep(0.001)
-            yield torch.zeros(3)
 
 
 def say(**words):
@@ -83,9 +80,9 @@ if __name__ == "__main__":
 
 
 @contextlib.contextmanager
-def running(source, tmp_path, head=HEAD, **kw):
-    """Runs a script. Yields its process and its first line of output."""
-    process = start_script(source, tmp_path / "script.py", head=head, **kw)
+def running(source, file=None, **kw):
+    """Runs a script, in a new interpreter if it has a file. Yields its process and its first line of output."""
+    process = start_script(source, file, head=HEAD, fresh=file is not None, **kw)
     try:
         line = process.stdout.readline()
         assert line, process.stderr.read()
@@ -112,6 +109,13 @@ def refused(*arguments, capsys):
     return err.removeprefix("rustloader top: ").rstrip("\n")
 
 
+def started(**options):
+    """A running iterator of this process, and the pids of its workers."""
+    iterator = iter(DataLoader(Numbers(10**6), **{"num_workers": 2} | options))
+    next(iterator)
+    return iterator, worker_pids(iterator)
+
+
 def loop(stuck=None, seconds=0.001, **options):
     return LOOP.format(items=f"{stuck}, {seconds}", options=options)
 
@@ -122,7 +126,7 @@ def loop(stuck=None, seconds=0.001, **options):
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_a_live_process_is_shown(method, tmp_path, capsys):
     source = loop(multiprocessing_context=method, persistent_workers=method == "fork")
-    with running(source, tmp_path) as (process, printed):
+    with running(source, tmp_path / "script.py") as (process, printed):
         shown = {}
 
         def has_shares():
@@ -154,21 +158,21 @@ def test_a_live_process_is_shown(method, tmp_path, capsys):
         assert wait_until(goes_on, STARTED)
 
 
-def test_once_is_plain_text(tmp_path, capsys):
-    with running(loop(name="train"), tmp_path) as (process, printed):
-        status, out, err = run(process.pid, "--once", "--interval", "0.1", capsys=capsys)
-        assert (status, err) == (0, "") and "\x1b" not in out
-        lines = out.splitlines()
-        assert lines[0].startswith(f"process {process.pid}: ") and lines[0].endswith("script.py")
-        assert lines[2].startswith("loader 1      train: 2 workers, prefetch_factor=3; created ")
-        assert [line.split()[:2] for line in lines[-2:]] == [[str(n), str(printed["workers"][n])] for n in (0, 1)]
-        # Without a terminal nothing is drawn.
-        assert run(process.pid, "--interval", "0.1", capsys=capsys)[1].splitlines()[0] == lines[0]
+def test_pid_of_a_worker_shows_its_main_process_as_plain_text(capsys):
+    _iterator, pids = started(prefetch_factor=3, name="train")
+    status, out, err = run(pids[1], "--once", "--interval", "0.1", capsys=capsys)
+    assert err == f"Process {pids[1]} is worker 1 of a loader of process {OWN}. Showing process {OWN}.\n"
+    lines = out.splitlines()
+    assert status == 0 and "\x1b" not in out and lines[0].startswith(f"process {OWN}: ")
+    assert lines[2].startswith("loader 1      train: 2 workers, prefetch_factor=3; created ")
+    assert [line.split()[:2] for line in lines[-2:]] == [[str(n), str(pids[n])] for n in (0, 1)]
+    # Without a terminal nothing is drawn.
+    assert run(OWN, "--interval", "0.1", capsys=capsys)[1].splitlines()[0] == lines[0]
 
 
-def test_a_stuck_worker_stands_out_with_its_index_and_its_time(tmp_path, capsys):
+def test_a_stuck_worker_stands_out_with_its_index_and_its_time(capsys):
     # Batch 41 is worker 1's.
-    with running(loop(stuck=41 * 4 + 2), tmp_path) as (process, printed):
+    with running(loop(stuck=41 * 4 + 2)) as (process, printed):
         shown = []
 
         def stands_out():
@@ -190,48 +194,50 @@ def test_a_stuck_worker_stands_out_with_its_index_and_its_time(tmp_path, capsys)
         )
 
 
-def test_several_loaders_of_every_kind(tmp_path, capsys):
-    source = """
-        class Sampler:
-            def __iter__(self):
-                yield list(range(1000, 1064))
-                yield [{"a": 1}]
+class Waiting(Held):
+    def __getitem__(self, i):
+        self.wait()
+        return 0
 
-        def turn(loader):
-            for batch in loader:
-                time.sleep(0.001)
 
-        if __name__ == "__main__":
-            rustloader.install()
-            loaders = [
-                DataLoader(Stream(), batch_size=4, num_workers=1),
-                torch.utils.data.DataLoader(Items(), num_workers=2, in_order=False),
-                DataLoader(Items(), num_workers=1, persistent_workers=True),
-                DataLoader(Items(seconds=3600), batch_sampler=Sampler(), num_workers=2),
-            ]
-            iterators = [iter(loader) for loader in loaders]
-            threads = [threading.Thread(target=turn, args=(it,), daemon=True) for it in iterators[:2]]
-            [thread.start() for thread in threads]
-            next(iterators[2])
-            say()
-            [thread.join() for thread in threads]
-    """
-    with running(source, tmp_path) as (process, _):
-        loaders = []
+class WaitingStream(IterableDataset):
+    def __init__(self, file):
+        self.items = Waiting(1, 0, file)
 
-        def all_run():
-            loaders[:] = as_json(process.pid, capsys)["loaders"]
-            running = all(loader["epoch_batches"] for loader in loaders[:3]) and loaders[0]["batches_per_second"] > 0
-            return running and all(worker["state"] == "fetching" for worker in loaders[3]["workers"])
+    def __iter__(self):
+        yield self.items[0]
 
-        assert wait_until(all_run, STARTED)
-        assert [len(loader["workers"]) for loader in loaders] == [1, 2, 1, 2]
-        assert [loader["persistent"] for loader in loaders] == [False, False, True, False]
-        assert loaders[2]["main"]["state"] == "step" and loaders[2]["main"]["shares"]["step"] > 0.9
-        assert loaders[0]["workers"][0]["index"] is None
-        # A long index is cut, and a pickled one is left out.
-        long = "[1000, 1001, 1002, 1003, 1004, 1005, 1006, ... 64 in all]"
-        assert [worker["index"] for worker in loaders[3]["workers"]] == [long, None]
+
+def test_loaders_of_every_kind(tmp_path, capsys):
+    go = tmp_path / "go"
+    samplers = [list(range(1000, 1064))], [[{"a": 1}]]
+    with rustloader.installed():
+        loaders = [
+            DataLoader(WaitingStream(go), batch_size=4, num_workers=1),
+            TorchDataLoader(Numbers(1000), num_workers=2, in_order=False),
+            DataLoader(Numbers(1000), num_workers=1, persistent_workers=True),
+            *(DataLoader(Waiting(2000, 0, go), batch_sampler=sampler, num_workers=1) for sampler in samplers),
+        ]
+        iterators = [iter(loader) for loader in loaders]
+    next(iterators[1]), next(iterators[2])
+    shown = []
+
+    def waits():
+        shown[:] = as_json(OWN, capsys)["loaders"]
+        return all(shown[k]["workers"][0]["state"] == "fetching" for k in (0, 3, 4))
+
+    assert wait_until(waits, STARTED)
+    assert [(len(it["workers"]), it["in_order"], it["persistent"]) for it in shown] == [
+        (1, True, False),
+        (2, False, False),
+        (1, True, True),
+        *[(1, True, False)] * 2,
+    ]
+    assert shown[2]["main"]["state"] == "step" and shown[2]["main"]["shares"]["step"] > 0.9
+    # A long index is cut, and a pickled one is left out.
+    long = "[1000, 1001, 1002, 1003, 1004, 1005, 1006, ... 64 in all]"
+    assert [shown[k]["workers"][0]["index"] for k in (0, 3, 4)] == [None, long, None]
+    go.touch()
 
 
 def test_the_statistics_are_those_that_the_process_itself_gives():
@@ -274,41 +280,26 @@ def test_the_verdict_is_on_the_last_minute_once_there_is_enough_of_it():
     assert model.Loader(os.getpid(), None, now, [first])._halves() == ()
 
 
-def test_between_two_epochs(tmp_path, capsys):
-    source = """
-        if __name__ == "__main__":
-            loader = DataLoader(list(range(4)), num_workers=1, persistent_workers=True)
-            other = DataLoader(list(range(4)), num_workers=1)
-            list(loader), list(other), list(loader)
-            say()
-            time.sleep(3600)
-    """
-    with running(source, tmp_path) as (process, _):
-        shown = []
+def test_between_two_epochs(capsys):
+    kept, other = (DataLoader(Numbers(4), num_workers=1, persistent_workers=persistent) for persistent in (True, False))
+    list(kept), list(other), list(kept)
+    shown = []
 
-        def is_idle():
-            shown[:] = as_json(process.pid, capsys)["loaders"]
-            return shown[0]["workers"][0]["state"] == "idle"
+    def is_idle():
+        shown[:] = as_json(OWN, capsys)["loaders"]
+        return shown[0]["workers"][0]["state"] == "idle"
 
-        assert wait_until(is_idle), shown
-        (loader,) = shown
-        assert loader["main"]["state"] == "between" and loader["stats"]["epochs"] == 2
-        assert loader["main"]["shares"]["between"] > 0.9
-        assert (loader["stats"]["batches"], loader["epoch_batches"]) == (8, 4)
-        out = run(process.pid, "--once", "--interval", "0.1", capsys=capsys)[1]
-        assert "  main        between two epochs for " in out and "epoch 2, 4 batches" in out
-        assert "% between epochs or starting one\n" in out, out
+    assert wait_until(is_idle), shown
+    (loader,) = shown
+    assert loader["main"]["state"] == "between" and loader["stats"]["epochs"] == 2
+    assert loader["main"]["shares"]["between"] > 0.9
+    assert (loader["stats"]["batches"], loader["epoch_batches"]) == (8, 4)
+    out = run(OWN, "--once", "--interval", "0.1", capsys=capsys)[1]
+    assert "  main        between two epochs for " in out and "epoch 2, 4 batches" in out
+    assert "% between epochs or starting one\n" in out, out
 
 
-def test_the_pid_of_a_worker_shows_its_main_process(tmp_path, capsys):
-    with running(loop(), tmp_path) as (process, printed):
-        status, out, err = run(printed["workers"][1], "--json", "--interval", "0.1", capsys=capsys)
-        assert (status, json.loads(out)["pid"]) == (0, process.pid)
-        shown = f"of a loader of process {process.pid}. Showing process {process.pid}.\n"
-        assert err == f"Process {printed['workers'][1]} is worker 1 {shown}"
-
-
-def test_a_process_without_open_descriptors_is_seen_by_root_alone(tmp_path, capsys):
+def test_a_process_without_open_descriptors_is_seen_by_root_alone(capsys):
     source = """
         if __name__ == "__main__":
             iterator = iter(DataLoader(Items(), num_workers=1))
@@ -317,28 +308,27 @@ def test_a_process_without_open_descriptors_is_seen_by_root_alone(tmp_path, caps
             say()
             time.sleep(3600)
     """
-    with running(source, tmp_path) as (process, _):
+    with running(source) as (process, _):
         if os.geteuid() == 0:
             assert len(as_json(process.pid, capsys)["loaders"]) == 1
         else:
             assert "run this with sudo" in refused(process.pid, "--once", capsys=capsys)
 
 
-def test_the_memory_of_workers_in_a_container_is_theirs_or_unknown(tmp_path, capsys, monkeypatch):
-    assert processes.outer_pids(os.getpid()) is None
-    with running(loop(), tmp_path) as (process, printed):
-        first, second = printed["workers"]
-        monkeypatch.setattr(processes, "outer_pids", lambda pid: {process.pid: process.pid, first: second})
-        zero, one = as_json(process.pid, capsys)["loaders"][0]["workers"]
-        assert zero["pid"] == second and zero["memory_bytes"] > 1 << 20
-        assert (one["pid"], one["memory_bytes"]) == (None, None)
-        assert " n/a" in run(process.pid, "--once", "--interval", "0.1", capsys=capsys)[1]
+def test_the_memory_of_workers_in_a_container_is_theirs_or_unknown(capsys, monkeypatch):
+    assert processes.outer_pids(OWN) is None
+    _iterator, (first, second) = started()
+    monkeypatch.setattr(processes, "outer_pids", lambda pid: {OWN: OWN, first: second})
+    zero, one = as_json(OWN, capsys)["loaders"][0]["workers"]
+    assert zero["pid"] == second and zero["memory_bytes"] > 1 << 20
+    assert (one["pid"], one["memory_bytes"]) == (None, None)
+    assert " n/a" in run(OWN, "--once", "--interval", "0.1", capsys=capsys)[1]
 
 
 # What the observed process notices
 
 
-def test_a_look_opens_for_reading_alone_and_leaves_nothing_open(tmp_path, capsys, monkeypatch):
+def test_a_look_opens_for_reading_alone_and_leaves_nothing_open(capsys, monkeypatch):
     flags, opened = [], os.open
 
     def noting_open(path, how, *rest):
@@ -346,41 +336,37 @@ def test_a_look_opens_for_reading_alone_and_leaves_nothing_open(tmp_path, capsys
             flags.append(how & (os.O_ACCMODE | os.O_CREAT | os.O_TRUNC))
         return opened(path, how, *rest)
 
-    with running(loop(), tmp_path) as (process, _):
-        monkeypatch.setattr(os, "open", noting_open)
-        before = open_files(), mappings()
-        as_json(process.pid, capsys)
-        assert flags and set(flags) == {os.O_RDONLY}
-        assert (open_files(), mappings()) == before
+    _iterator, _ = started()
+    monkeypatch.setattr(os, "open", noting_open)
+    before = open_files(), mappings()
+    as_json(OWN, capsys)
+    assert flags and set(flags) == {os.O_RDONLY}
+    assert (open_files(), mappings()) == before
 
 
 # Which process
 
 
-def test_without_a_pid_the_only_process_is_shown_or_all_are_listed(tmp_path, capsys, monkeypatch):
-    known = [os.getpid()]
+def test_without_a_pid_the_only_process_is_shown_or_all_are_listed(capsys, monkeypatch):
+    known = [OWN]
     monkeypatch.setattr(processes, "pids", lambda: known)
     words = refused(capsys=capsys)
     assert words.startswith("no process") and "has a loader running on rustloader's engine now. " in words
-    (tmp_path / "b").mkdir()
-    with running(loop(), tmp_path) as (one, printed), running(loop(), tmp_path / "b") as (two, _):
-        # Its workers have the arena open, and its other children may, too.
-        known += [one.pid, *printed["workers"]]
-        status, out, err = run("--json", "--interval", "0.1", capsys=capsys)
-        assert (status, json.loads(out)["pid"]) == (0, one.pid)
-        known.append(two.pid)
+    _iterator, pids = started()
+    # Its workers have the arena open, and its other children may, too.
+    known += pids
+    status, out, err = run("--json", "--interval", "0.1", capsys=capsys)
+    assert (status, json.loads(out)["pid"]) == (0, OWN)
+    with running(loop()) as (other, _):
+        known.append(other.pid)
         status, out, err = run(capsys=capsys)
-        assert (status, err) == (
-            2,
-            "rustloader top: several processes have running loaders; choose one: rustloader top PID\n",
-        )
+        several = "several processes have running loaders; choose one: rustloader top PID"
+        assert (status, err) == (2, f"rustloader top: {several}\n")
         heading, *rows = out.splitlines()
         assert heading.split() == ["pid", "rank", "loaders", "batches", "in", "next", "verdict", "command"]
-        assert sorted(row.split()[:3] for row in rows) == sorted(
-            [[str(process.pid), "-", "1"] for process in (one, two)]
-        )
+        assert sorted(row.split()[:3] for row in rows) == sorted([str(pid), "-", "1"] for pid in (OWN, other.pid))
         status, out, err = run("--json", capsys=capsys)
-        assert status == 2 and {process["pid"] for process in json.loads(out)["processes"]} == {one.pid, two.pid}
+        assert status == 2 and {process["pid"] for process in json.loads(out)["processes"]} == {OWN, other.pid}
 
 
 def test_a_process_that_has_ended(capsys):
@@ -411,44 +397,37 @@ def test_a_process_of_another_user(capsys, monkeypatch):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process as another user")
-def test_another_user_may_not_look(tmp_path):
+def test_another_user_may_not_look():
     """What the kernel allows a process of another user to see."""
-    with running(loop(), tmp_path) as (process, _):
-        child = os.fork()
-        if child == 0:
+    _iterator, _ = started()
+    child = os.fork()
+    if child == 0:
+        status = 2
+        try:
             os.setresgid(65534, 65534, 65534)
             os.setresuid(65534, 65534, 65534)
-            try:
-                processes.loaders(process.pid)
-            except processes.NothingToSee as reason:
-                os._exit(
-                    0 if str(reason) == f"process {process.pid} belongs to root; run as that user or with sudo" else 1
-                )
-            os._exit(2)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            processes.loaders(OWN)
+        except processes.NothingToSee as reason:
+            status = str(reason) != f"process {OWN} belongs to root; run as that user or with sudo"
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-@pytest.mark.parametrize("workers", [None, 0, 1])
-def test_a_process_without_a_loader_on_the_engine(workers, tmp_path, capsys):
-    """It does not use rustloader, or its loaders are torch's."""
-    source = f"""
-        if __name__ == "__main__":
-            from rustloader._core import engine_batches  # the extension
-            from torch.utils.data import DataLoader
-            iterator = iter(DataLoader(Items(), num_workers={workers}))
-            next(iterator)
-            say()
-            time.sleep(3600)
-    """
-    if workers is None:
-        source = "import time\nprint('{}', flush=True)\ntime.sleep(3600)"
-    with running(source, tmp_path, head=HEAD if workers is not None else "") as (process, _):
-        words = refused(process.pid, "--once", capsys=capsys)
-        if workers is None:
-            assert words.startswith(f"process {process.pid} does not use rustloader's engine. Its loaders, if it has")
-        else:
-            begin = f"process {process.pid} uses rustloader, but none of its loaders is running on the engine now"
-            assert words.startswith(begin) and "num_workers=0" in words and "torch's own iterator" in words
+def test_a_process_without_rustloader(capsys):
+    with subprocess.Popen(["sleep", "600"]) as child:
+        words = refused(child.pid, "--once", capsys=capsys)
+        child.kill()
+    assert words.startswith(f"process {child.pid} does not use rustloader's engine. Its loaders, if it has")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_process_whose_loaders_are_torchs(workers, capsys):
+    iterator = iter(TorchDataLoader(Numbers(10), num_workers=workers))
+    next(iterator)
+    words = refused(OWN, "--once", capsys=capsys)
+    begin = f"process {OWN} uses rustloader, but none of its loaders is running on the engine now"
+    assert words.startswith(begin) and "num_workers=0" in words and "torch's own iterator" in words
 
 
 @pytest.mark.parametrize("version", [77, None])
@@ -470,15 +449,15 @@ def test_an_arena_that_cannot_be_read(version, capsys):
         assert words.startswith(f"{begin}shared memory of the DataLoader is damaged")
 
 
-def test_a_process_that_ends_between_two_looks(tmp_path, capsys, monkeypatch):
-    with running(loop(), tmp_path) as (process, _):
+def test_a_process_that_ends_between_two_looks(capsys, monkeypatch):
+    with running(loop()) as (process, _):
         monkeypatch.setattr(time, "sleep", lambda seconds: kill(process))
         words = refused(process.pid, "--once", capsys=capsys)
         assert words in (f"process {process.pid} has ended", f"there is no process {process.pid}")
 
 
-def test_stopped_processes_are_named(tmp_path, capsys):
-    with running(loop(), tmp_path) as (process, _):
+def test_stopped_processes_are_named(capsys):
+    with running(loop()) as (process, _):
         worker = as_json(process.pid, capsys)["loaders"][0]["workers"][0]["pid"]
         for pid in (worker, process.pid):
             os.kill(pid, signal.SIGSTOP)
@@ -492,21 +471,14 @@ def test_stopped_processes_are_named(tmp_path, capsys):
             os.kill(pid, signal.SIGCONT)
 
 
-def test_a_worker_that_has_died_stands_out(tmp_path, capsys):
-    source = """
-        if __name__ == "__main__":
-            iterator = iter(DataLoader(Items(), num_workers=2))
-            next(iterator)
-            say(workers=[worker.pid for worker in iterator._workers])
-            time.sleep(3600)
-    """
-    with running(source, tmp_path) as (process, printed):
-        os.kill(printed["workers"][0], signal.SIGKILL)
-        assert wait_until(lambda: gone(printed["workers"][0]))
-        dead, alive = as_json(process.pid, capsys)["loaders"][0]["workers"]
-        assert (dead["state"], dead["memory_bytes"]) == ("ended", None) and alive["state"] != "ended"
-        out = run(process.pid, "--once", "--interval", "0.1", capsys=capsys)[1]
-        assert f"worker 0 (pid {printed['workers'][0]}) has ended" in out and "\n    !0 " in out
+def test_a_worker_that_has_died_stands_out(capsys):
+    _iterator, pids = started()
+    os.kill(pids[0], signal.SIGKILL)
+    assert wait_until(lambda: gone(pids[0]))
+    dead, alive = as_json(OWN, capsys)["loaders"][0]["workers"]
+    assert (dead["state"], dead["memory_bytes"]) == ("ended", None) and alive["state"] != "ended"
+    out = run(OWN, "--once", "--interval", "0.1", capsys=capsys)[1]
+    assert f"worker 0 (pid {pids[0]}) has ended" in out and "\n    !0 " in out
 
 
 def test_a_worker_that_leaves_while_it_is_observed_is_not_shown_as_dead(monkeypatch):
@@ -543,13 +515,13 @@ def test_without_rich_the_live_view_says_how_to_get_it(capsys, monkeypatch):
     assert words == "the live view needs rich: pip install 'rustloader[cli]', or use --once or --json"
 
 
-def test_neither_torch_nor_rich_is_imported_for_one_look(tmp_path):
-    with running(loop(), tmp_path) as (process, _):
-        code = "import sys; from rustloader.tools.cli import main; main(sys.argv[1:]); "
-        code += "print({'torch', 'rich'} & set(sys.modules))"
-        command = [sys.executable, "-c", code, "top", str(process.pid), "--once", "--interval", "0.1"]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=STARTED)
-        assert (ended.returncode, ended.stderr) == (0, "") and ended.stdout.endswith("set()\n")
+def test_neither_torch_nor_rich_is_imported_for_one_look():
+    _iterator, _ = started()
+    code = "import sys; from rustloader.tools.cli import main; main(sys.argv[1:]); "
+    code += "print({'torch', 'rich'} & set(sys.modules))"
+    command = [sys.executable, "-c", code, "top", str(OWN), "--once", "--interval", "0.1"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=STARTED)
+    assert (ended.returncode, ended.stderr) == (0, "") and ended.stdout.endswith("set()\n")
 
 
 # The live view
@@ -602,8 +574,9 @@ SHOWS, HIDES = "\x1b[?1049h", "\x1b[?1049l"
 
 
 @pytest.mark.parametrize("end", ["q", "interrupt", "terminate"])
-def test_the_live_view_ends_and_leaves_a_clean_terminal(end, tmp_path):
-    with running(loop(), tmp_path) as (process, _), Terminal(process.pid, "--interval", "0.1") as terminal:
+def test_the_live_view_ends_and_leaves_a_clean_terminal(end):
+    _iterator, _ = started()
+    with Terminal(OWN, "--interval", "0.1") as terminal:
         assert terminal.shows("loader 1") and terminal.shows("updated every 0.1 s; q quits"), terminal.text
         first = terminal.text.count("loader 1")
         assert wait_until(lambda: terminal.read().count("loader 1") > first + 2, STARTED)
@@ -614,11 +587,10 @@ def test_the_live_view_ends_and_leaves_a_clean_terminal(end, tmp_path):
         assert terminal.status() == (143 if end == "terminate" else 0), terminal.text
         assert terminal.text.count(SHOWS) == terminal.text.count(HIDES) == 1 and "Traceback" not in terminal.text
         assert termios.tcgetattr(terminal.tty) == terminal.before
-        assert not gone(process.pid)
 
 
-def test_the_live_view_ends_with_the_process(tmp_path):
-    with running(loop(), tmp_path) as (process, _), Terminal(process.pid, "--interval", "0.1") as terminal:
+def test_the_live_view_ends_with_the_process():
+    with running(loop()) as (process, _), Terminal(process.pid, "--interval", "0.1") as terminal:
         assert terminal.shows("loader 1"), terminal.text
         kill(process)
         assert terminal.status() == 0
@@ -626,34 +598,13 @@ def test_the_live_view_ends_with_the_process(tmp_path):
         assert end.endswith((f"Process {process.pid} has ended.", f"There is no process {process.pid}.")), end
 
 
-def test_the_live_view_waits_for_loaders(tmp_path):
-    source = """
-        if __name__ == "__main__":
-            loader = DataLoader(Items(), num_workers=1)
-            say()
-            sys.stdin.readline()
-            for batch in loader:
-                pass
-    """
-    reader, writer = os.pipe()
-    try:
-        with (
-            running(
-                "sys.stdin = os.fdopen(int(os.environ['STDIN']))\n" + source.replace("\n        ", "\n"),
-                tmp_path,
-                environment={"STDIN": str(reader)},
-                pass_fds=[reader],
-            ) as (process, _),
-            Terminal(process.pid, "--interval", "0.1") as terminal,
-        ):
-            assert terminal.shows("No loader is running now"), terminal.text
-            os.write(writer, b"go\n")
-            assert terminal.shows("loader 1"), terminal.text
-            terminal.press("q")
-            assert terminal.status() == 0
-    finally:
-        os.close(reader)
-        os.close(writer)
+def test_the_live_view_waits_for_loaders():
+    with Terminal(OWN, "--interval", "0.1") as terminal:
+        assert terminal.shows("No loader is running now"), terminal.text
+        _iterator, _ = started()
+        assert terminal.shows("loader 1"), terminal.text
+        terminal.press("q")
+        assert terminal.status() == 0
 
 
 class Totals(SimpleNamespace):
@@ -751,7 +702,7 @@ if __name__ == "__main__":
 
 def test_the_caches_of_a_process_are_shown_as_it_counts_them(tmp_path, capsys):
     """Caches in memory and in files."""
-    with running(CACHES, tmp_path, cwd=tmp_path) as (process, printed):
+    with running(CACHES, cwd=tmp_path) as (process, printed):
         before = open_files()
         shown = as_json(process.pid, capsys)["caches"]
         key = "limit"

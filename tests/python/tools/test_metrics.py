@@ -136,25 +136,6 @@ def test_a_worker_on_another_machine_has_no_memory_of_a_process_here(server):
     assert Metrics(server.port).of("worker_resident_bytes", "elsewhere", worker="0") == 0
 
 
-def test_a_cache_and_failures(server):
-    class Bad(Numbers):
-        def __getitem__(self, i):
-            if i == 3:
-                raise ValueError("bad")
-            return super().__getitem__(i)
-
-    loader = DataLoader(rustloader.cache(Numbers(6), memory="1MiB"), num_workers=1, name="cached")
-    for _ in range(3):
-        list(loader)
-    list(DataLoader(Bad(6), num_workers=0, on_error="skip", name="bad"))
-    metrics = Metrics(server.port)
-    usage = loader.dataset.usage()
-    assert (metrics.of("cache_hits_total", "cached"), metrics.of("cache_misses_total", "cached")) == (12, 6)
-    assert metrics.of("cache_bytes", "cached") == usage.samples_bytes
-    assert metrics.of("cache_limit_bytes", "cached") == usage.limit
-    assert metrics.of("skipped_samples_total", "bad") == 1 and metrics.of("batches_total", "bad") == 5
-
-
 @pytest.mark.parametrize("kind", ["DataLoader", "StatefulDataLoader"])
 def test_a_loader_without_workers(server, tmp_path, kind):
     class Slow(Numbers):
@@ -197,17 +178,21 @@ def test_fetches_without_a_server_or_a_trace_are_those_of_torch():
 
 
 @pytest.mark.warns
-def test_restarts_count(server, tmp_path):
-    class Dies(Numbers):
+def test_restarts_and_skipped_samples_count(server, tmp_path):
+    class Faulty(Numbers):
         def __getitem__(self, i):
             with contextlib.suppress(FileExistsError):
                 os.close(os.open(tmp_path / "died", os.O_CREAT | os.O_EXCL))
                 os.kill(os.getpid(), 9)
+            if i == 3:
+                raise ValueError("bad")
             return super().__getitem__(i)
 
-    batches = list(DataLoader(Dies(12), batch_size=3, num_workers=1, max_restarts=1, name="dies"))
+    options = {"max_restarts": 1, "on_error": "skip"}
+    batches = list(DataLoader(Faulty(12), batch_size=3, num_workers=1, name="faulty", **options))
     metrics = Metrics(server.port)
-    assert len(batches) == 4 and metrics.of("restarts_total", "dies") == 1 and metrics.of("batches_total", "dies") == 4
+    assert len(batches) == metrics.of("batches_total", "faulty") == 4
+    assert metrics.of("restarts_total", "faulty") == metrics.of("skipped_samples_total", "faulty") == 1
 
 
 @pytest.mark.handover
@@ -281,6 +266,7 @@ def test_hits_of_a_cache_that_is_gone_count(server, tmp_path):
     assert (hits, misses) == (16, 16)
     del file
     assert look() == (16, 16, 1 << 20)
+    assert Metrics(server.port).of("cache_bytes", "caches") == memory.dataset.usage().samples_bytes
     del memory
     assert look() == (16, 16, 0)
     reopened = cached(path=tmp_path / "cache", version="1")
@@ -819,15 +805,12 @@ if __name__ == "__main__":
 """
 
 
-def test_a_report_names_the_slowest_of_two_ranks(tmp_path):
+def test_a_report_names_the_slowest_of_two_ranks():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    ranks = [
-        start_script(RANKS, tmp_path / f"rank{rank}.py", head="", environment=common | {"RANK": str(rank)})
-        for rank in (0, 1)
-    ]
+    ranks = [start_script(RANKS, head="", fresh=False, environment=common | {"RANK": str(rank)}) for rank in (0, 1)]
     try:
         outs = [process.communicate(timeout=STARTED) for process in ranks]
     finally:

@@ -1,13 +1,11 @@
 """The states of the global generators are read and restored exactly."""
 
 import random
-import sys
-import threading
 
 import numpy as np
 import pytest
 import torch
-from support import run_script, wait_until
+from support import run_script
 
 from rustloader.system.generators import GeneratorStates
 
@@ -41,7 +39,7 @@ def _restore_generators():
 
 def test_what_is_drawn_in_between_changes_nothing():
     left_over = 0
-    for seed in range(300):
+    for seed in range(100):
         choice = random.Random(seed)
         for draw in choice.choices(DRAWS, k=choice.randrange(4)):
             draw()
@@ -53,22 +51,7 @@ def test_what_is_drawn_in_between_changes_nothing():
             draw()
         saved.restore()
         assert states() == before
-    assert 30 < left_over < 270, "both kinds of states must occur"
-
-
-def test_a_seed_may_lead_back_to_the_same_words_with_a_number_left_over():
-    led_back = 0
-    for seed in range(20):
-        np.random.seed(seed)
-        np.random.rand(2)
-        before = states()
-        saved = GeneratorStates()
-        np.random.seed(seed)
-        np.random.normal()
-        led_back += states()[:2] == before[:2]
-        saved.restore()
-        assert states() == before
-    assert led_back
+    assert 10 < left_over < 90, "both kinds of states must occur"
 
 
 def test_other_bit_generators():
@@ -92,36 +75,6 @@ def test_other_bit_generators():
         assert states() == before
     finally:
         np.random.set_bit_generator(usual)
-
-
-def test_other_threads_lose_and_repeat_no_draw():
-    drawn, has_ended = [], threading.Event()
-
-    def draw():
-        while not has_ended.is_set():
-            drawn.append(np.random.random())
-
-    interval = sys.getswitchinterval()
-    thread = threading.Thread(target=draw)
-    sys.setswitchinterval(1e-5)
-    thread.start()
-    try:
-        assert wait_until(lambda: drawn)
-        for _ in range(3000):
-            GeneratorStates()
-    finally:
-        has_ended.set()
-        thread.join()
-        sys.setswitchinterval(interval)
-    assert len(set(drawn)) == len(drawn) > 0
-
-
-def test_words_that_are_all_zero():
-    np.random.set_state(("MT19937", np.zeros(624, np.uint32), 624))
-    saved = GeneratorStates()
-    np.random.seed(1)
-    saved.restore()
-    assert np.random.random() == 0
 
 
 def test_an_import_of_numpy_random_in_another_thread_is_awaited():
