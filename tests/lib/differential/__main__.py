@@ -5,8 +5,8 @@ import contextlib
 import itertools
 import json
 import sys
-import time
 
+import forked_runs
 import torch
 
 from . import actors, compare, coverage, generate, processes, shrink
@@ -43,30 +43,27 @@ def main():
 
 def run(args, generator, programs):
     """Runs programs and reports differences; returns the exit status."""
-    start, failed, tally = time.monotonic(), 0, coverage.Coverage()
-    runs = processes.run_all(programs, args.jobs)
-    for program, *records in runs:
-        tally.add(program, records[0])
-        differences = compare.differences(program, *records)
-        if differences:
-            failed += 1
-            if args.shrink:
-                program, differences = shrink.shrink(program)
-            report = "\n".join([f"DIFFERENCE {program.json()}", *differences, ""])
-            print(report, flush=True)
-            if args.save:
-                with open(args.save, "a") as f:
-                    f.write(report)
-        if args.show:
-            print(json.dumps(dict(zip(compare.NAMES, records, strict=False)), indent=1))
-        if tally.programs % 100 == 0:
-            print(f"... {tally.programs} programs, {failed} with differences", file=sys.stderr, flush=True)
-        if args.seconds and time.monotonic() - start > args.seconds:
-            runs.close()
+    tally = coverage.Coverage()
+    status = forked_runs.report(findings(args, programs, tally), args.seconds)
     if args.coverage:
         print(tally.report(generate.all_pairs(), generator.impossible, args.coverage > 1))
-    print(f"{tally.programs} programs in {time.monotonic() - start:.0f} s, {failed} with differences")
-    return 1 if failed else 0
+    return status
+
+
+def findings(args, programs, tally):
+    """The differences that each program shows, as a text, or None."""
+    for program, *records in processes.run_all(programs, args.jobs):
+        tally.add(program, records[0])
+        differences = compare.differences(program, *records)
+        if differences and args.shrink:
+            program, differences = shrink.shrink(program)
+        if args.show:
+            print(json.dumps(dict(zip(compare.NAMES, records, strict=False)), indent=1))
+        text = "\n".join([f"DIFFERENCE {program.json()}", *differences, ""]) if differences else None
+        if text and args.save:
+            with open(args.save, "a") as file:
+                file.write(text)
+        yield text
 
 
 if __name__ == "__main__":

@@ -1,22 +1,23 @@
 """Turns what a user can observe (batches, exceptions, warnings, loaders) into plain lists that can be compared."""
 
-import array
-import collections
-import dataclasses
 import os
 import re
 
 import numpy as np
 import torch
 import torch.utils.data
+from roundtrip.compare import Record
 from roundtrip.intended import as_by_protocol_4
 from support import type_in_torch
 from torch.utils.data import dataloader as torch_dataloader
 
 from .recorder import crc
 
-ATOMS = (type(None), bool, int, complex, str, bytes, type(Ellipsis), type(NotImplemented))
-TEXTS_AND_NUMBERS = (str, bytes, int, float, complex)
+# Facts of a value that may differ: where in its storage a tensor lies, and whose memory an array has. They are compared
+# in ``roundtrip/``.
+PLACES = ("storage_offset", "nbytes", "storage of", "in shared memory", "owns", "alone")
+# torch's loader and rustloader's may deliver equal ones as one object or as several.
+TEXTS = (str, bytes, complex)
 LOADER_ATTRIBUTES = (
     "batch_size drop_last num_workers prefetch_factor pin_memory pin_memory_device timeout persistent_workers in_order "
     "_dataset_kind _auto_collation _IterableDataset_len_called"
@@ -38,132 +39,35 @@ def name_of(cls):
 
 
 def value(batch):
-    """A batch: types, dtypes, shapes, strides, bytes, which values are one object, and which tensors share elements."""
-    return _Walk().batch(batch)
+    """A batch, as {path: facts}: types, dtypes, shapes, strides, bytes, which values are one object, and which tensors
+    share elements."""
+    record = Record(batch)
+    return {path: facts_of(record, path) for path in record.facts}
+
+
+def facts_of(record, path):
+    facts, v = record.facts[path], record.objects[path]
+    if "same as" in facts and isinstance(v, TEXTS):
+        facts = record.facts[facts["same as"]]
+    if type(v) is np.ndarray and not v.dtype.hasobject and "same as" not in facts:
+        facts = Record(as_by_protocol_4(v)).facts[""]
+    return {name: plain(fact) for name, fact in facts.items() if name not in PLACES}
+
+
+def plain(fact):
+    """A fact as a value that JSON can hold."""
+    if isinstance(fact, type):
+        return name_of(fact)
+    if fact is None or type(fact) in (bool, int):
+        return fact
+    if type(fact) is tuple and all(type(part) is int for part in fact):
+        return list(fact)
+    return short(normal(repr(fact)))
 
 
 def tensors(batch):
-    """The strided tensors of a batch."""
-    walk = _Walk()
-    walk.walk(batch)
-    return walk.leaves
-
-
-class _Walk:
-    def __init__(self):
-        self.seen = {}  # id -> number of the object
-        self.kept = []  # the objects, so that their ids stay unique
-        self.leaves = []  # strided tensors
-
-    def batch(self, batch):
-        described = self.walk(batch)
-        shared = self.shared()
-        return [described, shared] if shared else [described]
-
-    def walk(self, v):
-        kind = type(v)
-        if kind in ATOMS:
-            return [kind.__name__, short(repr(v))]
-        if kind is float:
-            return ["float", v.hex()]
-        if id(v) in self.seen:
-            return ["again", self.seen[id(v)]]
-        if not (kind is tuple and not v):
-            self.seen[id(v)] = len(self.seen)
-            self.kept.append(v)
-        return [name_of(kind), *self.parts(v)]
-
-    def parts(self, v):
-        if isinstance(v, torch.Tensor):
-            return self.tensor(v)
-        if isinstance(v, np.ndarray):
-            return self.array(v)
-        if isinstance(v, np.generic):
-            return [str(v.dtype), v.tobytes().hex()]
-        if isinstance(v, torch.UntypedStorage):
-            return [v.nbytes(), crc(bytes(v.tolist()))]
-        if isinstance(v, type) or callable(v):
-            return [getattr(v, "__qualname__", normal(repr(v)))]
-        if isinstance(v, TEXTS_AND_NUMBERS):
-            base = next(kind for kind in TEXTS_AND_NUMBERS if isinstance(v, kind))
-            return [short(base.__repr__(v)), self.attributes(v)]
-        if isinstance(v, (bytearray, memoryview)):
-            return [short(bytes(v).hex())]
-        if isinstance(v, (set, frozenset)):
-            return sorted((self.walk(x) for x in v), key=repr)
-        if isinstance(v, BaseException):
-            return [self.walk(list(v.args)), self.attributes(v)]
-        if dataclasses.is_dataclass(v):
-            return [[f.name, self.walk(getattr(v, f.name))] for f in dataclasses.fields(v)]
-        if isinstance(v, (dict, collections.UserDict)):
-            extra = [repr(v.default_factory)] if isinstance(v, collections.defaultdict) else []
-            return [*extra, [[self.walk(k), self.walk(x)] for k, x in v.items()], self.attributes(v)]
-        if isinstance(v, (list, tuple, collections.deque)):
-            return [[self.walk(x) for x in v], *self.attributes(v)]
-        if isinstance(v, array.array):
-            return [v.typecode, short(v.tobytes().hex())]
-        if hasattr(v, "__dict__"):
-            return self.attributes(v)
-        return [normal(repr(v))]
-
-    def attributes(self, v):
-        return [[k, self.walk(x)] for k, x in sorted(getattr(v, "__dict__", {}).items())]
-
-    def tensor(self, t):
-        more = self.attributes(t)
-        if t.is_nested:
-            parts = t.unbind()
-            return ["nested", str(t.dtype), t.requires_grad, [[list(x.shape), self.content(x)] for x in parts], more]
-        facts = [str(t.dtype), str(t.device), list(t.shape), t.requires_grad, t.is_leaf, t._is_view(), more]
-        plain = t.detach().as_subclass(torch.Tensor) if type(t) is not torch.Tensor else t.detach()
-        if t.layout != torch.strided:
-            return [str(t.layout), *facts, self.content(plain.to_dense())]
-        self.leaves.append(plain)
-        strides = list(plain.stride()) if plain.numel() else []
-        return [
-            *facts,
-            {"leaf": len(self.leaves) - 1, "strides": strides, "compact": compact(plain.shape, strides)},
-            self.content(plain),
-        ]
-
-    def content(self, t):
-        t = t.contiguous().reshape(-1)
-        return crc(t.view(torch.uint8).numpy().tobytes()) if t.numel() else 0
-
-    def array(self, a):
-        more = self.attributes(a)
-        if type(a) is np.ndarray and not a.dtype.hasobject:
-            a = as_by_protocol_4(a)
-        order = "C" if a.flags.c_contiguous else "F" if a.flags.f_contiguous else "-"
-        facts = [str(a.dtype.descr), list(a.shape), order, list(a.strides) if a.size else [], a.flags.writeable]
-        # Large arrays from torch's loader have a base, too.
-        facts += [a.base is None or a.nbytes >= 1000, more]
-        if a.dtype.hasobject:
-            return [*facts, [self.walk(x) for x in a.ravel().tolist()]]
-        return [*facts, crc(a.tobytes())]
-
-    def shared(self):
-        """The pairs of tensors that share elements, with the offset of the second and the number of shared elements."""
-        pairs = []
-        spans = [(n, t.data_ptr(), _extent(t), t) for n, t in enumerate(self.leaves) if t.numel()]
-        for k, (n, start, length, t) in enumerate(spans):
-            for m, other_start, other_length, other in spans[:k]:
-                if start < other_start + other_length and other_start < start + length:
-                    common = np.intersect1d(_addresses(t), _addresses(other)).size
-                    if common:
-                        pairs.append([m, n, start - other_start, int(common)])
-        return pairs
-
-
-def _extent(t):
-    return (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * t.element_size()
-
-
-def _addresses(t):
-    at = np.zeros((), np.int64)
-    for n, s in zip(t.shape, t.stride(), strict=True):
-        at = np.add.outer(at, np.arange(n) * (s * t.element_size()))
-    return at.ravel() + t.data_ptr()
+    """The tensors of a batch that have memory."""
+    return [leaf.owner for leaf in Record(batch).leaves if isinstance(leaf.owner, torch.Tensor)]
 
 
 def compact(shape, strides):

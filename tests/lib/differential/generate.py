@@ -90,7 +90,8 @@ def overlapping(r):
     return {
         "overlap_epochs": True,
         "persistent": True,
-        "sampler": "default",
+        "sampler": r.choice(["default", "default", "shuffle", "replacement", "distributed"]),
+        "pattern": r.choice(["full epochs", "draws between epochs", "dataset changed", "break"]),
         "dataset": r.choice(MAP),
         "num_workers": r.randint(1, 4),
         "seed_by": r.choice([None, "batch", "sample"]),

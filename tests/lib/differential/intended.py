@@ -6,6 +6,8 @@ intended difference has rules of its own, the function returns a text for each v
 
 import re
 
+from . import describe
+
 
 def equalize(program, reference, actual):
     return [text for function in INTENDED for text in function(program, reference, actual) or ()]
@@ -30,8 +32,8 @@ def first_error_of_a_worker_repeated(program, reference, actual):
 
 
 def views_without_holes(program, reference, actual):
-    """A view with holes that shares no element with another tensor of its batch may arrive compact, in the same order
-    of dimensions: sending a few rows of a large tensor must not send all of it (`STORAGE_WASTE` in src/config.rs)."""
+    """A view with holes may arrive compact, in the same order of dimensions: sending a few rows of a large tensor must
+    not send all of it (`STORAGE_WASTE` in src/config.rs). roundtrip/intended.py says which views may."""
     if program.is_ordered and program.error_in != "sampler":
         pairs = zip(_items(reference["main"]), _items(actual["main"]), strict=False)
     else:
@@ -43,16 +45,12 @@ def views_without_holes(program, reference, actual):
 
 def without_holes(a, b):
     """Makes such views equal in two batches, as described by describe.value()."""
-    _compact(a, b, {leaf for pair in a[1:] for first, second, *_ in pair for leaf in (first, second)})
-
-
-def _compact(a, b, shared):
-    if isinstance(a, dict) and isinstance(b, dict):
-        if a["leaf"] not in shared and b["strides"] in (a["strides"], a["compact"]):
-            a["strides"] = b["strides"] = a["compact"]
-    elif isinstance(a, list) and isinstance(b, list):
-        for x, y in zip(a, b, strict=False):
-            _compact(x, y, shared)
+    for path in a.keys() & b.keys():
+        x, y = a[path], b[path]
+        if "stride" in x and x.get("shape") == y.get("shape"):
+            compact = describe.compact(x["shape"], x["stride"])
+            if y["stride"] in (x["stride"], compact):
+                x["stride"] = y["stride"] = compact
 
 
 def no_batch_lost_by_an_error_of_the_sampler(program, reference, actual):
@@ -99,24 +97,14 @@ def _is_sampler_error(events, k):
 
 
 def _mask_views(described):
-    """Masks in a batch, as described by describe.value(), which tensors and arrays are views, and which arrays have
-    gaps."""
-    if isinstance(described, list):
-        is_array = described[:1] in ARRAYS and len(described) > IS_VIEW
-        if is_array or (len(described) > IS_VIEW + 2 and isinstance(described[IS_VIEW + 2], dict)):
-            described[IS_VIEW] = "a view or not"
-        if is_array and described[LAYOUT] in ("-", "C"):
-            described[LAYOUT : LAYOUT + 2] = ["with gaps or not", "strides"]
-        for part in described:
-            _mask_views(part)
+    """Masks in a batch, as described by describe.value(), which tensors are views, and which arrays have gaps."""
+    for facts in described.values():
+        if "is a view" in facts:
+            facts["is a view"] = "a view or not"
+        if "strides" in facts and "False, True" not in facts["contiguous"]:
+            facts |= dict.fromkeys(("strides", "contiguous"), "with gaps or not")
 
 
-# The start of an array's description by describe.value().
-ARRAYS = (["numpy.ndarray"], ["differential.samples.Array"])
-# Where the description of a tensor or array says whether it has memory of its own.
-IS_VIEW = 6
-# Where the description of an array says whether it is contiguous, and how; its strides follow.
-LAYOUT = 3
 # The position of the dataset's class in recorder.about().
 CLASS_OF_DATASET = 3
 # The line in a traceback in which torch's fetcher calls collate_fn.

@@ -2,7 +2,10 @@
 
 import copy
 import pickle
+import random
 import threading
+
+import torch
 
 from . import parts
 
@@ -10,6 +13,17 @@ from . import parts
 def full_epochs(s, loader):
     for _ in range(s.program.epochs):
         s.epoch(loader)
+
+
+def draws_between_epochs(s, loader):
+    """The program draws numbers between epochs: as many as other loaders' iterators do, or some of another kind."""
+    draws = random.Random(s.program.seed)
+    for _ in range(s.program.epochs):
+        s.epoch(loader)
+        if draws.random() < 0.1:
+            torch.rand(2)
+        for _ in range(s.program.take % 4):
+            torch.empty((), dtype=torch.int64).random_()
 
 
 def dropped_at_once(s, loader):
@@ -209,6 +223,7 @@ DUPLICATE = {"pickled": lambda x: pickle.loads(pickle.dumps(x)), "copied": copy.
 
 PATTERNS = {
     "full epochs": full_epochs,
+    "draws between epochs": draws_between_epochs,
     "break": left_early,
     "again in mid-epoch": again_in_mid_epoch,
     "two iterators": two_iterators,

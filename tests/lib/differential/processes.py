@@ -1,18 +1,12 @@
-"""A clean process for each run: forked from this one (torch imported, no threads), and killed at a time limit."""
+"""A clean process for each run of a program."""
 
-import contextlib
-import faulthandler
+import functools
 import os
-import pickle
-import select
 import shutil
-import signal
-import sys
 import tempfile
-import time
-import traceback
 import warnings
 
+import forked_runs
 import torch
 import torch.utils.data
 
@@ -22,69 +16,14 @@ from . import play, seeded
 LIMIT = {"fork": 240, "spawn": 400, "forkserver": 400, "remote": 400, "ray": 400}
 
 
-class Run:
-    """A run of one program with one loader, in a process of its own."""
-
-    def __init__(self, program, which):
-        self.program, self.which = program, which
-        self.folder = tempfile.mkdtemp(prefix="differential-")
-        self.limit = time.monotonic() + LIMIT[program.start_method]
-        self.result, writing = os.pipe()
-        sys.stdout.flush(), sys.stderr.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            status = 1
-            try:
-                os.close(self.result)
-                self.child(writing)
-                status = 0
-            finally:
-                os._exit(status)
-        os.close(writing)
-        self.received = bytearray()
-
-    def child(self, writing):
-        os.setsid()
-        # Slow starts on a busy machine are not stuck workers, and any log line counts as a fallback.
-        os.environ.update(RUSTLOADER_STALL_START_SECONDS="0", RUSTLOADER_STALL_ITEM_SECONDS="0")
-        if self.program.start_method != "fork":
-            # A worker that is asked to exit before it has imported torch gets enough time for that.
-            torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 60.0
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        stderr = os.open(os.path.join(self.folder, "stderr"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.dup2(stderr, 2)
-        faulthandler.dump_traceback_later(self.limit - time.monotonic() - 2, file=stderr)
-        calls = os.path.join(self.folder, "calls")
-        os.mkdir(calls)
-        try:
-            record = play.play(self.program, self.which, calls)
-        except BaseException:
-            record = {"broken": traceback.format_exc()}
-        with open(writing, "wb") as f:
-            pickle.dump(record, f)
-
-    def read(self):
-        """Reads the available data; returns True at its end."""
-        data = os.read(self.result, 1 << 20)
-        self.received += data
-        return not data
-
-    def finish(self):
-        """Ends the run and returns its record, or one that says why there is none."""
-        late = time.monotonic() > self.limit
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        os.close(self.result)
-        os.waitpid(self.pid, 0)
-        with contextlib.suppress(OSError), open(os.path.join(self.folder, "stderr")) as f:
-            stderr = f.read()
-        shutil.rmtree(self.folder, ignore_errors=True)
-        try:
-            record = pickle.loads(self.received)
-        except Exception:
-            record = {"broken": f"{'it took too long' if late else 'it died'}\n{stderr}"}
-        record["stderr"] = stderr
-        return record
+def run(program, which, folder):
+    """Plays a program, in a process of its own; workers note their calls in a folder in `folder`."""
+    if program.start_method != "fork":
+        # A worker that is asked to exit before it has imported torch gets enough time for that.
+        torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 60.0
+    calls = os.path.join(folder, "calls")
+    os.mkdir(calls)
+    return play.play(program, which, calls)
 
 
 def run_all(programs, jobs):
@@ -94,28 +33,25 @@ def run_all(programs, jobs):
     ``seeded.runs`` lists the runs of a program.
     """
     warn_once()
-    waiting = ((p, k, *run) for p in programs for k, run in enumerate(seeded.runs(p)))
-    under_way, records = {}, {}
-    try:
-        while True:
-            while len(under_way) < jobs and (item := next(waiting, None)):
-                program, number, which, variant = item
-                run = Run(variant, which)
-                run.of = program, number
-                under_way[run.result] = run
-            if not under_way:
-                return
-            for run in wait(under_way):
-                del under_way[run.result]
-                program, number = run.of
-                finished = records.setdefault(id(program), {})
-                finished[number] = run.finish()
-                if len(finished) == len(seeded.runs(program)):
-                    del records[id(program)]
-                    yield program, *(record for _, record in sorted(finished.items()))
-    finally:
-        for run in under_way.values():
-            run.finish()
+    records = {}
+    with tempfile.TemporaryDirectory(prefix="differential-", ignore_cleanup_errors=True) as folder:
+        for (program, number, calls), record, stderr in forked_runs.results(runs_of(programs, folder), jobs):
+            shutil.rmtree(calls, ignore_errors=True)
+            if isinstance(record, forked_runs.Broken):
+                record = {"broken": record.text}
+            finished = records.setdefault(id(program), {})
+            finished[number] = record | {"stderr": stderr}
+            if len(finished) == len(seeded.runs(program)):
+                del records[id(program)]
+                yield program, *(record for _, record in sorted(finished.items()))
+
+
+def runs_of(programs, folder):
+    """The runs of programs, as ``forked_runs`` takes them."""
+    for program in programs:
+        for number, (which, variant) in enumerate(seeded.runs(program)):
+            calls = tempfile.mkdtemp(dir=folder)
+            yield (program, number, calls), functools.partial(run, variant, which, calls), LIMIT[program.start_method]
 
 
 def warn_once():
@@ -126,11 +62,3 @@ def warn_once():
         torch.sparse_coo_tensor([[0]], [1.0], (2,))
         torch.sparse_csr_tensor([0, 1], [0], [1.0])
         torch.nested.nested_tensor([])
-
-
-def wait(under_way):
-    """Waits, and returns the runs that have ended; if there are none, those past their limit."""
-    earliest = min(run.limit for run in under_way.values())
-    ready = select.select(list(under_way), [], [], max(0.0, earliest - time.monotonic()))[0]
-    ended = [under_way[fd] for fd in ready if under_way[fd].read()]
-    return ended or [run for run in under_way.values() if time.monotonic() > run.limit]

@@ -66,6 +66,7 @@ DIMENSIONS = {
     "warnings_raise": (False, True),
     "pattern": (
         "full epochs",
+        "draws between epochs",
         "break",
         "again in mid-epoch",
         "two iterators",
@@ -106,6 +107,7 @@ FIXED_ORDER = ("default", "sequential", "distributed", *BATCHES, "tensors", "odd
 # Patterns that give the same batches with any workers if the random numbers are the same.
 SEEDED_PATTERNS = (
     "full epochs",
+    "draws between epochs",
     "break",
     "dataset changed",
     "guarded",
@@ -192,7 +194,7 @@ class Program:
     @property
     def overlaps(self):
         """Whether workers may be asked for samples of the next epoch, which may remain unused."""
-        can_overlap = self.sampler in ("default", "shuffle", "replacement", "subset")
+        can_overlap = self.sampler in ("default", "shuffle", "replacement", "subset", "distributed")
         return bool(self.overlap_epochs) and self.persistent and self.num_workers > 0 and self.is_map and can_overlap
 
     @property
@@ -415,8 +417,6 @@ def why_invalid(p):
         return "torch's text for it does not name the worker, so that its later errors cannot be told apart"
     if not p.is_ordered and p.pattern == "subclass":
         return "a generator ends with an error, and timing decides what came before"
-    if "cycle" in p.samples and (p.collate == "convert" or (p.collate == "default" and p.batch_size is None)):
-        return "the recursion goes as deep as the stack allows"
     if p.structure == "alone" and len(p.samples) > 1:
         return "several kinds need a structure"
     if p.pattern == "two iterators" and p.persistent and not p.is_ordered:

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import forked_runs
+
 from . import compare, processes
 from .program import Program, why_invalid
 
@@ -14,14 +16,7 @@ def differs(program):
 def shrink(program):
     """A program that still shows a difference, with no single value that can be made simpler, and its differences."""
     differences = differs(program)
-    progress = bool(differences)
-    while progress:
-        progress = False
-        for candidate in simpler(program):
-            if remaining := differs(candidate):
-                program, differences, progress = candidate, remaining, True
-                break
-    return program, differences
+    return forked_runs.shrink(program, differences, simpler, differs) if differences else (program, differences)
 
 
 def simpler(program):

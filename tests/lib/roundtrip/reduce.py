@@ -1,5 +1,7 @@
 """Shrinks a failing description."""
 
+from forked_runs import shrink
+
 __all__ = ["prune", "reduced"]
 
 
@@ -24,15 +26,14 @@ def prune(steps):
 def reduced(description, fails):
     """A smaller description for which `fails` is still true."""
     tried = set()
-    while True:
-        for candidate in smaller(description):
+
+    def untried(steps):
+        for candidate in smaller(steps):
             if candidate not in tried and len(tried) < 1000:
                 tried.add(candidate)
-                if fails(candidate):
-                    description = candidate
-                    break
-        else:
-            return description
+                yield candidate
+
+    return shrink(description, True, untried, fails)[0]
 
 
 def smaller(steps):

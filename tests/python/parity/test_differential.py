@@ -30,9 +30,16 @@ def run(*args):
     "method, programs, seconds", [("fork", 40, 70), ("forkserver", 2, 20), ("spawn", 1, 20), ("remote", 2, 20)], ids=str
 )
 def test_programs_give_the_same_records(method, programs, seconds):
-    status, out, err = run(
-        "--start-method", method, "--programs", f"{programs}", "--seed", "1", "--seconds", f"{seconds}"
-    )
+    check_programs("--start-method", method, "--programs", f"{programs}", "--seed", "1", "--seconds", f"{seconds}")
+
+
+@pytest.mark.random
+def test_overlapping_epochs_give_the_same_records():
+    check_programs("--only", "overlap_epochs=True", "--programs", "24", "--seed", "1", "--seconds", "60")
+
+
+def check_programs(*args):
+    status, out, err = run(*args)
     assert status == 0, f"{out}\n{err}"
     assert " programs in " in out and not out.startswith("0 programs")
 
@@ -53,11 +60,11 @@ def events(record, name):
 
 
 def another_batch(record):
-    events(record, "next")[3][3][0][1][0][1][0][1] = "99"
+    events(record, "next")[3][3]["[0][0]"]["value"] = 99
 
 
 def another_dtype(record):
-    events(record, "next")[0][3][0][1][0][1][1][1] = "torch.float64"
+    events(record, "next")[0][3]["[0][1]"]["dtype"] = "torch.float64"
 
 
 def batches_in_another_order(record):
@@ -66,7 +73,7 @@ def batches_in_another_order(record):
 
 
 def strides_of_another_order(record):
-    events(record, "next")[0][3][0][1][0][1][1][8]["strides"] = [7]
+    events(record, "next")[0][3]["[0][1]"]["stride"] = [7]
 
 
 def a_moved_generator(record):
@@ -187,7 +194,7 @@ def a_sample_made_twice(record):
 
 
 def another_index(record):
-    [event for event in record["main"] if event[:2] == ["sampler", "next"]][3][2] = [["int", "99"]]
+    [event for event in record["main"] if event[:2] == ["sampler", "next"]][3][2] = {"": {"value": 99}}
 
 
 def a_window_too_full(record):

@@ -1,6 +1,8 @@
-"""`overlap_epochs`: workers begin the next epoch before the current one has ended, and nothing else changes."""
+"""`overlap_epochs`: workers begin the next epoch before the current one has ended.
 
-import copy
+That nothing else changes is tested by the random programs of test_differential.py and test_model.py.
+"""
+
 import logging
 import os
 import random
@@ -17,7 +19,6 @@ from support import (
     epoch,
     gone,
     rustloader,
-    same,
     values,
     wait_until,
     while_next_waits,
@@ -26,12 +27,7 @@ from support import (
     workers_report,
 )
 from torch.utils.data import (
-    BatchSampler,
     RandomSampler,
-    Sampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
 )
 from torch.utils.data.distributed import DistributedSampler
 
@@ -73,239 +69,10 @@ class Logged(Numbers):
         return torch.full((self.payload,), i)
 
 
-class EpochAware(Drawn):
-    """A dataset with `set_epoch`, whose samples name the epoch."""
-
-    epoch = -1
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __getitem__(self, i):
-        return self.epoch, *super().__getitem__(i)
-
-
-class WithState(Drawn):
-    """A dataset with a state of its own."""
-
-    made = 0
-
-    def __getitem__(self, i):
-        self.made += 1
-        return self.made, *super().__getitem__(i)
-
-    def state_dict(self):
-        return {"made": self.made}
-
-    def load_state_dict(self, state):
-        self.made = state["made"]
-
-
-class Odd(Sampler):
-    """A sampler whose class is not one of torch's."""
-
-    def __init__(self, n):
-        self.n = n
-
-    def __iter__(self):
-        yield from torch.randperm(self.n).tolist()
-
-    def __len__(self):
-        return self.n
-
-
 def was_predicted(loader):
     """True if the last epoch of a loader was predicted correctly; None if it was not predicted."""
     predictor = loader._iterator._mode._predictor
     return None if predictor is None else predictor.is_right
-
-
-# --- programs
-
-
-def sampler_of(kind, size, r):
-    """A sampler, and the arguments that pass it to a loader."""
-    own = torch.Generator().manual_seed(5)
-    shard = DistributedSampler(range(size), num_replicas=2, rank=r.randrange(2), shuffle=r.random() < 0.8)
-    samplers = {
-        "sequential": SequentialSampler(range(size)),
-        "random": RandomSampler(range(size or 1)),
-        "own": RandomSampler(range(size or 1), generator=own),
-        "remainder": RandomSampler(range(size or 1), generator=own, num_samples=size + 3),
-        "replacement": RandomSampler(range(size or 1), replacement=True, generator=own),
-        "subset": SubsetRandomSampler(list(range(0, size, 2))),
-        "weighted": WeightedRandomSampler([1.0] * (size or 1), size or 1),
-        "distributed": shard,
-        "odd": Odd(size),
-    }
-    sampler = samplers[kind]
-    batch = r.choice([1, 2, 3])
-    drop_last = r.random() < 0.3
-    how = r.choice(["sampler", "batch_sampler", "none"])
-    if how == "batch_sampler":
-        return sampler, dict(batch_sampler=BatchSampler(sampler, batch, drop_last))
-    if how == "none":
-        return sampler, dict(sampler=sampler, batch_size=None)
-    return sampler, dict(sampler=sampler, batch_size=batch, drop_last=drop_last)
-
-
-KINDS = ["sequential", "random", "own", "remainder", "replacement", "subset", "weighted", "distributed", "odd"]
-
-
-def play(seed, cls, **options):
-    """The events that a random program sees, with the states of the generators after each of them."""
-    r = random.Random(seed)
-    torch.manual_seed(seed)
-    random.seed(seed), np.random.seed(seed)
-    size = r.choice([0, 1, 2, 3, 5, 8, 12, 20]) if seed % 4 == 0 else r.choice([7, 12, 20])
-    kind = r.choice(KINDS if size else ["sequential"])
-    fails = r.sample(range(size), 2) if size > 2 and r.random() < 0.3 else ()
-    sampler, given = sampler_of(kind, size, r)
-    workers = r.choice([1, 2, 3])
-    settings = dict(
-        num_workers=workers,
-        prefetch_factor=r.choice([1, 2, 3]),
-        persistent_workers=True,
-        collate_fn=as_list,
-        in_order=workers > 1 or r.random() < 0.5,
-    )
-    # torch's class has none of these.
-    own = dict(reorder_window=r.choice([None, None, 2, 5]), seed_by=r.choice([None, None, "sample", "batch"]))
-    has_own = cls is not TorchDataLoader and seed % 3 == 0
-    if has_own:
-        settings |= own
-    loader = cls(Drawn(size, fails), **given, **settings, **options)
-    seen = []
-
-    def note(*event):
-        own = getattr(sampler, "generator", None)
-        states = [bytes(generator.get_state().numpy()) for generator in (torch.default_generator, own) if generator]
-        seen.append((event, states))
-
-    def step(it):
-        try:
-            batch = next(it)
-        except StopIteration:
-            note("end")
-            return False
-        except KeyError as error:
-            note("error", str(error).splitlines()[-1])
-            return True
-        note("batch", batch)
-        if draws_in_loop:
-            torch.rand(3)
-        return True
-
-    sets_epoch = r.random() < 0.8
-    draws_in_loop = r.random() < 0.2
-    validates = r.choice([0, 0, 0, 1, 3])
-    for number in range(r.choice([3, 4, 6])):
-        if kind == "distributed" and sets_epoch:
-            sampler.set_epoch(number if r.random() < 0.9 else r.randrange(9))
-        if kind == "subset" and r.random() < 0.2:
-            sampler.indices = sampler.indices[::-1]
-        if kind == "own" and r.random() < 0.2:
-            sampler.generator.manual_seed(number)
-        it = iter(loader)
-        note("iter")
-        # With a window, the number of batches made for an epoch that is left early depends on timing.
-        ends = r.random() * (0.85 if has_own else 1)
-        if ends < 0.7:
-            while step(it):
-                pass
-            if r.random() < 0.2:
-                step(it)
-        elif ends < 0.85:
-            # Without the call that finds the end.
-            for _ in range(len(loader)):
-                step(it)
-        else:
-            for _ in range(r.randrange(len(loader) + 1)):
-                step(it)
-        for _ in range(validates):
-            torch.empty((), dtype=torch.int64).random_()
-        if r.random() < 0.1:
-            torch.rand(r.randrange(3))
-        note("between")
-    del it, loader
-    return seen
-
-
-def without_workers(seen):
-    """The events without the worker of each batch, which depends on timing with a shared queue."""
-
-    def anonymous(event):
-        if event[0] != "batch":
-            return event[:1]
-        batch = event[1] if isinstance(event[1][0], tuple) else [event[1]]
-        return "batch", [sample[0] for sample in batch]
-
-    return [(anonymous(event), states) for event, states in seen]
-
-
-@pytest.mark.random
-@pytest.mark.parametrize("part", range(8))
-def test_programs_see_what_they_see_without_it(part):
-    for seed in range(part * 10, part * 10 + 10):
-        off = play(seed, DataLoader)
-        for dispatch in [None, "shared_queue"] if seed % 5 == 0 else [None]:
-            on = play(seed, DataLoader, overlap_epochs=True, dispatch=dispatch)
-            assert same(*(map(without_workers, (on, off)) if dispatch else (on, off))), seed
-
-
-@pytest.mark.random
-def test_programs_see_what_they_see_with_torchs_loader():
-    for seed in range(1, 12):
-        if seed % 3:
-            assert same(play(seed, DataLoader, overlap_epochs=True), play(seed, TorchDataLoader)), seed
-
-
-def play_with_states(seed, options):
-    """Like `play`, with states that are saved in and after epochs, and loaded into the same or a new loader."""
-    r = random.Random(seed)
-    torch.manual_seed(seed)
-    size = r.choice([8, 13])
-    kind = r.choice(["random", "own", "sequential", "distributed", "subset"])
-    sampler, given = sampler_of(kind, size, r)
-    dataset = r.choice([Drawn, Drawn, EpochAware, WithState])(size)
-    settings = dict(num_workers=2, persistent_workers=True, collate_fn=as_list, seed_by=r.choice([None, "sample"]))
-    if r.random() < 0.2:
-        settings["worker_init_fn"] = as_list_of_worker
-    make = lambda: rustloader.StatefulDataLoader(dataset, **given, **settings, **options)  # noqa: E731
-    loader, seen, states = make(), [], []
-    for number in range(5):
-        if isinstance(dataset, EpochAware) and r.random() < 0.7:
-            dataset.set_epoch(number)
-        if kind == "distributed":
-            sampler.set_epoch(number)
-        it = iter(loader)
-        until = r.choice([None, None, None, r.randrange(len(loader) + 1)])
-        for count, batch in enumerate(it):
-            seen.append((batch, bytes(torch.get_rng_state().numpy())))
-            if count == until:
-                break
-        if r.random() < 0.5:
-            states.append(loader.state_dict())
-            seen.append((states[-1], bytes(torch.get_rng_state().numpy())))
-        if states and r.random() < 0.3:
-            if r.random() < 0.5:
-                loader = make()
-            loader.load_state_dict(copy.deepcopy(r.choice(states)))
-    del it, loader
-    return seen
-
-
-def as_list_of_worker(worker):
-    torch.rand(1)
-
-
-@pytest.mark.random
-@pytest.mark.warns
-@pytest.mark.parametrize("part", range(4))
-def test_states_are_those_without_it(part):
-    for seed in range(part * 6, part * 6 + 6):
-        off, on = play_with_states(seed, {}), play_with_states(seed, {"overlap_epochs": True})
-        assert same(on, off), seed
 
 
 # --- the overlap
@@ -532,24 +299,7 @@ def test_sampler_of_another_class_is_not_predicted(caplog):
     assert logged == [f"a DataLoader: overlap_epochs has no effect: {reason}"]
 
 
-# --- errors, deaths, interrupts
-
-
-def test_an_error_of_the_next_epoch_comes_in_its_turn():
-    loader = DataLoader(
-        Drawn(6, fails=[0, 5]), num_workers=2, persistent_workers=True, collate_fn=as_list, overlap_epochs=True
-    )
-    for _ in range(3):
-        it, seen = iter(loader), []
-        while True:
-            try:
-                seen.append(next(it)[0][0])
-            except KeyError:
-                seen.append("error")
-            except StopIteration:
-                break
-        assert seen == ["error", 1, 2, 3, 4, "error"]
-        assert was_predicted(loader) is not False
+# --- deaths, interrupts
 
 
 class DiesTheSecondTime(Numbers):

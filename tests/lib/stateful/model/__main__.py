@@ -2,8 +2,8 @@
 
 import argparse
 import sys
-import time
 
+import forked_runs
 import torch
 
 from . import generate, processes, shrink
@@ -31,21 +31,15 @@ def main():
         programs = [Program.from_json(args.replay)]
     else:
         programs = (generate.program(args.seed + number) for number in range(args.programs))
-    start, done, failed = time.monotonic(), 0, 0
-    runs = processes.run_all(programs, args.jobs, args.limit)
-    for program, failure in runs:
-        done += 1
-        if failure is not None:
-            failed += 1
-            if args.shrink:
-                program, failure = shrink.shrink(program, failure, args.limit)
-            print(f"FAILURE {program.json()}\n{failure}\n\n{shrink.script(program)}", flush=True)
-        if done % 500 == 0:
-            print(f"... {done} programs, {failed} failed", file=sys.stderr, flush=True)
-        if args.seconds and time.monotonic() - start > args.seconds:
-            runs.close()
-    print(f"{done} programs in {time.monotonic() - start:.0f} s, {failed} failed")
-    return 1 if failed else 0
+    return forked_runs.report(findings(args, programs), args.seconds)
+
+
+def findings(args, programs):
+    """The failure of each program, as a text, or None."""
+    for program, failure in processes.run_all(programs, args.jobs, args.limit):
+        if failure is not None and args.shrink:
+            program, failure = shrink.shrink(program, failure, args.limit)
+        yield failure and f"FAILURE {program.json()}\n{failure}\n\n{shrink.script(program)}"
 
 
 if __name__ == "__main__":

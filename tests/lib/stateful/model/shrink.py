@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import forked_runs
+
 from . import processes
 from .program import Settings, changed, why_invalid
 
@@ -18,16 +20,12 @@ def failure_of(program, limit):
 
 def shrink(program, failure, limit):
     """A program that fails in the same way and that cannot be made simpler, and its failure."""
-    limit = min(limit, 20.0)
-    progress = True
-    while progress:
-        progress = False
-        for candidate in filter(valid, simpler(program)):
-            next_failure = failure_of(candidate, limit)
-            if next_failure is not None and kind(next_failure) == kind(failure):
-                program, failure, progress = candidate, next_failure, True
-                break
-    return program, failure
+
+    def check(candidate):
+        found = failure_of(candidate, min(limit, 20.0))
+        return found if found is not None and kind(found) == kind(failure) else None
+
+    return forked_runs.shrink(program, failure, lambda program: filter(valid, simpler(program)), check)
 
 
 def kind(failure):
