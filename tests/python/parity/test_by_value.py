@@ -28,7 +28,7 @@ LAMBDA = r"pickle.*lambda"
 
 # Everything that a notebook may define: each class and function is in `__main__`, which has no file.
 DEFINE = """
-import collections, dataclasses, enum, logging, os, pickle, sys
+import collections, dataclasses, enum, functools, logging, os, pickle, sys
 import torch, rustloader
 from rustloader import DataLoader
 from rustloader.stateful_dataloader import StatefulDataLoader
@@ -55,11 +55,28 @@ class Oops(Exception):
 
 Index = collections.namedtuple("Index", "value")
 
+@functools.cache
+def fib(n):
+    return n if n < 2 else fib(n - 1) + fib(n - 2)
+
+@functools.lru_cache(maxsize=7)
+def square(n):
+    "Squares."
+    return n * n
+
+fib(3)
+
 class Squares(torch.utils.data.Dataset):
     def __init__(self, n=6):
-        self.inner, self.n, self.count = Outer.Inner(SCALE), n, 0
+        self.inner, self.n, self.square = Outer.Inner(SCALE), n, square
     def __len__(self):
         return self.n
+    @functools.cached_property
+    def table(self):
+        return [fib(i) for i in range(20)]
+    @functools.lru_cache
+    def third(self, i):
+        return 3 * i
     def __getitem__(self, i):
         if isinstance(i, Index):
             i = i.value
@@ -67,7 +84,10 @@ class Squares(torch.utils.data.Dataset):
             raise Oops("five")
         # Other code can look the class up by its name, too.
         assert type(pickle.loads(pickle.dumps(Item(0, Kind.ODD)))) is Item
-        return Item(i * i + self.inner.value, Kind(i % 2), SEEN), Outer.Inner(i)
+        # Functions with caches are one object wherever they are used.
+        assert self.square is square and square.__doc__ == "Squares." and square.cache_info().maxsize == 7
+        assert self.table is self.table and fib.cache_info().currsize == 20 and self.third(i) == 3 * i
+        return Item(square(i) + self.inner.value, Kind(i % 2), SEEN), Outer.Inner(i)
 
 class Counts(torch.utils.data.IterableDataset):
     def __init__(self):
@@ -83,6 +103,7 @@ class Counts(torch.utils.data.IterableDataset):
         self.at = state["at"]
 
 def init_function(word):
+    @functools.cache
     def init(worker):
         global SEEN
         SEEN = f"{word} {worker}"
@@ -140,34 +161,22 @@ EXPECTED = [
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_t32_everything_of_python_c(method):
-    status, out, err = run_script(DEFINE + RUN + f"\nmain({method!r})\n", 300, head="")
+@pytest.mark.parametrize("where", ["-c", "stdin", "script"])
+def test_t32_everything_of_main(where, method, tmp_path):
+    """torch's workers die when they try to run the file `<stdin>`. A script is imported: its classes are sent by name,
+    as with torch; its lambda and its local function by value."""
+    is_brief = where == "stdin" or (where == "script" and method == "spawn")
+    call = f"main({method!r}, briefly={is_brief})\n"
+    source = DEFINE + RUN + (f"\nif __name__ == '__main__':\n    {call}" if where == "script" else f"\n{call}")
+    if where == "stdin":
+        command = [sys.executable, "-"]
+        done = subprocess.run(command, input=source, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+        status, out, err = done.returncode, done.stdout, done.stderr
+    else:
+        file = tmp_path / "script.py" if where == "script" else None
+        status, out, err = run_script(source, 300, head="", file=file)
     assert (status, err) == (0, "")
-    assert out.splitlines() == EXPECTED
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_t32_everything_of_stdin(method, tmp_path):
-    """There, `__file__` is `<stdin>`. torch's workers die when they try to run that file."""
-    done = subprocess.run(
-        [sys.executable, "-"],
-        input=DEFINE + RUN + f"\nmain({method!r}, briefly=True)\n",
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=tmp_path,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == EXPECTED[:1]
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_t32_everything_of_a_script_that_workers_import(method, tmp_path):
-    """Its classes are sent by name, as with torch; its lambda and its local function by value."""
-    source = DEFINE + RUN + f"\nif __name__ == '__main__':\n    main({method!r}, briefly={method == 'spawn'})\n"
-    status, out, err = run_script(source, 300, head="", file=tmp_path / "script.py")
-    assert (status, err) == (0, "")
-    assert out.splitlines() == (EXPECTED[:1] if method == "spawn" else EXPECTED)
+    assert out.splitlines() == (EXPECTED[:1] if is_brief else EXPECTED)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -201,67 +210,6 @@ def test_t32_local_classes_and_closures_of_an_imported_module(method):
     with pytest.raises(Failure, match="Caught Failure in DataLoader worker process 1") as caught:
         next(iterator)
     assert type(caught.value) is Failure and not seen
-
-
-CACHED = """
-import functools, threading
-import torch, rustloader
-
-@functools.cache
-def fib(n):
-    return n if n < 2 else fib(n - 1) + fib(n - 2)
-
-@functools.lru_cache(maxsize=7)
-def square(n):
-    "Squares."
-    return n * n
-
-class Cached(torch.utils.data.Dataset):
-    def __init__(self):
-        self.square = square
-    def __len__(self):
-        return 3
-    @functools.cached_property
-    def table(self):
-        return [fib(i) for i in range(20)]
-    @functools.lru_cache
-    def third(self, i):
-        return 3 * i
-    def __getitem__(self, i):
-        assert self.square is square and square.__doc__ == "Squares." and square.cache_info().maxsize == 7
-        assert self.table is self.table and fib.cache_info().currsize == 20
-        return self.table[i + 10], square(i), self.third(i)
-
-def main(method):
-    @functools.cache
-    def local(sample):
-        return sample + 1
-
-    given = dict(batch_size=None, num_workers=1, multiprocessing_context=method)
-    fib(3)
-    print(list(rustloader.DataLoader(Cached(), **given)))
-    print(list(rustloader.DataLoader([1, 2], collate_fn=local, **given)), rustloader.engine_batches())
-    Cached.lock = threading.Lock()
-    try:
-        list(rustloader.DataLoader(Cached(), **given))
-    except TypeError as error:
-        print(*error.__notes__, sep="\\n")
-
-if __name__ == "__main__":
-    main("METHOD")
-"""
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("imported", [False, True])
-def test_functions_and_properties_with_caches(method, imported, tmp_path):
-    file = tmp_path / "script.py" if imported else None
-    status, out, err = run_script(CACHED.replace("METHOD", method), 300, head="", file=file)
-    assert status == 0, err
-    first, second, *notes = out.splitlines()
-    assert first == "[[55, 0, 0], [89, 1, 3], [144, 4, 6]]" and second == "[2, 3] 5"
-    # A script's class is sent by name.
-    assert imported or ("argument dataset" in notes[0] and notes[1].startswith("Workers cannot import the definitions"))
 
 
 class Shares:

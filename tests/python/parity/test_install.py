@@ -25,6 +25,7 @@ from support import (
 from torch.utils.data import dataloader as torch_dataloader
 
 from rustloader.installation import api as installation
+from rustloader.installation.environment import parse_install
 from rustloader.settings import options
 
 pytestmark = pytest.mark.ours
@@ -447,40 +448,21 @@ def test_our_own_loaders_are_what_they_were():
 @pytest.mark.parametrize(
     "setting, options",
     [
-        ("", None),
-        ("0", None),
-        ("No", None),
-        ("1", {}),
-        (" TRUE ", {}),
+        *[(text, None) for text in ("", "0", "No")],
+        *[(text, {}) for text in ("1", " TRUE ")],
         ("prefetch_factor=4", {"prefetch_factor": 4}),
         (
             "in_order=0, persistent_workers=1,multiprocessing_context=spawn",
             {"in_order": False, "persistent_workers": True, "multiprocessing_context": "spawn"},
         ),
+        *[(text, ValueError) for text in ("maybe", "prefetch_factor", "prefetch_factor=many", "prefetch_factor=0")],
+        *[(text, ValueError) for text in ("in_order=2", "1,in_order=0", "x=1", "multiprocessing_context=thread")],
     ],
 )
 def test_the_environment_variable(setting, options):
-    from rustloader.installation.environment import parse_install
-
-    assert parse_install(setting) == options
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [
-        "maybe",
-        "prefetch_factor",
-        "prefetch_factor=many",
-        "prefetch_factor=0",
-        "in_order=2",
-        "1,in_order=0",
-        "x=1",
-        "multiprocessing_context=thread",
-    ],
-)
-def test_an_environment_variable_that_says_something_else(setting):
-    from rustloader.installation.environment import parse_install
-
+    if options is not ValueError:
+        assert parse_install(setting) == options
+        return
     with pytest.raises(ValueError) as raised:
         parse_install(setting)
     message = str(raised.value)

@@ -7,9 +7,10 @@ import time
 
 import pytest
 import torch
-from sample_data import as_list, worker_id
+from sample_data import as_list
+from stateful import datasets
 from support import rustloader
-from torch.utils.data import Dataset, IterableDataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import Dataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 pytestmark = [pytest.mark.ours, pytest.mark.warns]
 
@@ -22,66 +23,6 @@ class Plain(Dataset):
 
     def __getitem__(self, i):
         return i, torch.randint(1000, ()).item()
-
-
-class Drawing(Plain):
-    """Its state is that of torch's generator."""
-
-    def state_dict(self):
-        return {"generator": torch.get_rng_state()}
-
-    def load_state_dict(self, state):
-        torch.set_rng_state(state["generator"])
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        yield from range(worker_id() or 0, N, 2)
-
-
-class Noting(IterableDataset):
-    """Applies a loaded state at the first step."""
-
-    place, loaded = 0, None
-
-    def __iter__(self):
-        first = worker_id() or 0
-        self.place, self.loaded = self.loaded or 0, None
-        for i in range(first + 2 * self.place, N, 2):
-            self.place += 1
-            yield i
-
-    def state_dict(self):
-        return {"place": self.place}
-
-    def load_state_dict(self, state):
-        self.loaded = state["place"]
-
-
-class OfIterator(IterableDataset):
-    def __iter__(self):
-        return Iterator()
-
-
-class Iterator:
-    def __init__(self):
-        self.place = worker_id() or 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.place >= N:
-            raise StopIteration
-        self.place += 2
-        return self.place - 2, torch.randint(1000, ()).item()
-
-    def state_dict(self):
-        return {"place": self.place, "generator": torch.get_rng_state()}
-
-    def load_state_dict(self, state):
-        self.place = state["place"]
-        torch.set_rng_state(state["generator"])
 
 
 def loader_of(make, workers, **kw):
@@ -97,14 +38,22 @@ def plain(value):
     return bytes(value.numpy()) if isinstance(value, torch.Tensor) else value
 
 
-KINDS = pytest.mark.parametrize("make", [Plain, Drawing, Stream, Noting, OfIterator])
+DATASETS = {
+    "map": lambda: datasets.Records(N),
+    "drawing map": lambda: datasets.DrawingRecords(N),
+    "stateless": lambda: datasets.StatelessShards((N // 2,) * 2),
+    "lazy generator": lambda: datasets.LazyGenerator((N // 2,) * 2),
+    "drawing iterator": lambda: datasets.Shards((N // 2,) * 2, draws=True),
+}
+KINDS = pytest.mark.parametrize("kind", DATASETS)
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 
 
 @KINDS
 @WORKERS
 @pytest.mark.parametrize("every", [1, 3, 0])
-def test_a_state_does_not_tell_how_its_position_was_reached(make, workers, every):
+def test_a_state_does_not_tell_how_its_position_was_reached(kind, workers, every):
+    make = DATASETS[kind]
     torch.manual_seed(5)
     loader = loader_of(make, workers, snapshot_every_n_steps=every)
     iterator = iter(loader)
@@ -123,28 +72,21 @@ def test_a_state_does_not_tell_how_its_position_was_reached(make, workers, every
             iterator = iter(resumed)
             assert plain(resumed.state_dict()) == states[at][0]
         for place in range(at, 5):
-            assert next(iterator) == batches[place] or make is Plain
+            assert next(iterator) == batches[place]
             assert plain(resumed.state_dict()) == states[place + 1][0], place
 
 
-class Ending(IterableDataset):
-    """Has a number of samples for each worker, and takes some time to end."""
+class Ending(datasets.GeneratorShards):
+    """Takes some time to end; its state is then that of the beginning."""
 
     def __init__(self, sizes, seconds=0.0):
-        self.sizes, self.seconds, self.place = sizes, seconds, 0
+        super().__init__(sizes)
+        self.seconds = seconds
 
-    def __iter__(self):
-        while self.place < self.sizes[worker_id()]:
-            self.place += 1
-            yield 10 * worker_id() + self.place
+    def records(self):
+        yield from super().records()
         time.sleep(self.seconds)
-        self.place = 0
-
-    def state_dict(self):
-        return {"place": self.place}
-
-    def load_state_dict(self, state):
-        self.place = state["place"]
+        self.i = 0
 
 
 def walked(sizes, seconds, step=0.0, state=None):
@@ -175,7 +117,7 @@ def plain_and_real(loader):
 
 
 @KINDS
-def test_a_state_does_not_tell_that_a_worker_was_replaced(make):
+def test_a_state_does_not_tell_that_a_worker_was_replaced(kind):
     def states_of(loader, kills):
         iterator = iter(loader)
         states = [plain(loader.state_dict())]
@@ -187,16 +129,16 @@ def test_a_state_does_not_tell_that_a_worker_was_replaced(make):
         return states
 
     torch.manual_seed(5)
-    expected = states_of(loader_of(make, 2, max_restarts=5), False)
+    expected = states_of(loader_of(DATASETS[kind], 2, max_restarts=5), False)
     torch.manual_seed(5)
-    loader = loader_of(make, 2, max_restarts=5)
+    loader = loader_of(DATASETS[kind], 2, max_restarts=5)
     assert states_of(loader, True) == expected
 
 
 def test_a_changed_state_changes_nothing_else():
-    loader = loader_of(OfIterator, 2)
+    loader = loader_of(DATASETS["drawing iterator"], 2)
     state = loader_state_after(loader, 2)
-    resumed = loader_of(OfIterator, 2)
+    resumed = loader_of(DATASETS["drawing iterator"], 2)
     resumed.load_state_dict(state)
     iter(resumed)
     before = plain(resumed.state_dict())
@@ -214,15 +156,15 @@ def loader_state_after(loader, steps):
 
 def test_an_early_form_of_a_state_is_read():
     """It stores the state that a worker started from next to the first snapshot."""
-    loader = loader_of(Noting, 2)
+    loader = loader_of(DATASETS["lazy generator"], 2)
     state = loader_state_after(loader, 4)
     for number, record in enumerate(state["_rustloader"]["workers"]):
         snapshot = state["_snapshot"]["_worker_snapshots"][f"worker_{number}"]
         record["start"] = {**snapshot, "batches": 0, "samples": 0}
-        state["_snapshot"]["_worker_snapshots"][f"worker_{number}"] = {**snapshot, "dataset_state": {"place": 0}}
-    resumed = loader_of(Noting, 2)
+        state["_snapshot"]["_worker_snapshots"][f"worker_{number}"] = {**snapshot, "dataset_state": {"i": 0}}
+    resumed = loader_of(DATASETS["lazy generator"], 2)
     resumed.load_state_dict(state)
-    assert [*resumed] == [*loader_of(Noting, 2)][4:]
+    assert [*resumed] == [*loader_of(DATASETS["lazy generator"], 2)][4:]
 
 
 # Before the first `iter()`.
@@ -322,7 +264,7 @@ def test_state_before_first_iter_includes_sampler(workers, batch_size):
 
 
 def test_a_state_before_the_first_iter_starts_nothing_and_draws_nothing():
-    loader = loader_of(Drawing, 2, shuffle=True)
+    loader = loader_of(DATASETS["drawing map"], 2, shuffle=True)
     before = plain(torch.get_rng_state())
     loader.state_dict()
     assert loader._iterator is None and plain(torch.get_rng_state()) == before

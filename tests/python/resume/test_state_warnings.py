@@ -55,16 +55,6 @@ def test_an_epoch_without_batches_out_of_a_state(style, workers):
 
 
 @WORKERS
-@STYLE
-@pytest.mark.parametrize("steps", [0, 11, 13])
-def test_no_word_about_an_epoch_with_batches(style, workers, steps):
-    state = state_at(style, workers, steps)
-    loader = make(style, workers)
-    loader.load_state_dict(state)
-    assert warnings_of(lambda: list(loader)) == []
-
-
-@WORKERS
 def test_no_word_about_an_empty_dataset(workers):
     assert warnings_of(lambda: list(StatefulDataLoader(datasets.Records(0), num_workers=workers))) == []
 

@@ -13,10 +13,8 @@ from sample_data import Numbers
 from support import same
 from torch._utils import ExceptionWrapper
 from torch.utils.data import IterableDataset, _DatasetKind
-from torchdata.stateful_dataloader.worker import _make_state_dict
 
 from rustloader.fetch.seeds import Seeding, Seeds
-from rustloader.stateful_dataloader.schema import DatasetState, SamplerState, State
 from rustloader.workers import by_value, snapshots
 from rustloader.workers.snapshots import Publisher, SnapshotPolicy, Snapshots, WorkerStart, is_stateful
 
@@ -45,14 +43,6 @@ class CountingNumbers(Numbers, Counter):
         Counter.__init__(self)
 
 
-class Iterator(Counter):
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        return 0
-
-
 class Plain(IterableDataset):
     def __iter__(self):
         return iter([1, 2, 3])
@@ -65,31 +55,11 @@ class OfDataset(Plain, Counter):
         Counter.__init__(self)
 
 
-class OfIterator(Plain):
-    def __iter__(self):
-        return Iterator()
-
-
-class OfBoth(OfDataset):
-    def __iter__(self):
-        return Iterator()
-
-
-class OwnIterator(Iterator, IterableDataset):
-    """The dataset is its own iterator."""
-
-
 def fetcher_of(dataset, kind):
     return _DatasetKind.create_fetcher(kind, dataset, True, list, False)
 
 
 # When they are taken
-
-DATASETS = [
-    (MAP, lambda: Numbers(3)),
-    (MAP, lambda: CountingNumbers(3)),
-    *((ITERABLE, cls) for cls in (Plain, OfDataset, OfIterator, OfBoth, OwnIterator)),
-]
 
 
 def due(every, workers, ordinals=range(40)):
@@ -204,32 +174,6 @@ def test_the_cost_stays_below_the_limit_whatever_happens(clocks):
 
 
 # What they contain
-
-
-@pytest.mark.parametrize("number", range(len(DATASETS)))
-def test_states_are_those_of_torchdata(number):
-    kind, make = DATASETS[number]
-
-    def run(state_of):
-        dataset = make()
-        fetcher = fetcher_of(dataset, kind)
-        states = [state_of(fetcher, dataset)]
-        for _ in range(2):
-            fetcher.fetch([0, 1])
-            states.append(state_of(fetcher, dataset))
-        return states
-
-    maker = Snapshots(SnapshotPolicy(1), 4, kind)
-    expected = run(lambda fetcher, dataset: _make_state_dict(3, kind, fetcher, dataset))
-    starts = run(lambda fetcher, dataset: snapshots.read(maker.first(fetcher, dataset)))
-    assert run(maker.state) == starts
-    assert maker.has_state is (make not in (DATASETS[0][1], Plain))
-    dataset = DatasetState("iterable" if kind == ITERABLE else "map", None, None)
-    for start, snapshot in zip(starts, expected, strict=True):
-        assert (start.batches, start.samples) == (0, 0)
-        workers = [WorkerStart()] * 3 + [start]
-        state = State(num_workers=4, sampler=SamplerState(), dataset=dataset, workers=workers, has_records=True)
-        assert state.to_torchdata()["_snapshot"]["_worker_snapshots"]["worker_3"] == snapshot
 
 
 def test_the_counters_of_the_seeds():
