@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 from differential import compare, generate, play, processes, shrink
 from differential.program import Program, why_invalid
+from pairwise import pairs
 from support import OLD_TORCH, finish, start_script
 
 # With every version of torch, the attributes of our iterator are those of 2.15, and differ from an old version's.
@@ -30,18 +31,27 @@ def run(*args):
     "method, programs, seconds", [("fork", 40, 70), ("forkserver", 2, 20), ("spawn", 1, 20), ("remote", 2, 20)], ids=str
 )
 def test_programs_give_the_same_records(method, programs, seconds):
-    check_programs("--start-method", method, "--programs", f"{programs}", "--seed", "1", "--seconds", f"{seconds}")
-
-
-@pytest.mark.random
-def test_overlapping_epochs_give_the_same_records():
-    check_programs("--only", "overlap_epochs=True", "--programs", "24", "--seed", "1", "--seconds", "60")
-
-
-def check_programs(*args):
-    status, out, err = run(*args)
+    status, out, err = run(
+        "--start-method", method, "--programs", f"{programs}", "--seed", "1", "--seconds", f"{seconds}"
+    )
     assert status == 0, f"{out}\n{err}"
     assert " programs in " in out and not out.startswith("0 programs")
+
+
+@pairs(
+    sampler=["default", "shuffle", "replacement", "subset", "distributed"],
+    pattern=["full epochs", "draws between epochs", "dataset changed", "break"],
+    generator=[False, True],
+    size=[1, 6, 9],
+    error_at=[(), (0, 5)],
+)
+def test_overlapping_epochs_give_the_same_records(sampler, pattern, generator, size, error_at):
+    errors = dict(error_in="dataset", error="KeyError", error_at=error_at) if error_at else {}
+    settings = dict(sampler=sampler, pattern=pattern, generator=generator, size=size, **errors)
+    program = Program(seed=1, **settings, persistent=True, overlap_epochs=True, epochs=4, take=2)
+    assert why_invalid(program) is None
+    ((_, *records),) = processes.run_all([program], 2)
+    assert compare.differences(program, *records) == []
 
 
 # The tester itself: it must be able to fail.

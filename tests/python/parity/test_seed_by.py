@@ -18,8 +18,7 @@ from support import BOTH, DataLoader, LoaderIter, TorchDataLoader, in_time, rust
 from torch.utils.data import IterableDataset, RandomSampler, Subset, get_worker_info
 from torch.utils.data._utils import fetch
 
-from rustloader.fetch import inline
-from rustloader.fetch.seeds import SampleAccess, Seeding, Seeds, ordinal_of
+from rustloader.fetch.seeds import ordinal_of
 
 pytestmark = pytest.mark.ours
 
@@ -492,43 +491,6 @@ def test_the_ordinals_of_a_resumed_epoch():
         # Before the first ordinal, nothing is left out.
         assert [ordinal_of(-k, first, ahead) for k in (1, 2, 3)] == [first - 1, first - 2, first - 3]
     assert ordinal_of(3, 0, ()) == 3
-
-
-@pytest.fixture
-def streams_kept():
-    with inline._keeping_generators():
-        yield
-
-
-def seed_of_batch(seeds, task):
-    """The seed that a batch gets."""
-    assert seeds.begin_batch(task, "index", SampleAccess.TOGETHER) == "index"
-    return rustloader.sample_seed()
-
-
-def seed_of(ordinal, worker=0, epoch=0):
-    return philox(BASE, 0, ordinal, worker, epoch)[0] % 2**63
-
-
-@pytest.mark.parametrize("ahead", [(), (8, 6)])
-def test_a_resumed_epoch_has_the_seeds_of_its_ordinals(ahead, streams_kept):
-    seeds = Seeds(Seeding(False, BASE, 2, 5, ahead), 0)
-    left = [ordinal for ordinal in range(5, 15) if ordinal not in ahead]
-    assert [seed_of_batch(seeds, task) for task in range(len(left))] == [seed_of(ordinal, epoch=2) for ordinal in left]
-    assert seed_of_batch(seeds, -2) == seed_of(3, epoch=2), "a batch that is fetched again"
-    seeds.begin_epoch(3, 20)
-    assert [seed_of_batch(seeds, task) for task in (20, 27)] == [seed_of(0, epoch=3), seed_of(7, epoch=3)]
-
-
-def test_the_counters_of_a_stream_can_be_set(streams_kept):
-    seeds = Seeds(Seeding(True, BASE, 0, 5, (6,)), 3)
-    seeds.batches, seeds.samples = 4, 11
-    assert seed_of_batch(seeds, 0) == seed_of(4, worker=3)
-    assert list(seeds.begin_batch(1, [None] * 2, SampleAccess.EACH)) == [None] * 2
-    assert rustloader.sample_seed() == philox(BASE, 1, 12, 3, 0)[0] % 2**63
-    assert (seeds.batches, seeds.samples) == (6, 13)
-    seeds.begin_epoch(0, 9)
-    assert (seeds.batches, seeds.samples) == (0, 0)
 
 
 # sample_seed()

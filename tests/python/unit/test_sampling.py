@@ -392,15 +392,6 @@ def test_the_index_batches_of_an_iterable_dataset():
     epoch.draw()
 
 
-def test_samplers_that_this_package_does_not_know_are_iterated_anew():
-    for batch_size in (3, None):
-        plan = Plan("other", 20, batch_size)
-        whole = [*plan.make()[0]]
-        first = begin(plan.make()[0])
-        assert next(first.iterator) == whole[0]
-        assert [*begin(plan.make()[0], merged(first.state(1)), 2).iterator] == whole[2:]
-
-
 def test_unusual_batch_sizes_are_left_to_torch():
     index_sampler = BatchSampler(SequentialSampler(range(9)), 3, False)
     index_sampler.batch_size = np.int64(4)
