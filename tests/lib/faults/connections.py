@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from pathlib import Path
 from typing import NamedTuple
 
@@ -278,20 +277,16 @@ def run_all(args, log, play, make, between):
             return None
         figures["trials"] = done
         with tempfile.TemporaryDirectory(prefix="connections-") as folder:
-            try:
-                wrong = play(trial, folder, figures).run()
-            except Exception:
-                wrong = [traceback.format_exc()]
-        signal.alarm(0)
-        wrong += log.lines + between(figures)
-        log.lines.clear()
-        return wrong
+            return play(trial, folder, figures).run()
+
+    def after():
+        return log.take() + between(figures)
 
     def progress(done, failed):
         if done % 20 == 0:
             print(f"{done} trials, {failed} wrong, {dict(figures)}", flush=True)
 
-    _, failed = trials.run_all(drawn(trial_class, args.epochs, args), run, LIMIT, progress)
+    _, failed = trials.run_all(drawn(trial_class, args.epochs, args), run, LIMIT, progress, after=after)
     return failed, figures
 
 

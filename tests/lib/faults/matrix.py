@@ -30,8 +30,6 @@ PLACES = ["birth", "init", "iter", "item", "packing", "idle", "between", "shutdo
 METHODS = ["fork", "forkserver", "spawn"]
 # Seconds within which a case must end; spawned workers import torch.
 LIMIT = {"fork": 40, "forkserver": 60, "spawn": 200}
-# Seconds from a death, or from the last batch before it, to the error. A fork server may be a second late.
-SEEN = {"fork": 1.0, "forkserver": 3.0, "spawn": 1.0}
 # The log message of a restart contains this.
 RESTARTED = "restarted"
 # Output of torch's signal handlers in a worker, and of the C++ library.
@@ -65,12 +63,12 @@ def pairs_of(case):
     return set(itertools.combinations(enumerate(case), 2))
 
 
-def covering(seed=0, cases=None):
+def covering(seed=0):
     """Returns few cases that contain each pair of values of two factors at least once; the same ones for the same
     seed. It prefers forked workers, since the others are slow to start."""
     price = {"fork": 0, "forkserver": 0.5, "spawn": 2}
     rng = random.Random(seed)
-    cases = list(all_cases() if cases is None else cases)
+    cases = all_cases()
     rng.shuffle(cases)
     left = set().union(*map(pairs_of, cases))
     chosen = []

@@ -12,6 +12,8 @@ import torch
 from sample_data import worker_id
 from torch.utils.data import Dataset, IterableDataset
 
+from .trials import held
+
 # Seconds within which a killed worker must be replaced.
 REPLACED = 60
 # How much each figure may grow, in its own unit, since the C heap fluctuates. The default is 0.
@@ -66,20 +68,14 @@ KINDS = {
 
 def measure():
     """Measures what this process holds. No pool is trimmed, since the iterator is alive."""
-    from support import children, mappings, open_files
+    from support import children
 
     gc.collect()
-    with open("/proc/self/status") as file:
-        sizes = dict(line.split(":", 1) for line in file)
     with open("/proc/self/maps") as file:
         maps = len(file.readlines())
     return {
-        "anonymous_kib": int(sizes["RssAnon"].split()[0]),
-        "shared_kib": int(sizes["RssShmem"].split()[0]),
-        "descriptors": len(open_files()),
+        **held(),
         "mappings": maps,
-        "arena_mappings": len(mappings()),
-        "threads": int(sizes["Threads"]),
         "children": len(children()),
         "known_processes": len(multiprocessing.process._children),
         "finalizers": len(multiprocessing.util._finalizer_registry),

@@ -227,6 +227,10 @@ class Log(logging.Handler):
         if not EXPLAINED.search(record.getMessage()):
             self.lines.append(f"logged: {record.getMessage()}")
 
+    def take(self):
+        lines, self.lines = self.lines, []
+        return lines
+
 
 def run_all(args, log):
     """Runs trials for the required number of epochs. Returns (the number of failed trials, figures)."""
@@ -241,11 +245,10 @@ def run_all(args, log):
             return None
         figures["trials"] = done
         with contextlib.ExitStack() as stack:
-            stack.callback(log.lines.clear)
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="restarts-"))
             if trial.pinned:
                 stack.enter_context(pinning())
-            wrong = Play(trial, folder, figures).run() + log.lines
+            wrong = Play(trial, folder, figures).run()
         if (done % 20 == 0 or wrong) and (leftovers := left_after(before, 5)):
             wrong.append(f"left behind: {leftovers}")
             before = state()
@@ -255,7 +258,7 @@ def run_all(args, log):
         if done % 50 == 0:
             print(f"{done} trials, {failed} wrong, {dict(figures)}", flush=True)
 
-    _, failed = trials.run_all(drawn(Trial, args.epochs, args), play, LIMIT, progress)
+    _, failed = trials.run_all(drawn(Trial, args.epochs, args), play, LIMIT, progress, after=log.take)
     if leftovers := left_after(before, 10):
         print(f"WRONG at the end\nleft behind: {leftovers}")
         failed += 1

@@ -20,10 +20,10 @@ import time
 import warnings
 
 import torch
-from support import DataLoader, arena_bytes, mappings, open_files, trim_pool, within
+from support import DataLoader, arena_bytes, trim_pool, within
 
 from .restart_data import Fault, Settings
-from .trials import arguments, hash_of
+from .trials import arguments, hash_of, held
 
 METHODS = ["fork"] * 30 + ["forkserver", "spawn"]
 # What may happen in an epoch. Half of the loaders run undisturbed.
@@ -240,15 +240,7 @@ def in_a_thread(body):
 def measure():
     """Measures what this process holds."""
     trim_pool()
-    with open("/proc/self/status") as file:
-        sizes = dict(line.split(":", 1) for line in file)
-    return {
-        "anonymous_mib": int(sizes["RssAnon"].split()[0]) >> 10,
-        "arena_mib": arena_bytes() >> 20,
-        "descriptors": len(open_files()),
-        "mappings": len(mappings()),
-        "threads": int(sizes["Threads"]),
-    }
+    return {**held(), "arena_kib": arena_bytes() >> 10}
 
 
 def growth_of(lines):
@@ -257,7 +249,7 @@ def growth_of(lines):
     if third < 2:
         return []
     middle, last = lines[third : 2 * third], lines[-third:]
-    allowed = {"anonymous_mib": 64, "arena_mib": 64, "descriptors": 8, "mappings": 8, "threads": 2}
+    allowed = {"anonymous_kib": 64 << 10, "arena_kib": 64 << 10, "descriptors": 8, "arena_mappings": 8, "threads": 2}
     growth = []
     for name, slack in allowed.items():
         before, after = (sorted(line[name] for line in part)[len(part) // 2] for part in (middle, last))

@@ -61,10 +61,10 @@ def overdue(*_):
     raise TimeoutError("the trial does not end")
 
 
-def run_all(trials, play, limit=None, progress=None, sep="\n"):
+def run_all(trials, play, limit=None, progress=None, sep="\n", after=list):
     """Plays each of `trials`, (name, trial), until `play(trial, number)` returns None instead of a list of problems. An
-    exception is a problem, and so is a trial that takes longer than `limit` seconds. Calls `progress(number, failed)`
-    after each trial. Returns (the number of trials, the number of failed ones)."""
+    exception is a problem, and so is a trial that takes longer than `limit` seconds. After each trial, `after()`
+    returns more problems, and `progress(number, failed)` is called. Returns (the number of trials, of failed ones)."""
     number = failed = 0
     if limit is not None:
         signal.signal(signal.SIGALRM, overdue)
@@ -77,6 +77,7 @@ def run_all(trials, play, limit=None, progress=None, sep="\n"):
         signal.alarm(0)
         if wrong is None:
             return number - 1, failed
+        wrong = [*wrong, *after()]
         failed += bool(wrong)
         if wrong:
             print(f"WRONG {name}", *wrong, sep=sep, flush=True)
@@ -95,6 +96,21 @@ def status_of(pid, seconds):
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     return None
+
+
+def held():
+    """Returns figures of what this process holds."""
+    from support import mappings, open_files
+
+    with open("/proc/self/status") as file:
+        sizes = dict(line.split(":", 1) for line in file)
+    return {
+        "anonymous_kib": int(sizes["RssAnon"].split()[0]),
+        "shared_kib": int(sizes["RssShmem"].split()[0]),
+        "descriptors": len(open_files()),
+        "arena_mappings": len(mappings()),
+        "threads": int(sizes["Threads"]),
+    }
 
 
 class Numbered(Dataset):

@@ -130,7 +130,7 @@ def test_a_copied_shutdown_routine_ends_thread_and_workers(host, persistent, tak
 @pytest.mark.ours
 def test_a_thread_that_was_told_to_end_is_joined_and_its_end_is_an_error(host):
     """In torch's loader, next() notices after up to 5 s."""
-    host.delay = 3
+    host.delay = 1.5
     iterator = iter(DataLoader(Numbers(30), num_workers=1, pin_memory=True))
     event, thread = iterator._pin_memory_thread_done_event, iterator._pin_memory_thread
     assert wait_until(lambda: THREAD in host.threads), "the thread never reached the allocator"

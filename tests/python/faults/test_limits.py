@@ -15,7 +15,7 @@ import signal
 import pytest
 import torch
 from isolation import in_child, watched
-from programs import FOR_GOOD, image_batches, loader, plain, twice, walk
+from programs import image_batches, loader, plain, twice, walk
 from sample_data import Images, Numbers
 from support import DataLoader, same
 
@@ -23,7 +23,6 @@ pytestmark = pytest.mark.ours
 
 HANDED_OVER = "WARNING a DataLoader runs on torch's own iterator: cannot create the engine: "
 MCL_FUTURE = 2
-KILLED = ["RuntimeError: DataLoader worker (pid N) is killed by signal: Killed. ", FOR_GOOD]
 
 
 def limited(limits, body, *args):

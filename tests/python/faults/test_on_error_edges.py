@@ -229,11 +229,8 @@ def test_a_failed_sample_does_not_replace_itself(bad, workers):
     loader = DataLoader(Broken(2, [bad]), batch_size=2, num_workers=workers, on_error="replace")
     assert [batch[:, 0].tolist() for _ in range(10) for batch in loader] == [[1 - bad] * 2] * 10
     assert len(rustloader.stats(loader).faults.failures) == 10
-
-
-def test_the_only_sample_has_no_replacement():
     with pytest.raises(ValueError, match="bad 0"):
-        next(iter(DataLoader(Broken(1, [0]), batch_size=1, on_error="replace")))
+        next(iter(DataLoader(Broken(1, [0]), batch_size=1, num_workers=workers, on_error="replace")))
 
 
 class Words(Broken):
@@ -243,23 +240,19 @@ class Words(Broken):
         return word
 
 
-@WORKERS
-def test_indices_that_are_no_integers(workers):
-    settings = dict(sampler=["a", "b", "c"], num_workers=workers, collate_fn=as_list)
-    with pytest.raises(TypeError, match=r"""on_error="replace" needs integer indices .* index 'b' of a Words"""):
-        list(DataLoader(Words(), on_error="replace", **settings))
-    loader = DataLoader(Words(), on_error="skip", **settings)
-    assert list(loader) == [["a"], ["c"]] and failed(rustloader.stats(loader)) == [("b", "skipped")]
-
-
 class Unsized(Broken):
     __len__ = None
 
 
-def test_a_dataset_without_a_length_has_no_replacements():
-    loader = DataLoader(Unsized(), sampler=range(4), num_workers=1, on_error="replace")
+@WORKERS
+def test_replacements_need_integer_indices_and_a_length(workers):
+    settings = dict(sampler=["a", "b", "c"], num_workers=workers, collate_fn=as_list)
+    with pytest.raises(TypeError, match=r"""on_error="replace" needs integer indices .* index 'b' of a Words"""):
+        list(DataLoader(Words(), on_error="replace", **settings))
     with pytest.raises(TypeError, match="a dataset with a length"):
-        list(loader)
+        list(DataLoader(Unsized(), sampler=range(4), num_workers=workers, on_error="replace"))
+    loader = DataLoader(Words(), on_error="skip", **settings)
+    assert list(loader) == [["a"], ["c"]] and failed(rustloader.stats(loader)) == [("b", "skipped")]
 
 
 @WORKERS

@@ -294,7 +294,7 @@ NO_STACK = {
 
 
 @pytest.mark.parametrize("case", NO_STACK)
-def test_what_the_worker_has_changed_is_named_and_left_alone(warnings, limits, tmp_path, case):
+def test_changed_handlers_and_descriptors_are_named_and_left_alone(warnings, limits, tmp_path, case):
     """Handlers of the user are never called, workers without a handler not killed, files not written to."""
     limits(0, 0.3)
     install = functools.partial(install_handler, tmp_path)
