@@ -125,6 +125,17 @@ def test_the_next_program_retries_samples_that_could_not_be_kept(path):
         Elsewhere.refuses = True
 
 
+@pytest.mark.parametrize("length", [9000, 100_000])
+def test_a_truncated_file_is_used_as_far_as_it_is_intact(filled, length):
+    with open(filled, "r+b") as file:
+        file.truncate(length)
+    data = Rows()
+    samples = cached(filled, data)
+    assert is_correct(samples) and 0 < data.built <= (200 if length == 9000 else 190)
+    data.built = 0
+    assert is_correct(samples) and data.built == 0
+
+
 def test_a_larger_limit_enlarges_a_file(path):
     data = Rows()
     samples = cached(path, data, "200KiB")
