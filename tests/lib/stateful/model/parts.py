@@ -182,7 +182,7 @@ class DrawingStreamed(StatefulGenerator):
 
     def load_state_dict(self, state):
         super().load_state_dict(state)
-        self.loaded = state["number"]
+        self.number = self.loaded = state["number"]
         torch.set_rng_state(state["generator"])
 
 

@@ -45,6 +45,7 @@ class Shadow:
         logging.getLogger("torchdata").setLevel(logging.ERROR)
         self.settings = settings
         self.iterator = None
+        self.is_loaded = self.is_resumed = False
         self.generator = torch.get_rng_state()
         arguments = parts.batch_arguments(settings) | parts.sampler_arguments(settings, None)
         with self.quiet():
@@ -75,6 +76,7 @@ class Shadow:
         self.generator = torch.get_rng_state()
         if hasattr(self.loader.sampler, "set_epoch"):
             self.loader.sampler.set_epoch(epoch)
+        self.is_resumed, self.is_loaded = self.is_loaded, False
         with self.quiet():
             self.iterator = iter(self.loader)
 
@@ -87,6 +89,7 @@ class Shadow:
             return self.loader.state_dict()
 
     def load(self, state):
+        self.is_loaded = True
         with self.quiet():
             self.loader.load_state_dict(state)
 
@@ -102,8 +105,9 @@ class Shadow:
             skipped |= {"_last_yielded_worker_id"}
         if self.iterator is None or state["_iterator_finished"]:
             skipped |= {*OF_DATASET, *OF_SAMPLER}
-        if self.settings.batch_size is None:
-            # Without batches, torch's fetcher does not note the end of its dataset.
+        if self.settings.batch_size is None or (self.is_resumed and self.settings.num_workers):
+            # Without batches, torch's fetcher does not note the end of its dataset. torchdata's workers forget it in a
+            # resume, and find it again.
             skipped |= {"fetcher_ended"}
         if self.settings.num_workers and not self.settings.is_map:
             # torchdata counts the tasks for which a worker found no data.
