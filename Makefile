@@ -22,7 +22,7 @@ RUST_SOURCES := $(shell find src -name '*.rs' 2>/dev/null) Cargo.toml Cargo.lock
 .NOTPARALLEL:
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 .PHONY: help demo test test-all test-fast test-python test-loom test-docs test-gpu test-ray ecosystem stress compare lint asan \
-	audit build failpoints wheel dist docs clean
+	mutants audit build failpoints wheel dist docs clean
 
 help: ## Show this text
 	@echo 'rustloader: a drop-in replacement for torch.utils.data.DataLoader with a Rust engine'
@@ -127,6 +127,11 @@ asan: build ## Run the Rust tests and some Python tests under AddressSanitizer (
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
 		PYTHONPATH=target/asan/python $(BIN)/python -m pytest $(ASAN_TESTS:%=tests/python/unit/test_%.py) $(ARGS)
 
+# Each night, for the last day's commits.
+SINCE ?= HEAD~10
+mutants: build ## Put faults into lines that changed after the commit SINCE, and list those that no test notices (cargo install cargo-mutants)
+	@sh scripts/mutants.sh $(VENV) $(SINCE)
+
 # Both programs query databases over the network, so `make lint` does not run them.
 audit: $(VENV)/.made-with ## Look for known vulnerabilities in the dependencies (cargo install cargo-audit; needs the network)
 	$(CARGO) audit
@@ -146,7 +151,6 @@ lint: build ## Run formatters, linters and type checkers for Rust and Python
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache --no-logo
-	$(BIN)/python tests/mutants/run.py --check
 	$(BIN)/python -m mypy.stubtest rustloader._core --allowlist tests/stubtest-allowlist.txt --ignore-unused-allowlist --mypy-config-file pyproject.toml
 
 failpoints: target/failpoints/.built ## Build the extension with failpoints, for tests that make system calls fail (not installed)

@@ -118,6 +118,7 @@ def sour(pid):
 
 
 @pytest.mark.ours
+@pytest.mark.forks
 def test_a_batch_that_cannot_be_unpickled_is_an_error_in_its_place(host):
     """It kills the pin thread of torch's loader."""
     answers = outcomes(iter(loader_of(Given([1, Sour(), 3]))), 4)

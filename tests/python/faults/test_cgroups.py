@@ -93,6 +93,7 @@ TREES = {
 }
 
 
+@pytest.mark.forks
 def test_simulated_limits_are_named_to_the_byte(tmp_path):
     cases, expected = [], []
     for name, (files, limit, left) in TREES.items():

@@ -50,6 +50,7 @@ def test_p20_a_dead_worker_is_an_error_at_once_and_for_good(way, persistent):
 
 # The signals that torch's handlers report.
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE], ids=lambda number: number.name)
+@pytest.mark.forks
 def test_p22_torchs_handlers_report_the_signal_in_the_worker(number, capfd):
     with within(20), pytest.raises(RuntimeError, match="killed by signal"):
         list(DataLoader(Dying(3, 0, number), num_workers=1, batch_size=None))

@@ -37,6 +37,7 @@ def test_programs_over_caches_have_their_datasets_samples():
     drive("cache_programs", "--programs", 30, "--seed", 1)
 
 
+@pytest.mark.forks
 def test_forks_while_other_loaders_work():
     drive("forks", "--forks", 8, "--seed", 1)
 

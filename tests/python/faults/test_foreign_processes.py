@@ -426,6 +426,7 @@ def test_a_process_that_cannot_be_joined_holds_up_no_other(caplog, monkeypatch):
 
 
 @pytest.mark.ours
+@pytest.mark.forks
 def test_a_death_is_reported_when_the_list_of_workers_was_emptied():
     iterator = iter(DataLoader(Slow(4, {1: 60}), num_workers=2, batch_size=None))
     next(iterator)

@@ -244,6 +244,7 @@ def test_p19_the_timeout_is_paused_between_calls_of_next(tmp_path):
         signal.signal(signal.SIGUSR1, before)
 
 
+@pytest.mark.forks
 def test_t14_an_inherited_iterator_is_dead_in_a_child():
     status, out, err = run_script("""
         import multiprocessing
@@ -367,6 +368,7 @@ def test_repeated_interrupts_print_nothing_wherever_they_hit_a_worker():
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.forks
 def test_a_signal_during_a_fork_is_not_lost_where_there_are_other_threads(name):
     """The kernel delivers it to a thread that does not block it. Python then runs the handler in the fork's hooks,
     which discard exceptions."""

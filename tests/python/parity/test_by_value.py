@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.ours, pytest.mark.timeout(400)]
 
 METHODS = ["spawn", "forkserver"]
 # Matches the text of the standard pickle's error.
-LAMBDA = r"pickle.*lambda"
+LAMBDA = r"(pickle|local object).*lambda"
 
 # Everything that a notebook may define: each class and function is in `__main__`, which has no file.
 DEFINE = """

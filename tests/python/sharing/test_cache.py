@@ -820,6 +820,7 @@ def test_batches_of_mixed_samples_are_left_to_torch():
             assert same(outcome(cached), outcome(data)), items
 
 
+@pytest.mark.forks
 def test_a_batch_is_gathered_and_a_changed_default_collate_is_respected(tmp_path):
     """A gathered batch builds no samples: it calls neither `__getitem__` nor `batch`."""
     cached = cache(Kept([(torch.full((100, 100), n), n) for n in range(40)]))

@@ -279,7 +279,7 @@ def test_what_cannot_be_shared_is_kept_and_named(caplog, tmp_path):
     assert all(getattr(shared, name) is value for name, value in given.items())
     messages = lines(caplog, logging.WARNING)
     for name, reason in (
-        ("functions", "pickle"),
+        ("functions", "local object"),
         ("common", "its items refer to common objects, and each item would get a copy of them"),
         ("objects", "dtype object holds Python objects"),
         ("grad", "requires grad cannot be shared"),

@@ -48,7 +48,7 @@ def test_figures_of_a_part_of_the_epochs_say_so(monkeypatch):
     list(loader)
     assert rustloader.stats(loader).fallbacks == ()
     with monkeypatch.context() as patch:
-        patch.setattr(torch.utils.data._utils.worker, "_worker_loop", lambda *args: WORKER_LOOP(*args))
+        patch.setattr(torch.utils.data._utils.worker, "_worker_loop", own_worker_loop)
         list(loader), list(loader)
     stats = rustloader.stats(loader)
     assert (stats.batches, stats.iterators, stats.note) == (30, 1, "")
@@ -61,6 +61,10 @@ def test_figures_of_a_part_of_the_epochs_say_so(monkeypatch):
 
 
 WORKER_LOOP = torch.utils.data._utils.worker._worker_loop
+
+
+def own_worker_loop(*args):
+    WORKER_LOOP(*args)
 
 
 # Wrappers
@@ -164,7 +168,7 @@ def test_a_fallback_is_logged_once_per_loader_and_reason(monkeypatch, caplog):
     loader, persistent = (DataLoader(Numbers(3), num_workers=1, persistent_workers=kept) for kept in (False, True))
     before = set(vars(loader))
     with monkeypatch.context() as patch:
-        patch.setattr(torch.utils.data._utils.worker, "_worker_loop", lambda *args: WORKER_LOOP(*args))
+        patch.setattr(torch.utils.data._utils.worker, "_worker_loop", own_worker_loop)
         for _ in range(3):
             list(loader)
         first = "torch.utils.data._utils.worker._worker_loop was replaced"

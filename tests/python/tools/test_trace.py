@@ -388,6 +388,7 @@ def test_wrong_arguments(tmp_path):
     assert core.current() is None and os.listdir(tmp_path) == ["run.json"]
 
 
+@pytest.mark.forks
 def test_a_forked_child_ends_no_trace(tmp_path):
     loader = DataLoader(Numbers(8), batch_size=2, num_workers=1)
     with rustloader.trace(tmp_path / "run.json"):

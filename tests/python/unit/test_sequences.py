@@ -265,7 +265,7 @@ def test_pack_truncates_and_takes_token_ids_alone():
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_packs_arrive_from_workers(num_workers):
-    dataset = [{"input_ids": torch.arange(n) + n} for n in LENGTHS]
+    dataset = [{"input_ids": np.arange(n) + n} for n in LENGTHS]
     sampler = KINDS["packs"]()
     loader = rustloader.DataLoader(dataset, batch_sampler=sampler, collate_fn=pack, num_workers=num_workers)
     for indices, batch in zip(sampler, loader, strict=True):
