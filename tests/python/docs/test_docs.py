@@ -191,7 +191,7 @@ def check_make(words):
         if variable == "KIND":
             assert value in ["help", *KINDS[words[0]]], words
         else:
-            variables = ("JOBS", "LANE", "PYTHON", "START_METHOD", "TORCH")
+            variables = ("JOBS", "LANE", "PYTHON", "SINCE", "START_METHOD", "TORCH")
             assert variable in variables if equals else word in targets, word
 
 
