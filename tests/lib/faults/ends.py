@@ -210,9 +210,9 @@ def drive(main, trial, figures, limit, outlive):
     status = main.wait(limit)
     took = time.monotonic() - shot_at
     main.listen(0.05)
-    if main.reported("exit"):
+    if number and main.reported("exit"):
         # Late in its exit, Python restores the default effects of signals.
-        expected += (-number,) if number else ()
+        expected += (-number,)
     figures["took"] = max(figures["took"], took)
     wrong = []
     if status is None:
