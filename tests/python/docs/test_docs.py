@@ -102,6 +102,7 @@ def page_script(page):
     lines[0] = (
         f"import warnings; warnings.simplefilter('error'); warnings.filterwarnings({MANY_WORKERS}); "
         f"warnings.filterwarnings({THREADS}); "
+        "import multiprocessing; multiprocessing.set_start_method('fork', force=True); "  # pages have no main guard
         "from docs_given import *"
     )
     for block in (b for b in blocks(page) if b.language == "python" and b.not_run is None):

@@ -405,6 +405,7 @@ def test_a_signal_during_a_fork_is_not_lost_where_there_are_other_threads(name):
     assert (status, out.splitlines(), err) == (0, ["'it came' 2 True", "[0, 1, 2, 3]"], "")
 
 
+@pytest.mark.forks
 @pytest.mark.parametrize("installs", ["signal.signal(signal.SIGINT, handler)", ""], ids=["handler", "default"])
 def test_an_interrupt_while_a_thread_starts_workers_wakes_the_main_thread(installs):
     status, out, err = run_script(

@@ -862,7 +862,7 @@ def test_a_batch_is_gathered_and_a_changed_default_collate_is_respected(tmp_path
 
 
 def test_statistics_have_hits_and_the_size_of_a_possible_cache():
-    data = Kept([torch.zeros(100, 100) for _ in range(400)])
+    data = Kept([np.zeros((100, 100), np.float32) for _ in range(400)])
     loader = DataLoader(data, batch_size=4, num_workers=1)
     list(loader)
     estimate = rustloader.stats(loader).cache_estimate

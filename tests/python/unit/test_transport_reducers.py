@@ -248,10 +248,10 @@ class Files(Dataset):
         return 40
 
     def __getitem__(self, i):
-        return i, OpenFile(pipe(b"%d" % i)), len(open_files())
+        return i, SelfReducing(pipe(b"%d" % i)), len(open_files())
 
 
-def test_t27_epochs_that_were_broken_off_leave_no_descriptor_in_the_worker(reducers_with_descriptors):
+def test_t27_epochs_that_were_broken_off_leave_no_descriptor_in_the_worker():
     loader = DataLoader(
         Files(), num_workers=1, batch_size=None, prefetch_factor=4, persistent_workers=True, collate_fn=untouched
     )
@@ -274,12 +274,12 @@ class Dies(Dataset):
 
     def __getitem__(self, i):
         if i == 0:
-            return OpenFile(pipe(b"text"))
+            return SelfReducing(pipe(b"text"))
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.ours
-def test_t27_descriptors_of_a_worker_that_was_killed_are_an_error_and_no_hang(reducers_with_descriptors):
+def test_t27_descriptors_of_a_worker_that_was_killed_are_an_error_and_no_hang():
     iterator = iter(DataLoader(Dies(), num_workers=1, batch_size=None, collate_fn=untouched))
     assert wait_until(lambda: gone(worker_pids(iterator)[0]))
     (first, kind, _), (second, *_, text) = outcomes(iterator, 2)
