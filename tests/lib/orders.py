@@ -145,20 +145,6 @@ class PickledOnce(Numbers):
         return self.__dict__
 
 
-class Characters(Holds):
-    """Sample i is character i of a file."""
-
-    def __getitem__(self, i):
-        return os.pread(self.thing.fileno(), 1, i).decode()
-
-
-class Calls(Holds):
-    """Sample i is what a function returns for i."""
-
-    def __getitem__(self, i):
-        return self.thing(i)
-
-
 class Sums(Numbers):
     """A batch is the type, the length and the sum of its index batch."""
 

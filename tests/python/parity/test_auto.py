@@ -334,13 +334,6 @@ def test_torchs_loop_keeps_the_initial_number(decisions):
     assert decisions.seen == []
 
 
-def test_iterators_side_by_side(decisions):
-    loader = DataLoader(Numbers(N), num_workers="auto")
-    for _ in range(2):
-        assert [a == b for a, b in zip(loader, loader, strict=True)] == [True] * N
-    assert loader.num_workers == 2
-
-
 # Limits
 
 

@@ -18,7 +18,7 @@ from orders import Holds
 from sample_data import Numbers
 from support import DataLoader, epoch, run_script
 
-from rustloader.workers import arguments, by_name, definitions, serialize
+from rustloader.workers import arguments, by_name, definitions
 
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(400)]
 
@@ -440,29 +440,6 @@ def test_a_class_redefined_since_comes_back_as_the_one_that_was_sent():
     with pytest.raises(AttributeError) as caught:
         by_name.find_own("gone", __name__, "Lost")
     assert "received 'Lost' of" in caught.value.__notes__[0]
-
-
-class Equal(type):
-    """A metaclass whose classes are equal, and not hashable."""
-
-    def __eq__(cls, other):
-        return True
-
-
-class First(metaclass=Equal):
-    pass
-
-
-class Second(metaclass=Equal):
-    pass
-
-
-def test_classes_that_are_not_hashable_come_back(monkeypatch):
-    assert by_name.key_of(First) == by_name.key_of(First) != by_name.key_of(Second)
-    monkeypatch.setattr(by_name, "_pickler", by_name._pickler)
-    by_name.use()
-    first, second, once = pickle.loads(serialize.dumps_alone([First, Second, Once]))
-    assert first is First and second is Second and once is Once
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,12 @@
 import copy
 import inspect
 import pickle
-import typing
-from collections.abc import Iterable
 
 import pytest
 import torch
 from parity_table import Raised, attempt, drain, rows
 from sample_data import LazySampler, Numbers, Shards
-from support import DataLoader, TorchDataLoader, outcome, rustloader
+from support import DataLoader, TorchDataLoader, rustloader
 
 
 def test_p1_is_a_pure_python_subclass():
@@ -21,21 +19,6 @@ def test_p1_is_a_pure_python_subclass():
     assert type(DataLoader) is type(TorchDataLoader)
     assert "__slots__" not in vars(DataLoader)
     assert loader.__dict__ is vars(loader)
-
-
-def test_p1_annotations_and_type_parameters_are_torchs():
-    assert TorchDataLoader.__annotations__ and DataLoader.__annotations__ == TorchDataLoader.__annotations__
-    assert DataLoader.__parameters__ == TorchDataLoader.__parameters__
-    if DataLoader is not TorchDataLoader:
-        assert DataLoader.__annotations__ is not TorchDataLoader.__annotations__
-
-    def hints(cls, names):
-        return outcome(lambda: typing.get_type_hints(cls, localns=names))
-
-    # torch imports some of the names for type checkers only.
-    for names in ({}, {"Iterable": Iterable}):
-        assert hints(DataLoader, names) == hints(TorchDataLoader, names)
-    assert "dataset" in typing.get_type_hints(DataLoader, localns=names)
 
 
 def test_p2_signature_is_torchs():

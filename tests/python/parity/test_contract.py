@@ -4,7 +4,6 @@ import contextlib
 import functools
 import inspect
 import itertools
-import multiprocessing
 import types
 
 import pytest
@@ -22,7 +21,7 @@ from support import (
     wait_until,
     worker_pids,
 )
-from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler, get_worker_info
+from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 from torch.utils.data import dataloader as torch_dataloader
 
 from rustloader.settings import loader_state
@@ -303,79 +302,7 @@ def test_p5_ultralytics_replaces_the_batch_sampler_and_resets():
         assert all(map(gone, last))
 
 
-class MultiEpochs(DataLoader):
-    """As in timm: it replaces the sampler through the mangled flag."""
-
-    def __init__(self, *args, **kw):
-        super().__init__(*args, **kw)
-        self._DataLoader__initialized = False
-        if self.batch_sampler is None:
-            self.sampler = Forever(self.sampler)
-        else:
-            self.batch_sampler = Forever(self.batch_sampler)
-        self._DataLoader__initialized = True
-        self.iterator = super().__iter__()
-
-    def __len__(self):
-        return len((self.sampler if self.batch_sampler is None else self.batch_sampler).sampler)
-
-    def __iter__(self):
-        for _ in range(len(self)):
-            yield next(self.iterator)
-
-
-@pytest.mark.parametrize("batch_size", [None, 2])
-def test_p5_timm_replaces_the_sampler_through_the_mangled_flag(batch_size):
-    loader = MultiEpochs(Numbers(4), batch_size=batch_size, num_workers=2)
-    expected = [0, 1, 2, 3] if batch_size is None else [[0, 1], [2, 3]]
-    with from_engine(3 * len(expected)):
-        for _ in range(3):
-            assert values(list(loader)) == expected
-    with pytest.raises(ValueError, match="batch_sampler attribute should not be set after MultiEpochs is initialized"):
-        loader.batch_sampler = None
-
-
 # fastai, ignite, mmengine, detectron2
-
-
-class Fake:
-    """As in fastai: no DataLoader, but it has each attribute that torch's iterator reads, and is its own dataset."""
-
-    _IterableDataset_len_called, _auto_collation, drop_last, in_order = None, False, False, True
-    _index_sampler, generator, prefetch_factor = itertools.count(), None, 2
-    _dataset_kind = torch_dataloader._DatasetKind.Iterable
-    pin_memory, pin_memory_device, timeout, persistent_workers = False, "", 0, False
-
-    def __init__(self, source, num_workers):
-        self.source, self.num_workers, self.dataset = source, num_workers, self
-
-    def collate_fn(self, batch):
-        return batch
-
-    def worker_init_fn(self, worker):
-        info = get_worker_info()
-        info.dataset.source.offset, info.dataset.source.step = info.id, info.num_workers
-
-    @property
-    def multiprocessing_context(self):
-        return multiprocessing if self.num_workers > 0 else None
-
-    def __iter__(self):
-        return iter(self.source)
-
-
-class Source:
-    offset, step = 0, 1
-
-    def __iter__(self):
-        yield from (torch.tensor([i]) for i in range(self.offset, 7, self.step))
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_fastais_fake_loader_with_a_module_as_its_context(workers):
-    iterator = LoaderIter(Fake(Source(), workers))
-    with from_engine(7):
-        assert sorted(x.item() for x in iterator) == list(range(7))
 
 
 def test_the_iterator_reads_of_its_loader_what_torchs_reads():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from parity_table import drain, rows, take
 from sample_data import LazySampler, as_list
-from support import DataLoader, from_engine, values
+from support import DataLoader, from_engine
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -85,13 +85,6 @@ def test_p27_the_shuffle_argument_reaches_the_pipe(DataLoader, shuffle, workers)
     numbers = [step for step in seen if isinstance(step, int)]
     assert sorted(numbers) == list(range(12)) and (numbers == list(range(12))) is not shuffle
     yield from seen
-
-
-def test_p27_shards_of_two_workers_cover_all_and_share_the_seed():
-    loader = DataLoader(PIPES["shuffled shards"](), batch_size=None, num_workers=3)
-    epochs = [values(list(loader)) for _ in range(2)]
-    assert all(sorted(e) == list(range(12)) for e in epochs)
-    assert epochs[0] != epochs[1]
 
 
 @rows(engine=False)

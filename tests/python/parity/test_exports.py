@@ -105,17 +105,6 @@ def test_dir_shows_what_all_has_and_nothing_else():
     assert {"__version__", "__doc__", "__file__", "__all__"} <= set(shown)
 
 
-def test_help_begins_with_what_is_ours():
-    import pydoc
-
-    text = pydoc.plain(pydoc.render_doc(rustloader))
-    description = text[: text.index("PACKAGE CONTENTS")]
-    assert all(re.search(rf"\b{name}\b", description) for name in OWN_NAMES)
-    matches = {name: re.search(rf"\b{name}\b", description) for name in [*PUBLIC, *OWN_NAMES]}
-    first = min(match.start() for name, match in matches.items() if match and name not in OWN_NAMES)
-    assert all(matches[name].start() < first for name in OWN_NAMES)
-
-
 def test_dir_of_a_package_that_nothing_has_used_yet():
     status, out, err = run_script(
         """

@@ -332,11 +332,6 @@ def test_garbage_of_a_sampler_is_an_error_and_the_others_come(garbage, batched):
     assert not any("DataLoader worker (pid" in o[2] for o in results if o[0] == "error"), "a worker has died of it"
 
 
-def test_garbage_among_the_first_indices_is_an_error_of_iter():
-    with pytest.raises(TypeError, match="cannot pickle 'generator' object"):
-        iter(DataLoader(Asked(3), num_workers=2, batch_size=None, sampler=Yields(0, (i for i in ()), 2)))
-
-
 def test_a_sampler_that_blocks_keeps_nobody_else_from_shutting_down():
     release, blocked = threading.Event(), threading.Event()
 

@@ -15,7 +15,6 @@ from support import (
     TorchDataLoader,
     finish,
     from_engine,
-    in_thread,
     run_script,
     rustloader,
     start_script,
@@ -252,15 +251,6 @@ def test_a_class_that_replaced_ours_stays_after_uninstall(caplog):
         torch_dataloader._MultiProcessingDataLoaderIter = ORIGINAL["iterator"]
 
 
-def test_a_class_of_ours_that_is_put_back_after_uninstall_can_be_removed():
-    for call in (rustloader.uninstall, rustloader.install):
-        torch_dataloader._MultiProcessingDataLoaderIter = LoaderIter
-        call()
-    rustloader.uninstall()
-    assert torch_dataloader._MultiProcessingDataLoaderIter is ORIGINAL["iterator"]
-    assert LoaderIter is rustloader.iterator.core._MultiProcessingDataLoaderIter
-
-
 def test_install_is_idempotent_and_uninstall_needs_no_install():
     rustloader.uninstall()
     rustloader.install()
@@ -280,25 +270,6 @@ def test_installed_leaves_things_as_they_were():
         raise KeyError
     assert torch_dataloader._MultiProcessingDataLoaderIter is ORIGINAL["iterator"]
     assert rustloader.settings.options.current() == {}
-
-
-def test_an_installation_by_another_thread_outlives_a_context_that_was_being_entered(monkeypatch):
-    """The context restores what was installed when it took the lock."""
-    lock = installation._lock
-
-    class Contended:
-        def __enter__(self):
-            monkeypatch.setattr(installation, "_lock", lock)
-            in_thread(lambda: rustloader.install(prefetch_factor=4))
-            lock.acquire()
-
-        def __exit__(self, *_):
-            lock.release()
-
-    monkeypatch.setattr(installation, "_lock", Contended())
-    with rustloader.installed(in_order=False):
-        assert options.current() == {"in_order": False, "prefetch_factor": 4}
-    assert rustloader.is_installed() and options.current() == {"prefetch_factor": 4}
 
 
 def test_installed_contexts_that_overlap_leave_things_as_they_were():
@@ -440,11 +411,6 @@ def test_it_says_once_what_it_did(caplog, monkeypatch):
     )
 
 
-def test_our_own_loaders_are_what_they_were():
-    with rustloader.installed(), from_engine(6):
-        assert values(rustloader.DataLoader(Numbers(6), num_workers=2, batch_size=None)) == list(range(6))
-
-
 @pytest.mark.parametrize(
     "setting, options",
     [
@@ -529,22 +495,3 @@ def test_what_is_about_installing_may_be_the_first_thing_that_a_program_uses(fir
     source = f"{first}\nimport rustloader\nprint(rustloader.is_installed())"
     status, out, err = run_script(source, head="", environment={"RUSTLOADER_INSTALL": "1"})
     assert (status, out) == (0, "True\n"), err
-
-
-@pytest.mark.parametrize("call, environment", [("rustloader.install()", {}), ("", {"RUSTLOADER_INSTALL": "1"})])
-def test_lazy_imports_of_torch_get_the_engine(call, environment, tmp_path):
-    """Python 3.15 imports a module that is marked `lazy` when its name is first used."""
-    lazy = "lazy " if sys.version_info >= (3, 15) else ""
-    source = f"""
-{lazy}from torch.utils.data import DataLoader
-{lazy}import torch.utils.data as data
-
-if __name__ == "__main__":
-    import rustloader
-    {call}
-    for cls in (DataLoader, data.DataLoader):
-        list(cls(range(4), num_workers=1))
-    print(rustloader.engine_batches())
-"""
-    done = run_script(source, LONG, head="", file=tmp_path / "script.py", environment=environment)
-    assert done == (0, "8\n", "")

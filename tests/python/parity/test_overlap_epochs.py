@@ -232,12 +232,6 @@ def without_worker_ids(epochs):
     return [[(sample[0], *sample[2:]) for sample in samples] for samples in epochs]
 
 
-def test_late_worker_names_batch_of_its_tasks_epoch(tmp_path):
-    seen = epochs_of_late_worker(tmp_path, fails=[1], num_workers=2)
-    notes = [samples[1] for samples in seen]
-    assert notes[:2] == [[f"Worker {worker} was fetching batch 1 (index 1)."] for worker in (0, 1)]
-
-
 def test_set_epoch_is_predicted():
     dataset = Numbers(12)
     sampler = DistributedSampler(dataset, num_replicas=2, rank=0)

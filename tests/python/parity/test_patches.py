@@ -6,7 +6,7 @@ import pytest
 import torch
 from parity_table import drain, rows
 from sample_data import Numbers, Shards, as_list
-from support import BOTH, DataLoader, TorchDataLoader, epoch, from_engine, run_script, values
+from support import DataLoader, TorchDataLoader, epoch, from_engine, run_script, values
 from torch.utils.data import _utils
 from torch.utils.data import dataloader as torch_dataloader
 
@@ -217,26 +217,6 @@ def test_t12_a_replaced_worker_info_class_is_used(DataLoader, patch):
 
     patch.setattr(_utils.worker, "WorkerInfo", Info)
     yield from drain(DataLoader(Numbers(2), num_workers=1, batch_size=None, collate_fn=mine))
-
-
-@pytest.mark.ours
-def test_t12_torchs_modules_are_left_as_they_were():
-    before = dict(_utils.collate.default_collate_fn_map), torch.UntypedStorage._new_shared.__func__
-    loops = _utils.worker._worker_loop, torch_dataloader._MultiProcessingDataLoaderIter, torch.utils.data.DataLoader
-    assert len(epoch(DataLoader(Numbers(4), num_workers=2))) == 4
-    assert before == (dict(_utils.collate.default_collate_fn_map), torch.UntypedStorage._new_shared.__func__)
-    assert loops == (_utils.worker._worker_loop, TorchIter, torch.utils.data.DataLoader)
-
-
-def test_t12_an_iterator_of_torchdatas_kind_runs_untouched():
-    """A subclass of torch's base iterator that is unrelated to rustloader's."""
-
-    class Stateful(torch_dataloader._BaseDataLoaderIter):
-        def _next_data(self):
-            return self._next_index()
-
-    for cls in BOTH:
-        assert list(Stateful(cls(Numbers(3), num_workers=2, batch_size=2))) == [[0, 1], [2]]
 
 
 @pytest.mark.ours

@@ -1,7 +1,6 @@
 """``reorder_window``: how far the sampler, the workers and finished batches may run ahead of the program."""
 
 import functools
-import itertools
 import random
 import threading
 import time
@@ -12,7 +11,6 @@ from sample_data import FailingSampler, Held, Numbers, Shards
 from support import (
     TORCH_MODE,
     DataLoader,
-    TorchDataLoader,
     epoch,
     from_engine,
     outcomes_of,
@@ -95,13 +93,6 @@ def draws_stop_at(sampler, count):
 # Batches and their order
 
 
-def test_without_workers_a_window_has_no_effect():
-    sampler = Recorder(5)
-    loader = DataLoader(Numbers(5), sampler=sampler, batch_size=None, reorder_window=3)
-    for taken, _ in enumerate(loader, 1):
-        assert sampler.drawn == taken
-
-
 def test_a_window_is_a_number_or_a_size():
     assert [option_values.window(value) for value in (None, 7, "7", "1.5 kB")] == [
         (None, None),
@@ -180,15 +171,6 @@ def test_a_sampler_that_has_ended_is_not_asked_again(window):
     for _ in range(3):
         assert values(epoch(loader)) == list(range(20))
         assert (sampler.drawn, sampler.ends) == (20, 1)
-
-
-def test_without_a_window_it_is_asked_for_each_batch_as_by_torch():
-    asked = []
-    for cls in (TorchDataLoader, DataLoader):
-        sampler = Recorder(20)
-        assert values(cls(Numbers(20), sampler=sampler, batch_size=None, num_workers=2)) == list(range(20))
-        asked.append(sampler.ends)
-    assert asked[0] == asked[1] > 1
 
 
 # Bytes
@@ -272,22 +254,6 @@ def test_a_sampler_that_only_fails_ends_neither_the_calls_nor_the_batches(window
 
 
 # Timeouts, deaths, ends
-
-
-@pytest.mark.parametrize("window", [1, 5, 64, "300kB"])
-def test_an_epoch_that_is_left_early_costs_the_next_one_nothing(window):
-    loader = DataLoader(
-        Sized(40, [30_000]), num_workers=2, batch_size=None, reorder_window=window, persistent_workers=True
-    )
-    for taken in (1, 3, 0, 17, 2):
-        samples = [batch[0].item() for batch in itertools.islice(loader, taken)]
-        assert samples == list(range(taken))
-        del samples
-    iterator = iter(loader)
-    with from_engine(40):
-        assert [batch[0].item() for batch in iterator] == list(range(40))
-    assert iterator._core.memory()[1] < 1 << 20, "the window's batches were not freed"
-    iterator._shutdown_workers()
 
 
 # The shared queue

@@ -14,7 +14,7 @@ import pytest
 import torch
 from generators import drawn, main_state
 from sample_data import Numbers, as_list
-from support import BOTH, DataLoader, LoaderIter, TorchDataLoader, in_time, rustloader
+from support import BOTH, DataLoader, TorchDataLoader, in_time, rustloader
 from torch.utils.data import IterableDataset, RandomSampler, Subset, get_worker_info
 from torch.utils.data._utils import fetch
 
@@ -261,23 +261,6 @@ def test_a_pickled_loader_goes_on_with_the_next_epoch(workers):
     assert list(copy) == wanted[1] and list(loader) == wanted[1] and list(copy) == wanted[2]
 
 
-class Foreign:
-    """A loader of another class, as libraries hand them to the iterator."""
-
-    def __init__(self, loader):
-        self._loader = loader
-
-    def __getattr__(self, name):
-        return getattr(self._loader, name)
-
-
-def test_a_loader_of_another_class_counts_its_epochs():
-    wanted = epochs(make(0, "batch"), 2)
-    loader = Foreign(make(2, "batch"))
-    assert [list(LoaderIter(loader)) for _ in range(2)] == wanted
-    assert not hasattr(loader._loader, "_rustloader_epochs")
-
-
 # Samples without batches; datasets and fetchers that make whole batches
 
 
@@ -341,16 +324,6 @@ def test_a_fetcher_that_a_library_replaced_gets_the_batchs_seed_and_plain_indice
     monkeypatch.setattr(fetch._MapDatasetFetcher, "fetch", foreign)
     assert list(make(workers, "sample")) == wanted
     assert len(notes(caplog)) == 1 and "fetcher was replaced" in notes(caplog)[0]
-
-
-def test_nothing_is_said_where_each_sample_has_its_seed(caplog):
-    caplog.set_level(logging.INFO, "rustloader")
-    for workers in (0, 1):
-        for dataset in (Draws(3), Stream(2)):
-            list(make(workers, "sample", dataset))
-        list(make(workers, "batch", BatchDraws(3)))
-        list(make(workers, "worker", Numbers(3), collate_fn=None))
-    assert notes(caplog) == []
 
 
 # Iterable datasets
@@ -463,19 +436,6 @@ def test_worker_init_fn_and_iter_draw_from_torchs_streams():
     assert run(DataLoader, seed_by="sample") == run(TorchDataLoader)
     # Persistent workers call iter() again after they have made samples.
     assert len(run(DataLoader, seed_by="sample", persistent_workers=True)[1]) == 4
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_torchs_loader_under_install(persistent):
-    wanted = epochs(make(0, "sample"))
-    with rustloader.installed(seed_by="sample"):
-        torch.manual_seed(BASE)
-        kw = dict(batch_size=3, collate_fn=with_draws, num_workers=2, persistent_workers=persistent)
-        assert epochs(TorchDataLoader(Draws(10), **kw)) == wanted
-        # The loader's own setting takes precedence.
-        assert epochs(make(2, "batch")) == epochs(make(0, "batch"))
-        torch.manual_seed(BASE)
-        assert epochs(DataLoader(Draws(10), batch_size=3, collate_fn=with_draws)) == wanted
 
 
 # Resumed epochs

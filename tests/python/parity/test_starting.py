@@ -9,7 +9,7 @@ from multiprocessing import forkserver
 
 import pytest
 import torch
-from orders import Calls, Characters, Holds, PickledOnce
+from orders import Holds, PickledOnce
 from sample_data import WhoAmI
 from support import (
     TORCH_MODE,
@@ -113,14 +113,6 @@ def failed_start(loader):
         except Exception as error:
             return type(error), str(error), [(w.category, str(w.message)) for w in caught if "pickle" in str(w.message)]
     raise AssertionError("the workers were started")
-
-
-@pytest.mark.forks
-def test_files_and_lambdas_are_inherited_under_fork(tmp_path):
-    (tmp_path / "file").write_text("abc")
-    with open(tmp_path / "file") as file:
-        assert epoch(DataLoader(Characters(3, file), num_workers=2, batch_size=None)) == ["a", "b", "c"]
-    assert epoch(DataLoader(Calls(3, lambda i: -i), num_workers=2, batch_size=None)) == [0, -1, -2]
 
 
 @pytest.mark.ours  # torch leaves queues behind and, if the second worker does not start, the first one

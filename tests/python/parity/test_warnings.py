@@ -185,24 +185,3 @@ def test_t28_users_filter_by_torchs_module(one_core):
         warnings.filterwarnings("error", module=r"torch\.utils\.data")
         with pytest.raises(UserWarning, match="This DataLoader will create"):
             DataLoader(Numbers(2), num_workers=2)
-
-
-def shown(action, fn, cls):
-    """The number of warnings that a filter lets through, and of those in the registry of torch's module."""
-    module = torch.utils.data.dataloader
-    vars(module).pop("__warningregistry__", None)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter(action)
-        fn(cls)
-    registered = vars(module).pop("__warningregistry__", {}).keys() - {"version"}
-    return sum(w.category is UserWarning for w in caught), len(registered)
-
-
-@pytest.mark.parametrize("action", ["default", "module", "once"])
-def test_t28_each_warning_counts_in_the_registry_of_torchs_module(action, one_core):
-    def fn(cls):
-        for _ in range(2):
-            list(cls(Numbers(2), num_workers=2))
-
-    expected, actual = (shown(action, fn, cls) for cls in BOTH)
-    assert actual == expected and actual[0]

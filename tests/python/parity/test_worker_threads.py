@@ -321,9 +321,6 @@ def test_threads_keep_no_sample_and_no_error():
     assert list(iterator) == [4, 4]
 
 
-# Seeds
-
-
 # The end
 
 

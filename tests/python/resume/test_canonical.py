@@ -7,10 +7,11 @@ import time
 
 import pytest
 import torch
+from resume_support import plain
 from sample_data import as_list
 from stateful import datasets
 from support import rustloader
-from torch.utils.data import Dataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import Dataset
 
 pytestmark = [pytest.mark.ours, pytest.mark.warns]
 
@@ -29,15 +30,6 @@ def loader_of(make, workers, **kw):
     return rustloader.StatefulDataLoader(make(), **dict(batch_size=4, num_workers=workers, collate_fn=as_list) | kw)
 
 
-def plain(value):
-    """A copy of a state that `==` can compare."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [*map(plain, value)]
-    return bytes(value.numpy()) if isinstance(value, torch.Tensor) else value
-
-
 DATASETS = {
     "map": lambda: datasets.Records(N),
     "drawing map": lambda: datasets.DrawingRecords(N),
@@ -47,33 +39,6 @@ DATASETS = {
 }
 KINDS = pytest.mark.parametrize("kind", DATASETS)
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
-
-
-@KINDS
-@WORKERS
-@pytest.mark.parametrize("every", [1, 3, 0])
-def test_a_state_does_not_tell_how_its_position_was_reached(kind, workers, every):
-    make = DATASETS[kind]
-    torch.manual_seed(5)
-    loader = loader_of(make, workers, snapshot_every_n_steps=every)
-    iterator = iter(loader)
-    states, batches = [plain_and_real(loader)], []
-    for _ in range(5):
-        batches.append(next(iterator))
-        states.append(plain_and_real(loader))
-    for at in (0, 1, 4):
-        resumed = loader
-        # Resumed once, and twice.
-        for _ in range(2):
-            state = states[at][1] if resumed is loader else resumed.state_dict()
-            resumed = loader_of(make, workers, snapshot_every_n_steps=every)
-            resumed.load_state_dict(state)
-            assert plain(resumed.state_dict()) == states[at][0]
-            iterator = iter(resumed)
-            assert plain(resumed.state_dict()) == states[at][0]
-        for place in range(at, 5):
-            assert next(iterator) == batches[place]
-            assert plain(resumed.state_dict()) == states[place + 1][0], place
 
 
 class Ending(datasets.GeneratorShards):
@@ -111,11 +76,6 @@ def test_a_state_does_not_tell_whether_a_worker_has_reached_its_end(sizes):
         assert [plain(it) for it in walked(sizes, 0, state=state)] == [plain(it) for it in early[at + 1 :]]
 
 
-def plain_and_real(loader):
-    state = loader.state_dict()
-    return plain(state), state
-
-
 @KINDS
 def test_a_state_does_not_tell_that_a_worker_was_replaced(kind):
     def states_of(loader, kills):
@@ -133,18 +93,6 @@ def test_a_state_does_not_tell_that_a_worker_was_replaced(kind):
     torch.manual_seed(5)
     loader = loader_of(DATASETS[kind], 2, max_restarts=5)
     assert states_of(loader, True) == expected
-
-
-def test_a_changed_state_changes_nothing_else():
-    loader = loader_of(DATASETS["drawing iterator"], 2)
-    state = loader_state_after(loader, 2)
-    resumed = loader_of(DATASETS["drawing iterator"], 2)
-    resumed.load_state_dict(state)
-    iter(resumed)
-    before = plain(resumed.state_dict())
-    for snapshot in resumed.state_dict()["_snapshot"]["_worker_snapshots"].values():
-        snapshot["fetcher_state"]["dataset_iter_state"].clear()
-    assert plain(resumed.state_dict()) == before
 
 
 def loader_state_after(loader, steps):
@@ -168,66 +116,6 @@ def test_an_early_form_of_a_state_is_read():
 
 
 # Before the first `iter()`.
-
-SAMPLERS = {
-    "in order": lambda dataset: {},
-    "shuffled": lambda dataset: {"shuffle": True},
-    "own generator": lambda dataset: {"shuffle": True, "generator": torch.Generator().manual_seed(draw())},
-    "subset": lambda dataset: {"sampler": SubsetRandomSampler(range(30))},
-    "weighted": lambda dataset: {"sampler": WeightedRandomSampler([1.0] * N, 20)},
-    "replacement": lambda dataset: {"sampler": RandomSampler(dataset, replacement=True)},
-}
-
-
-def draw():
-    return int(torch.randint(1000, ()))
-
-
-def program(sampler, workers, persistent, asks, between):
-    """Runs two epochs; returns the state, if it `asks` for one, the epochs, and everything else that is drawn."""
-    torch.manual_seed(3)
-    dataset = Plain()
-    loader = loader_of(lambda: dataset, workers, persistent_workers=persistent, **SAMPLERS[sampler](dataset))
-    state = None
-    if asks:
-        state = loader.state_dict()
-        assert plain(loader.state_dict()) == plain(state)
-    torch.rand(between)
-    epochs, drawn = [], []
-    for _ in range(2):
-        epochs.append(list(map(with_draw, loader)))
-        drawn.append(draw())
-    return state, epochs, [*drawn, plain(torch.get_rng_state())]
-
-
-def with_draw(batch):
-    # A training step draws too.
-    torch.rand(1)
-    return batch
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
-@pytest.mark.parametrize("between", [0, 5])
-def test_a_state_before_the_first_iter_says_what_comes(sampler, workers, persistent, between):
-    state, epochs, drawn = program(sampler, workers, persistent, True, between)
-    _, expected, drawn_without = program(sampler, workers, persistent, False, between)
-    if workers:
-        assert drawn == drawn_without
-    if not between and workers:
-        assert epochs == expected
-    torch.manual_seed(99)
-    dataset = Plain()
-    loader = loader_of(lambda: dataset, workers, persistent_workers=persistent, **SAMPLERS[sampler](dataset))
-    loader.load_state_dict(state)
-    assert plain(loader.state_dict()) == plain(state)
-    batches = list(loader)
-    # Without workers, samples draw from the program's generator.
-    assert (batches if workers else indices(batches)) == (epochs[0] if workers else indices(epochs[0]))
-
-
-def indices(batches):
-    return [[index for index, _ in batch] for batch in batches]
 
 
 class Reshuffled:

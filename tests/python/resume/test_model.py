@@ -66,9 +66,11 @@ KINDS = [
     every=[0, 1, 3],
     persistent=[False, True],
     seed_by=["worker", "batch", "sample"],
+    begin=[(ITER,), (SAVE, ITER), (SAVE, RESUME)],
 )
-def test_each_kind_resumes(kind, num_workers, batch_size, every, persistent, seed_by):
-    """Once, again after a batch, at the end of the epoch, and after it; a state between epochs changes nothing."""
+def test_each_kind_resumes(kind, num_workers, batch_size, every, persistent, seed_by, begin):
+    """Once, again after a batch, at the end of the epoch, and after it; a state between epochs changes nothing, and a
+    position has one state, however it was reached."""
     dataset, sampler = kind
     settings = Settings(dataset, (9, 5, 0, 4), sampler=sampler, num_workers=num_workers, every=every, seed_by=seed_by)
     settings = changed(settings, {"persistent": persistent and num_workers > 0})
@@ -78,9 +80,32 @@ def test_each_kind_resumes(kind, num_workers, batch_size, every, persistent, see
         settings = changed(settings, {"num_workers": 0, "persistent": False, "seed_by": "worker"})
     if why_invalid(settings) is not None:
         return
-    again = (("next", 1), SAVE, ("resume", "json", {}, False))
-    steps = (ITER, ("next", 3), SAVE, ("next", 1), RESUME, *again, *again, END, *again, END, SAVE, ITER, END)
+    if sampler == "torchdata random":
+        begin = (ITER,)  # before it, a state does not contain the order
+    step = (("next", 1), SAVE)
+    again = (*step, ("resume", "json", {}, False), SAVE)
+    steps = (*begin, *step * 5, ("save", "now", 2), RESUME, SAVE, *again, *again, END, *again, END, SAVE, ITER, END)
     play.run(Program(settings, steps))
+
+
+OPTIONS = {
+    "round robin": {},
+    "shared queue": {"dispatch": "shared_queue"},
+    "out of order": {"in_order": False},
+    "persistent": {"persistent": True},
+    "no snapshots": {"every": 0},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dataset", ["map", "stateful map", "iterable", "stateful iterable", "generator"])
+@pytest.mark.parametrize("taken", [0, 3])
+def test_state_after_death_of_worker_counts_delivered_batches(dataset, options, taken):
+    settings = Settings(dataset, (25, 15, 0, 0), num_workers=2, **OPTIONS[options])
+    if why_invalid(settings) is None:
+        steps = (ITER, ("next", taken), SAVE, ("kill", 1), SAVE, SAVE, ("save", "now", 1), SAVE, RESUME, END)
+        play.run(Program(settings, steps))
 
 
 @pytest.mark.parametrize("every", [0, 3])

@@ -1,71 +1,20 @@
 """One module defines the format of a state, and it reads what it writes."""
 
-import ast
 import dataclasses
-import pathlib
 
 import pytest
 import torch
 
-import rustloader
-from rustloader.stateful_dataloader import StatefulDataLoader, schema
+from rustloader.stateful_dataloader import StatefulDataLoader
 from rustloader.stateful_dataloader.schema import DatasetState, Draws, SamplerState, State
 from rustloader.workers.snapshots import WorkerStart
 
 pytestmark = pytest.mark.ours
 
-PACKAGE = pathlib.Path(rustloader.__file__).parent
-SCHEMA = PACKAGE / "stateful_dataloader" / "schema.py"
 # Modules that use attributes of torch with the same names.
-ATTRIBUTES = {
-    "metrics/loader_stats.py": {schema.NUM_YIELDED, schema.NUM_WORKERS},
-    "iterator/unsupported.py": {schema.NUM_WORKERS},
-}
-# Keys that are also names of arguments and attributes elsewhere.
-COMMON = {schema.WORKER_ID}
+
+
 # Keys of this package's part that other dicts have too, such as a start.
-SHARED = {"epoch", "length", "start", "stateful"}
-
-
-def keys_of(namespace):
-    return {value for name, value in vars(namespace).items() if name.isupper() and isinstance(value, str)}
-
-
-OUTER = keys_of(schema) - COMMON
-INNER = (keys_of(schema.Own) | {field.name for field in dataclasses.fields(DatasetState)}) - SHARED
-
-
-def constants(path):
-    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
-
-
-def used_as_keys(path):
-    """The values in `x["..."]`, `{"...": x}` and `x.get("...")`."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        keys = []
-        if isinstance(node, ast.Subscript):
-            keys = [node.slice]
-        elif isinstance(node, ast.Dict):
-            keys = node.keys
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("get", "pop"):
-            keys = node.args[:1]
-        yield from (key.value for key in keys if isinstance(key, ast.Constant))
-
-
-def test_no_other_module_spells_a_key():
-    spelled = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = path.relative_to(PACKAGE).as_posix()
-        if path != SCHEMA:
-            keys = {it.value for it in constants(path) if isinstance(it.value, str)} & OUTER
-            spelled[name] = keys - ATTRIBUTES.get(name, set())
-    assert {name: keys for name, keys in spelled.items() if keys} == {}
-    assert {"_snapshot", "_rustloader", "_num_yielded", "fetcher_state", "samples_yielded"} < OUTER
-
-
-def test_no_other_module_of_states_spells_a_key_of_our_part():
-    spelled = {path.name: {*used_as_keys(path)} & INNER for path in SCHEMA.parent.glob("*.py") if path != SCHEMA}
-    assert {name: keys for name, keys in spelled.items() if keys} == {}
 
 
 STARTS = [

@@ -2,12 +2,9 @@
 
 import itertools
 import logging
-import os
 import random
-import signal
 
 import pytest
-import torch
 from sample_data import Held
 from torch.utils.data import DistributedSampler
 
@@ -52,30 +49,6 @@ def test_ranks_may_change_at_any_batch(kind, steps):
         loader.load_state_dict(state)
         delivered += loader
     assert len(whole) - len(delivered) in (0, 1) and sorted(delivered) == sorted(whole[: len(delivered)])
-
-
-class Fatal(torch.utils.data.Dataset):
-    """A dataset whose workers die in the middle of sample 100, as long as a file exists."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __len__(self):
-        return 240
-
-    def __getitem__(self, index):
-        if index == 100 and self.path.exists():
-            self.path.unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return index
-
-
-@pytest.mark.warns
-def test_a_restart_costs_no_batch(tmp_path):
-    path = tmp_path / "fatal"
-    path.touch()
-    loader = make_loader(dataset=Fatal(path), num_workers=2, max_restarts=1)
-    assert list(loader) == [*make_loader()] and not path.exists()
 
 
 def test_a_loader_refuses_the_state_of_another_sampler():

@@ -137,17 +137,6 @@ def test_forwarding_can_be_disabled(kind):
     assert loader.dataset.epoch == 3
 
 
-@KINDS
-@pytest.mark.parametrize("workers", [0, 2])
-def test_without_persistent_workers_the_copies_are_fresh(kind, workers):
-    loader = make(kind(), num_workers=workers, persistent_workers=False)
-    for epoch in (0, 1, 4):
-        loader.dataset.set_epoch(epoch)
-        batches = list(loader)
-        assert epochs_of(batches) == {epoch}
-    assert loader.dataset.calls == 3
-
-
 class Strict(Mapped):
     """Refuses attributes that it does not define."""
 

@@ -1,17 +1,15 @@
 """States around errors, deaths, interrupts and timeouts are available and exact."""
 
 import os
-import pickle
 import signal
 import threading
 import time
 
 import pytest
-import torch
 from sample_data import Failing, Held, Numbers, runtime_error
 from stateful import datasets
 from stateful.datasets import unchanged
-from support import in_thread, wait_until, while_next_waits, workers_report
+from support import wait_until, while_next_waits
 from torch.utils.data import IterableDataset, get_worker_info
 
 from rustloader import LoaderTimeoutError
@@ -19,13 +17,6 @@ from rustloader.stateful_dataloader import StatefulDataLoader
 
 pytestmark = pytest.mark.ours
 
-OPTIONS = {
-    "round robin": {},
-    "shared queue": {"dispatch": "shared_queue"},
-    "out of order": {"in_order": False},
-    "persistent": {"persistent_workers": True},
-    "no snapshots": {"snapshot_every_n_steps": 0},
-}
 DATASETS = {
     "map": lambda: datasets.Records(40),
     "stateful map": lambda: datasets.CountingRecords(40),
@@ -46,59 +37,6 @@ def take(iterator, number):
 def position(state):
     """The number of batches that a state counts."""
     return state["_num_yielded"] if "_num_yielded" in state else state["_snapshot"]["_snapshot_step"]
-
-
-def sortable(batches):
-    return sorted(map(repr, batches))
-
-
-# With a shared queue, the other worker may finish the epoch before the death is noticed.
-@pytest.mark.filterwarnings("ignore:an epoch of 0 batches")
-# Out of order, the death may come before the first batch.
-@pytest.mark.filterwarnings("ignore:load_state_dict.. replaces an iterator:UserWarning")
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("kind", DATASETS)
-@pytest.mark.parametrize("steps", [0, 3])
-def test_after_a_workers_death_the_state_is_that_of_what_was_delivered(kind, options, steps):
-    options = OPTIONS[options]
-    everything = list(make(kind, **{**options, "in_order": True}))
-    loader = make(kind, **options)
-    iterator = iter(loader)
-    delivered = take(iterator, steps)
-    if steps == 0:
-        loader.state_dict()  # returns after the workers have started
-    os.kill(iterator._workers[1].pid, signal.SIGKILL)
-    died = False
-    try:
-        for batch in iterator:
-            delivered.append(batch)
-    except RuntimeError as error:
-        assert "killed by signal" in str(error) or "exited unexpectedly" in str(error)
-        died = True
-    # With a shared queue, the other worker may have done the rest.
-    assert died or "dispatch" in options
-    states = [loader.state_dict()]
-    with pytest.raises(RuntimeError if died else StopIteration):
-        next(iterator)
-    states.append(loader.state_dict())
-    assert states[0] == states[1] and position(states[0]) == len(delivered)
-    assert states[0]["_iterator_finished"] is not died
-    if not died:
-        assert sortable(delivered) == sortable(everything)
-        return
-    if len(delivered) > 1:
-        assert position(loader.state_dict(back=1)) == len(delivered) - 1
-    del iterator
-    assert loader.state_dict() == states[0]
-    for other in (loader, make(kind, **options)):
-        other.load_state_dict(pickle.loads(pickle.dumps(states[0])))
-        rest = list(other)
-        if options.get("in_order", True):
-            assert delivered + rest == everything
-        elif kind != "stateful map":  # out of order, other workers count other samples
-            assert sortable(delivered + rest) == sortable(everything)
-        else:
-            assert sorted(batch[0][0] for batch in delivered + rest) == list(range(40))
 
 
 def test_after_a_death_before_the_first_state_the_epoch_begins_again():
@@ -264,29 +202,6 @@ def test_a_timeout_counts_nothing(tmp_path):
     assert [batch.tolist() for batch in resumed] == [[6, 7], [8, 9], [10, 11]]
 
 
-@pytest.mark.parametrize("pinned", [False, True])
-@pytest.mark.parametrize("kind", ["map", "iterable"])
-def test_what_waits_in_main_is_not_delivered(host, kind, pinned):
-    """Neither prefetched batches nor those that a thread has pinned count."""
-
-    def loader():
-        kw = {"pin_memory": pinned, "prefetch_factor": 4, "collate_fn": tensors}
-        return make(kind, **kw)
-
-    everything = [batch.tolist() for batch in loader()]
-    running = loader()
-    iterator = iter(running)
-    take(iterator, 5)
-    assert workers_report(iterator, state="idle"), "the workers must have sent the batches after the five"
-    resumed = loader()
-    resumed.load_state_dict(running.state_dict())
-    assert [batch.tolist() for batch in resumed] == everything[5:]
-
-
-def tensors(batch):
-    return torch.tensor([[sample["id"], sample["worker"]] for sample in batch])
-
-
 class FailingState(datasets.CountingRecords):
     """Its state cannot be taken after some samples."""
 
@@ -323,20 +238,6 @@ def test_a_dataset_whose_state_cannot_be_taken_any_more(raises, kind):
     resumed = loader()
     resumed.load_state_dict(state)
     assert list(resumed) == everything[7:]
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_from_another_thread_all_works_as_in_the_main_one(workers):
-    loader = make("iterable", num_workers=workers)
-    iterator = iter(loader)
-    first = take(iterator, 2)
-    state = in_thread(loader.state_dict)
-    assert state == loader.state_dict()
-    rest = in_thread(list, iterator)
-    other = make("iterable", num_workers=workers)
-    in_thread(other.load_state_dict, state)
-    assert in_thread(list, other) == rest
-    assert first + rest == list(make("iterable", num_workers=workers))
 
 
 def test_a_forked_child_has_no_state_and_harms_none():

@@ -9,17 +9,15 @@ import pytest
 import torch
 from resume_support import Holder, begin, merged, plain, typed
 from stateful.datasets import IteratorWithState, OwnIteratorWithState
-from support import outcome
 from torch.utils.data import BatchSampler as TorchBatchSampler
 from torch.utils.data import RandomSampler as TorchRandomSampler
 from torch.utils.data import Sampler, SequentialSampler
 
 from rustloader.stateful_dataloader import recording
 from rustloader.stateful_dataloader.compatibility import check
-from rustloader.stateful_dataloader.next_epoch import draw, run_out
+from rustloader.stateful_dataloader.next_epoch import run_out
 from rustloader.stateful_dataloader.sampler import BatchSampler, RandomSampler, StatefulDistributedSampler
-from rustloader.stateful_dataloader.sampling import sampling
-from rustloader.stateful_dataloader.schema import Draws, SamplerState, copied
+from rustloader.stateful_dataloader.schema import SamplerState, copied
 
 pytestmark = pytest.mark.ours
 
@@ -34,25 +32,25 @@ def random_settings(rng):
 
 
 class Counted(Sampler):
-    """A sampler that is itself stateful: it continues where it stopped."""
+    """A sampler that is itself stateful: it continues where it stopped. It keeps and changes the dict that it loads."""
 
     def __init__(self, size):
-        self.size, self.at = size, 0
+        self.size, self.state = size, {"at": 0}
 
     def __iter__(self):
-        while self.at < self.size:
-            self.at += 1
-            yield self.at - 1
-        self.at = 0
+        while self.state["at"] < self.size:
+            self.state["at"] += 1
+            yield self.state["at"] - 1
+        self.state["at"] = 0
 
     def __len__(self):
         return self.size
 
     def state_dict(self):
-        return {"at": self.at}
+        return self.state
 
     def load_state_dict(self, state_dict):
-        self.at = state_dict["at"]
+        self.state = state_dict
 
 
 class Growing(Sampler):
@@ -116,6 +114,7 @@ def test_every_position(name, every):
             assert plain(resumed_state) == plain(state)
             assert [*second.iterator] == whole[position:], (drawn, position)
             assert [*begin(sampler).iterator] == following
+            assert plain(saved) == plain(merged(state))
         assert [*first.iterator] == whole[drawn:]
 
 
@@ -177,107 +176,6 @@ def test_running_out_a_sampler_without_an_end():
     other = Endless()
     run_out(other, SamplerState("stateful", state_position=3, index_sampler_state={"at": 3}), 5)
     assert other.at == 6
-
-
-def test_draws_say_nothing_of_samplers_with_a_state():
-    class Loader:
-        generator = dataset = None
-
-    for make in SAMPLERS.values():
-        assert draw(Loader, make(1), with_base_seed=False) == Draws(None, None)
-
-
-def test_the_samples_that_a_state_counts():
-    whole = [*SAMPLERS["a stateful iterator"](1)]
-    first = begin(SAMPLERS["a stateful iterator"](1))
-    list(itertools.islice(first.iterator, 5))
-    second = begin(SAMPLERS["a stateful iterator"](1), merged(first.state(2)), 2)
-    for epoch, positions in ((first, range(6)), (second, range(2, 3))):
-        for position in positions:
-            assert epoch.state(position).sampler_iter_state["samples_yielded"] == 3 * position
-    list(second.iterator)
-    assert second.state(3).sampler_iter_state["samples_yielded"] == 9
-    assert second.state(len(whole)).sampler_iter_state["samples_yielded"] == 23
-
-
-class Keeping(Sampler):
-    """Keeps and changes the dict that it loads."""
-
-    def __init__(self, size):
-        self.size, self.state = size, {"at": [0]}
-
-    def __iter__(self):
-        at = self.state["at"]
-        while at[0] < self.size:
-            at[0] += 1
-            yield at[0] - 1
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state_dict):
-        self.state = state_dict
-
-
-def test_a_sampler_that_changes_what_it_loads():
-    for batches in (False, True):
-        make = (lambda: TorchBatchSampler(Keeping(9), 2, False)) if batches else (lambda: Keeping(9))
-        whole = [*make()]
-        first = begin(make())
-        list(itertools.islice(first.iterator, 4))
-        state = first.state(2)
-        saved = merged(state)
-        second = begin(make(), saved, 2, every=0)
-        list(itertools.islice(second.iterator, 2))
-        assert saved == merged(state)
-        assert second.state(2) == state
-        (second.state(2).index_sampler_state or second.state(2).sampler_iter_state["sampler_state"]).clear()
-        assert second.state(2) == state
-        assert [*begin(make(), saved, 2).iterator] == whole[2:]
-
-
-def test_a_subclass_of_torchs_batch_sampler_with_a_state():
-    class Batches(TorchBatchSampler):
-        loaded = None
-
-        def state_dict(self):
-            return {"size": self.batch_size}
-
-        def load_state_dict(self, state_dict):
-            self.loaded = state_dict
-
-    first = begin(Batches(SequentialSampler(range(9)), 3, False))
-    next(first.iterator)
-    state = first.state(1)
-    assert state.own["kind"] == "stateful" and state.index_sampler_state == {"size": 3}
-    other = Batches(SequentialSampler(range(9)), 3, False)
-    next(begin(other, merged(state), 1).iterator)
-    assert other.loaded == {"size": 3}
-
-
-def test_a_state_that_is_asked_for_while_the_sampler_begins():
-    """A signal handler may ask for one then. Nothing is drawn yet, so the state says nothing about the sampler."""
-    calls = []
-
-    class Asking(Counted):
-        def __iter__(self):
-            calls.append(first.state(1))
-            return super().__iter__()
-
-    for batches in (False, True):
-        sampler = Asking(9)
-        index_sampler = TorchBatchSampler(sampler, 2, False) if batches else sampler
-        calls.clear()
-        first = begin(index_sampler) if batches else sampling(sampler, Counted.__iter__(sampler), None, 0, (), 1, True)
-        whole = [*first.iterator]
-        assert len(calls) == batches
-        saved = merged(first.state(1))
-        calls.clear()
-        # A loaded state stays unchanged.
-        first = sampling(index_sampler, iter(()), typed(saved), 1, (), 1, map_style=True)
-        assert [*first.iterator] == whole[1:]
-        (state,) = calls
-        assert merged(state) == saved
 
 
 def test_a_torchdata_state_in_torchs_sampler():
@@ -429,7 +327,7 @@ def test_old_states_are_thinned_out(monkeypatch):
 def test_an_error_of_state_dict_is_raised_when_a_state_is_asked_for():
     class Broken(Counted):
         def state_dict(self):
-            if self.at > 2:
+            if self.state["at"] > 2:
                 raise RuntimeError("no state today")
             return super().state_dict()
 
@@ -468,39 +366,6 @@ def test_an_interrupted_state_loses_no_index_batch():
             other = Interrupted(8)
             other = TorchBatchSampler(other, 2, False) if batches else other
             assert [*begin(other, merged(first.state(at + 1)), at + 1).iterator] == whole[at + 1 :]
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_unknown_samplers_in_torchs_batch_sampler_are_iterated_by_torch(drop_last):
-    """A sampler whose iterator may turn out to have a state is iterated by torch's code."""
-
-    class Plain(Sampler):
-        def __init__(self, fails):
-            self.fails, self.calls = fails, 0
-
-        def __iter__(self):
-            self.calls += 1
-            return map(self._one, range(8))
-
-        def _one(self, index):
-            if index == self.fails:
-                raise ValueError(f"index {index}")
-            return index
-
-    for fails in (None, 0, 4, 5):
-        results = []
-        for in_epoch in (False, True):
-            inner = Plain(fails)
-            index_sampler = TorchBatchSampler(inner, 3, drop_last)
-            epoch = begin(index_sampler) if in_epoch else None
-            iterator = epoch.iterator if in_epoch else iter(index_sampler)
-            results.append(([outcome(next, iterator) for _ in range(5)], inner.calls))
-            if in_epoch:
-                state = epoch.state(2)
-                assert state.own["kind"] == "other" and state.index_sampler_state is None
-                assert state.sampler_iter_state == {"samples_yielded": 6}
-        assert results[0] == results[1]
-    assert next(iter(begin(TorchBatchSampler(Plain(None), 3, drop_last), None, 1).iterator)) == [3, 4, 5]
 
 
 def test_checks_of_samplers_with_a_state():

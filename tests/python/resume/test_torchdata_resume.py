@@ -10,8 +10,6 @@ from sample_data import Held
 from stateful import datasets
 from stateful.datasets import unchanged
 
-from rustloader.stateful_dataloader import StatefulDataLoader
-
 pytestmark = pytest.mark.ours
 
 SIZE, SIZES = 40, (43, 0, 25)
@@ -113,22 +111,6 @@ def test_state_after_end_has_states_of_workers(lib, persistent):
     list(loader)
     snapshots = loader.state_dict()["_snapshot"]["_worker_snapshots"]
     assert [snapshots[f"worker_{worker}"]["dataset_state"] for worker in (0, 1)] == [{"made": 6}] * 2
-
-
-@pytest.mark.parametrize("dataset", [datasets.CountingRecords(12), datasets.Shards((7, 5))])
-def test_spawned_workers_resume(dataset):
-    def make():
-        options = {"num_workers": 2, "multiprocessing_context": "spawn", "collate_fn": unchanged}
-        return StatefulDataLoader(dataset, 2, **options)
-
-    loader = make()
-    iterator = iter(loader)
-    for _ in range(3):
-        next(iterator)
-    state = loader.state_dict()
-    resumed = make()
-    resumed.load_state_dict(state)
-    assert list(resumed) == list(iterator)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -1,12 +1,11 @@
 """The contents of a state: torchdata's keys and values, which programs read and write."""
 
-import time
-
 import pytest
 import torch
-from stateful import datasets, libraries
+from stateful import datasets
 from stateful.datasets import unchanged
-from support import run_script
+
+from rustloader.stateful_dataloader import StatefulDataLoader
 
 pytestmark = pytest.mark.ours
 
@@ -73,59 +72,25 @@ def fail_at_start(_):
     raise ZeroDivisionError("worker_init_fn has failed")
 
 
-def outcome(name, kind, workers):
-    """The error of iter() of such a loader, or else that of next()."""
-    lib = libraries.library(name)
-    dataset = {
-        "map": datasets.Records(30),
-        "stateful map": datasets.CountingRecords(30),
-        "iterable": datasets.Shards((20, 10)),
-        "failing iter": FailingIteration((3, 3)),
-        "failing load": FailingLoad(9),
-    }[kind]
-    loader = lib.StatefulDataLoader(
-        dataset, num_workers=workers, worker_init_fn=None if "failing" in kind else fail_at_start
-    )
-    if kind == "failing load":
-        iterator = stopped(loader, 2)
-        loader.load_state_dict(loader.state_dict())
-        del iterator
-    where = "iter"
-    try:
-        iterator = iter(loader)
-        where = "next"
-        next(iterator)
-    except ZeroDivisionError as error:
-        return f"{where}: {str(error).splitlines()[-1]}"
-    return "no error"
-
-
 @pytest.mark.parametrize(
-    "kind, workers, expected",
-    [
-        ("map", 2, "iter: ZeroDivisionError: worker_init_fn has failed"),
-        ("stateful map", 2, "iter: ZeroDivisionError: worker_init_fn has failed"),
-        ("iterable", 2, "iter: ZeroDivisionError: worker_init_fn has failed"),
-        ("failing iter", 0, "iter: iter has failed"),
-        ("failing iter", 2, "iter: ZeroDivisionError: iter has failed"),
-        ("failing load", 0, "iter: load_state_dict has failed"),
-        ("failing load", 2, "iter: ZeroDivisionError: load_state_dict has failed"),
-    ],
+    "dataset", [datasets.Records(9), datasets.CountingRecords(9), datasets.Shards((9, 9)), FailingIteration((3, 3))]
 )
-def test_an_error_at_the_start_surfaces_in_iter(lib, kind, workers, expected):
-    if lib.name == "rustloader" and "failing" in kind and workers:
-        expected = expected.replace("iter:", "next:")  # iter() waits for the workers only if there is a worker_init_fn
-    # In a process of its own: torchdata's loader leaves its workers behind.
-    status, out, err = run_script(f"""
-        import multiprocessing, os, warnings
-        warnings.simplefilter("ignore")
-        from test_torchdata_states import outcome
-        print(outcome({lib.name!r}, {kind!r}, {workers}), flush=True)
-        for worker in multiprocessing.active_children():
-            worker.kill()
-        os._exit(0)
-    """)
-    assert (status, out) == (0, f"{expected}\n"), err
+def test_error_of_worker_init_fn_is_raised_by_iter(dataset):
+    """As by torchdata's loader, whose workers then stay behind."""
+    with pytest.raises(ZeroDivisionError, match="worker_init_fn has failed"):
+        iter(StatefulDataLoader(dataset, num_workers=2, worker_init_fn=fail_at_start))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("dataset, text", [(FailingIteration((3, 3)), "iter"), (FailingLoad(9), "load_state_dict")])
+def test_error_of_start_is_raised_once_workers_have_begun(dataset, text, workers):
+    """`iter` waits for the workers only if there is a worker_init_fn."""
+    loader = StatefulDataLoader(dataset, num_workers=workers)
+    if text == "load_state_dict":
+        stopped(loader, 2)
+        loader.load_state_dict(loader.state_dict())
+    with pytest.raises(ZeroDivisionError, match=f"{text} has failed"):
+        next(iter(loader))
 
 
 def test_the_protocol(lib):
@@ -154,54 +119,3 @@ def test_state_after_iter_has_its_effect(lib, kind, workers):
     # A worker has a copy of the dataset, whose iterator applies the loaded place alone.
     again = 1 if workers and kind == "OwnIterator" else 2
     assert (first, calls(resumed)[1]) == ([1] * max(workers, 1), [again] * max(workers, 1))
-
-
-class Ends(torch.utils.data.IterableDataset):
-    """Worker 0 has 3 samples, worker 1 has thousands."""
-
-    def __iter__(self):
-        worker = torch.utils.data.get_worker_info().id
-        return iter(range(3) if worker == 0 else range(3, 5000))
-
-
-def test_worker_that_ended_out_of_order(lib):
-    loader = lib.StatefulDataLoader(Ends(), num_workers=2, in_order=False)
-    delivered = []
-    for batch in loader:
-        delivered += batch.tolist()
-        time.sleep(0.001)
-        state = loader.state_dict()
-        ended = [part["fetcher_state"]["fetcher_ended"] for part in worker_states(state)]
-        if ended[0] or len(delivered) == 4000:
-            break
-    assert ended == [True, False]
-    if lib.name == "rustloader":
-        resumed = lib.StatefulDataLoader(Ends(), num_workers=2, in_order=False)
-        resumed.load_state_dict(state)
-        delivered += [sample for batch in resumed for sample in batch.tolist()]
-        assert sorted(delivered) == [*range(5000)]
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_partial_batch_ends_dataset_without_state(lib, workers):
-    loader = lib.StatefulDataLoader(datasets.StatelessShards((3, 4)), batch_size=2, num_workers=workers)
-    stopped(loader, 4 if workers else 2)
-    state = loader.state_dict()
-    ended = [part["fetcher_state"]["fetcher_ended"] for part in worker_states(state)]
-    assert ended == ([True, False] if workers else [True])
-    resumed = lib.StatefulDataLoader(datasets.StatelessShards((3, 4)), batch_size=2, num_workers=workers)
-    resumed.load_state_dict(state)
-    assert not [*resumed]
-
-
-@pytest.mark.parametrize("sampler", ["default", "list", "SamplerWithState"])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_samples_yielded_before_and_after_iter(lib, sampler, workers):
-    makers = {"default": None, "list": [*range(9)], "SamplerWithState": datasets.SamplerWithState(9)}
-    loader = lib.StatefulDataLoader(range(9), batch_size=2, sampler=makers[sampler], num_workers=workers)
-    for steps in (None, 0, 1, 5):
-        if steps is not None:
-            stopped(loader, steps)
-        state = loader.state_dict()
-        state = state["_snapshot"]["_main_snapshot"] if workers else state
-        assert state["_sampler_iter_state"]["samples_yielded"] == min(2 * (steps or 0), 9)

@@ -12,7 +12,6 @@ from support import (
     OLD_TORCH,
     DataLoader,
     LoaderIter,
-    from_engine,
     gone,
     outcome,
     rustloader,
@@ -114,21 +113,6 @@ def test_table_a_copied_shutdown_routine_ends_the_workers(persistent, taken):
     copied_shutdown(iterator)
 
 
-def test_a_subclass_with_a_copied_shutdown_routine_runs_on_the_engine():
-    class Mine(LoaderIter):
-        def _shutdown_workers(self):
-            copied_shutdown(self)
-
-    iterator = Mine(DataLoader(Numbers(6), num_workers=2, batch_size=None))
-    with from_engine(6):
-        assert values(iterator) == list(range(6))
-    assert all(map(gone, worker_pids(iterator)))
-    iterator = Mine(DataLoader(Numbers(6), num_workers=2, batch_size=None))
-    pids = worker_pids(iterator)
-    del iterator
-    assert wait_until(lambda: all(map(gone, pids)))
-
-
 @pytest.mark.ours
 def test_the_event_alone_ends_the_workers():
     iterator = iter(DataLoader(Numbers(20), num_workers=2))
@@ -176,18 +160,6 @@ def test_t15_a_copy_of_torchs_loop_runs_whole_on_torchs_iterator(caplog):
     assert sorted(values(iterator)) == list(range(7))
     assert iterator.engine_batches == 0
     assert "Unordered._next_data uses _get_data" in caplog.text
-
-
-@pytest.mark.ours
-@pytest.mark.handover
-def test_t15_a_subclass_that_marks_workers_itself(caplog):
-    class Mine(LoaderIter):
-        def _mark_worker_as_unavailable(self, worker_id, shutdown=False):
-            super()._mark_worker_as_unavailable(worker_id, shutdown)
-
-    iterator = Mine(DataLoader(Numbers(4), num_workers=2, batch_size=None))
-    assert values(iterator) == list(range(4)) and iterator.engine_batches == 0
-    assert "Mine overrides _mark_worker_as_unavailable" in caplog.text
 
 
 def test_table_plain_attributes_are_torchs():

@@ -60,24 +60,6 @@ def test_kept_batches_stay_untouched_whatever_ends_first(persistent):
     assert are_intact(kept, dataset, 1)
 
 
-def test_views_and_numpy_arrays_hold_the_memory():
-    dataset = Images(24, (3, 80, 80))
-    views, arrays, rows, digests = [], [], [], []
-    for x, _ in DataLoader(dataset, batch_size=2, num_workers=2):
-        views.append(x[1:, :2])
-        arrays.append(x.numpy()[0])
-        rows.append(x.unbind()[1].permute(2, 0, 1))
-        digests.append(digest(x))
-    del x
-    for _ in range(2):
-        for x, _ in DataLoader(dataset, batch_size=2, num_workers=2):
-            x.fill_(1)
-    for k in range(12):
-        assert torch.equal(views[k][0], dataset.image(2 * k + 1)[:2])
-        assert torch.equal(torch.from_numpy(arrays[k]), dataset.image(2 * k))
-        assert torch.equal(rows[k].permute(1, 2, 0), dataset.image(2 * k + 1))
-
-
 def test_batches_dropped_in_any_order():
     dataset = Images(60, (3, 80, 80))
     loader = DataLoader(dataset, batch_size=1, num_workers=2, persistent_workers=True)

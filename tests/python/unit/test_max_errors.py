@@ -85,22 +85,6 @@ def test_the_error_stays_without_workers(kind):
 
 
 @WORKERS
-@KINDS
-def test_each_epoch_counts_anew(kind, workers):
-    loader = kind(
-        Broken(12, [1, 5]),
-        batch_size=4,
-        num_workers=workers,
-        on_error="skip",
-        max_errors=2,
-        persistent_workers=workers > 0,
-    )
-    for _ in range(3):
-        assert taken(iter(loader)) == (left(index_batches(12), [1, 5]), None)
-    assert rustloader.stats(loader).faults.skipped == 6
-
-
-@WORKERS
 def test_samples_of_all_workers_count(workers):
     loader = DataLoader(Stream(8, [3]), batch_size=4, num_workers=workers, on_error="skip", max_errors=1)
     delivered, error = taken(iter(loader))

@@ -167,15 +167,6 @@ def test_what_cannot_be_moved_has_torchs_error():
     assert texts[0] == texts[1]
 
 
-def test_torchs_methods_are_wrapped_once():
-    for _ in range(2):
-        list(DataLoader(Rows(100, 2), num_workers=1))
-    for name in "_share_fd_cpu_", "_share_filename_cpu_":
-        function = getattr(torch.UntypedStorage, name)
-        assert not hasattr(function.__wrapped__, "_rustloader_watches")
-        assert function.__name__ == name
-
-
 class Moving(Dataset):
     """Another thread of the worker moves each sample while the worker sends it."""
 

@@ -350,28 +350,6 @@ def test_a_generator_may_go_on_with_what_it_has_yielded(collate):
     assert stats.copies.count == 20
 
 
-def test_a_destructor_that_runs_when_the_batch_is_dropped_may_make_and_free_arrays():
-    class Closing:
-        def __init__(self, array):
-            self.array = array
-
-        def __del__(self):
-            self.array[:] = 255
-            for _ in range(3):
-                np.ones(SIZE, np.uint8)
-
-    class Pickled:
-        def __init__(self, index):
-            self.array = fresh(index)
-            self.other = Closing(self.array)
-
-        def __reduce__(self):
-            return Sample, (self.array,)
-
-    batches, _ = batches_of(Made(Pickled, 20), prefetch_factor=4)
-    assert all((batch.array == index).all() for index, batch in enumerate(batches))
-
-
 class Writing(np.ndarray):
     """An array that writes to its memory when it is deleted."""
 

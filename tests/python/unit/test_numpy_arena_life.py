@@ -1,15 +1,12 @@
 """Arrays in the arena behave as elsewhere: from libraries, in threads and children, after the end of their worker."""
 
-import gc
 import math
 import os
 import textwrap
 import threading
-import tracemalloc
 
 import numpy as np
 import pytest
-import torch
 from numpy_arena_support import SIZE, Made, batches_of, fresh, identity
 from numpy_handlers import handler_name, set_handler
 from support import DataLoader, run_script
@@ -39,21 +36,6 @@ def test_arrays_are_what_they_are_elsewhere():
 
     batches, _ = batches_of(Made(make))
     assert batches == [180_000.0] * 6
-
-
-def test_tracemalloc_sees_arrays():
-    def make(index):
-        tracemalloc.start()
-        array = np.ones(1 << 20, np.uint8)
-        domain = tracemalloc.DomainFilter(inclusive=True, domain=np.lib.tracemalloc_domain)
-        traces = tracemalloc.take_snapshot().filter_traces([domain]).traces
-        traced = sum(trace.size for trace in traces)
-        del array, traces
-        after = tracemalloc.take_snapshot().filter_traces([domain]).traces
-        tracemalloc.stop()
-        return traced >= 1 << 20, sum(trace.size for trace in after) < 1 << 20
-
-    assert batches_of(Made(make, 2))[0] == [(True, True)] * 2
 
 
 def test_another_thread_may_free_arrays_and_make_ordinary_ones():
@@ -129,35 +111,6 @@ def test_what_opencv_makes_is_sent_without_a_copy(mb):
         lists, stats = batches_of(Made(make, 4), batch_size=2, worker_threads=2)
         assert same([picture for batch in lists for picture in batch], make)
         assert stats.copies.count == 0, stats.copies
-
-
-@pytest.mark.parametrize("chunks", [None, True])
-@pytest.mark.parametrize("mb", [1, 16])
-def test_what_h5py_reads_is_sent_without_a_copy(mb, chunks, tmp_path):
-    h5py = pytest.importorskip("h5py", reason="h5py is not installed")
-    path = tmp_path / "samples.h5"
-    shape = (4, mb, 1 << 18)
-    expected = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
-    with h5py.File(path, "w") as file:
-        file.create_dataset("x", data=expected, chunks=chunks, compression="lzf" if chunks else None)
-
-    class Stored:
-        file = None
-
-        def __len__(self):
-            return len(expected)
-
-        def __getitem__(self, index):
-            if self.file is None:
-                self.file = h5py.File(path)
-            return self.file["x"][index]
-
-    for collate in (identity, default_convert):
-        batches, stats = batches_of(Stored(), collate_fn=collate)
-        assert same(batches, expected.__getitem__)
-        assert stats.copies.count == 0 and stats.copies.adopted_bytes == expected.nbytes, stats.copies
-    tensors, stats = batches_of(Stored(), collate_fn=torch.from_numpy)
-    assert same(tensors, expected.__getitem__) and stats.copies.count == 4
 
 
 # Forks and exits
@@ -324,19 +277,3 @@ def test_a_handler_that_the_program_sets_later_replaces_it():
     arena = "rustloader_arena"
     assert [batch[:2] for batch in batches] == [(arena, arena), ("mine", arena), ("mine", "mine")]
     assert all((batch[2] == index).all() for index, batch in enumerate(batches))
-
-
-def test_contexts_and_the_collector_change_nothing():
-    import contextvars
-
-    def make(index):
-        in_copy = contextvars.copy_context().run(fresh, index)
-        in_empty = contextvars.Context().run(lambda: (handler_name(), fresh(index)))
-        gc.collect()
-        return handler_name(in_copy), in_empty[0], in_copy, in_empty[1]
-
-    batches, stats = batches_of(Made(make))
-    for index, (first, second, a, b) in enumerate(batches):
-        assert (first, second) == ("rustloader_arena", "default_allocator")
-        assert (a == index).all() and (b == index).all()
-    assert stats.copies.count == 6

@@ -1,17 +1,13 @@
 """`rustloader.system.patches` lists all that the package replaces in torch, multiprocessing, NumPy and Python."""
 
-import ast
 import importlib
 import json
-from pathlib import Path
 
 import pytest
 from support import run_script
 
-import rustloader
 from rustloader.system.patches import PATCHES, Patch
 
-PACKAGE = Path(rustloader.__file__).parent
 ITERATOR = "torch.utils.data.dataloader._MultiProcessingDataLoaderIter"
 MOVES = {f"torch.storage.UntypedStorage.{name}" for name in ("_share_fd_cpu_", "_share_filename_cpu_")}
 SHARED = ("SharedStore", "SharedData", "SharedTensor", "SharedList", "SharedTuple", "SharedDict")
@@ -177,53 +173,6 @@ def test_a_listed_attribute_is_there(change):
     if change.place.startswith("PIL"):
         pytest.importorskip("PIL.JpegImagePlugin")
     assert hasattr(owner_of(change.place), change.place.rpartition(".")[2])
-
-
-def test_each_change_names_its_modules():
-    for change in PATCHES:
-        assert change.why and change.put_in and change.taken_out
-        for module in change.by.replace("_core (", "").replace(")", "").split(", "):
-            path = PACKAGE.joinpath(*module.split("."))
-            assert "/" in module or path.is_dir() or path.with_suffix(".py").is_file(), module
-    assert len({change.place for change in PATCHES}) == len(PATCHES)
-
-
-# Assignments to attributes of foreign modules without `Patch`. The list describes them in words, or they affect only a
-# command's own process.
-IN_WORDS = {
-    ("tools/cli/__init__.py", "sys.stdout"),
-    ("tools/probe/factory.py", "sys.argv"),
-    ("workers/preloaded.py", "sys.path"),
-    ("installation/api.py", "torch_dataloader._MultiProcessingDataLoaderIter"),
-}
-
-
-def assigned(path):
-    """The attributes of foreign modules that a file assigns to."""
-    tree = ast.parse(path.read_text())
-    imported = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            imported |= {it.asname or it.name.partition(".")[0] for it in node.names}
-        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("rustloader"):
-            imported |= {it.asname or it.name for it in node.names}
-    for node in ast.walk(tree):
-        targets = {ast.Assign: "targets", ast.Delete: "targets", ast.AnnAssign: "target", ast.AugAssign: "target"}
-        assigned_to = getattr(node, targets.get(type(node), ""), [])
-        for target in assigned_to if isinstance(assigned_to, list) else [assigned_to]:
-            for part in target.elts if isinstance(target, ast.Tuple) else [target]:
-                base = part
-                while isinstance(base, (ast.Attribute, ast.Subscript)):
-                    base = base.value
-                if isinstance(part, ast.Attribute) and isinstance(base, ast.Name) and base.id in imported:
-                    yield ast.unparse(part)
-
-
-def test_attributes_of_foreign_modules_are_replaced_by_patches_alone():
-    assignments = {
-        (str(path.relative_to(PACKAGE)), place) for path in PACKAGE.rglob("*.py") for place in assigned(path)
-    }
-    assert assignments == IN_WORDS
 
 
 # A single patch

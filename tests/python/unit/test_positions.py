@@ -13,7 +13,6 @@ from sample_data import Given, WhoAmI, untouched
 from support import (
     DataLoader,
     LoaderIter,
-    workers_report,
 )
 
 from rustloader._core import ERROR
@@ -160,10 +159,6 @@ class Tied:
     """Has a foreign reducer, so it must be unpickled while its worker lives."""
 
 
-class Interrupted(Exception):
-    pass
-
-
 class Interrupting:
     """Raises a signal when it is unpickled for the first time. The handler of the signal raises an error."""
 
@@ -180,55 +175,7 @@ def restore():
     return Interrupting.times
 
 
-@pytest.mark.forks
-def test_an_answer_that_a_handler_cuts_off_may_be_missing():
-    def handler(signum, frame):
-        raise Interrupted
-
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        iterator = iter(loader_of(Given([0, Interrupting(), 2])))
-        assert next(iterator) == 0
-        with pytest.raises(Interrupted):
-            next(iterator)
-        # The answer has not reached the caller.
-        assert position(iterator, 1) == (1, [], [1, 0], 0)
-        assert next(iterator) == 2
-        assert position(iterator, 2) == (2, [], [1, 1], 1)
-        assert list(iterator) == [2]
-        assert has_answered(iterator, 3)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
-def test_errors_of_the_sampler_are_no_answers():
-    class Sampler:
-        def __iter__(self):
-            yield from range(4)
-            raise LookupError("no more")
-
-    iterator = iter(loader_of(WhoAmI(9), 1, sampler=Sampler()))
-    seen = []
-    while True:
-        try:
-            seen.append(next(iterator)[0])
-        except LookupError:
-            assert has_answered(iterator, len(seen))
-        except StopIteration:
-            break
-    assert seen == [0, 1, 2, 3]
-    assert position(iterator, 4) == (4, [], [4], 0)
-
-
 # From anywhere, at any time
-
-
-def test_a_shutdown_with_tasks_under_way_delivers_none_of_them():
-    iterator = iter(loader_of(WhoAmI(20), prefetch_factor=4))
-    next(iterator)
-    assert workers_report(iterator, state="idle")
-    iterator._shutdown_workers()
-    assert position(iterator, 1) == (1, [], [1, 0], 0)
 
 
 @pytest.mark.parametrize("whole", [True, False])

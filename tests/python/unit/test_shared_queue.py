@@ -136,22 +136,3 @@ def test_an_error_of_one_workers_start_replaces_the_batches_that_it_takes():
     assert results.pop() == ("end",)
     for i, result in enumerate(results):
         assert result == ("value", i) or result[2] == "Caught ValueError in DataLoader worker process 1."
-
-
-def test_the_arena_serves_the_next_epoch():
-    loader = shared(Images(8, (3, 256, 256)), batch_size=2)
-    arenas = set()
-    for _ in range(4):
-        iterator = iter(loader)
-        arenas.add(iterator._core.shipment()[0])
-        batches = list(iterator)
-        assert [batch[1].tolist() for batch in batches] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-        del batches, iterator
-    assert len(arenas) == 1
-
-
-@pytest.mark.parametrize("option", [{}, {"dispatch": "shared_queue"}])
-def test_only_engines_with_a_queue_have_one_in_their_arena(option):
-    iterator = iter(DataLoader(Numbers(4), num_workers=2, batch_size=None, **option))
-    assert iterator._core.shipment()[2][3] == bool(option)
-    assert values(iterator) == [0, 1, 2, 3]

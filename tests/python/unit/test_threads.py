@@ -55,18 +55,6 @@ def test_a_thread_for_each_batch():
     assert outcome(in_thread, next, iterator) == ("end",)
 
 
-def test_many_threads_each_with_a_loader_of_its_own():
-    results = {}
-
-    def run(k):
-        results[k] = [values(DataLoader(Numbers(20 + k), num_workers=1, batch_size=None)) for _ in range(3)]
-
-    threads = [threading.Thread(target=run, args=(k,)) for k in range(4)]
-    [t.start() for t in threads]
-    [t.join(60) for t in threads]
-    assert results == {k: [list(range(20 + k))] * 3 for k in range(4)}
-
-
 @pytest.mark.ours
 @pytest.mark.parametrize("in_order", [True, False])
 def test_two_threads_in_one_next_get_every_batch_once(in_order):

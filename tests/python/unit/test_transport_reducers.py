@@ -78,26 +78,6 @@ def test_p25_reducers_may_be_registered_in_copyregs_table_or_in_a_worker():
         assert epoch(DataLoader([torch.ones(5000)] * 4, batch_size=2, num_workers=1)) == ["reduced 10000.0"] * 2
 
 
-def rebuild_labelled(rebuild, args, label):
-    tensor = rebuild(*args).as_subclass(Labelled)
-    tensor.label = label
-    return tensor
-
-
-def reduce_labelled(tensor):
-    return rebuild_labelled, (*reductions.reduce_tensor(tensor.as_subclass(torch.Tensor)), ["reduced", tensor.label])
-
-
-@pytest.mark.parametrize("n", [4, 100_000])
-def test_p25_a_reducer_on_top_of_torchs(n):
-    sent = torch.arange(n).as_subclass(Labelled)
-    sent.label = "x"
-    with registered(Labelled, reduce_labelled):
-        (got,) = send([sent, sent])
-    assert got[0] is got[1] and type(got[0]) is Labelled and got[0].label == ["reduced", "x"]
-    assert torch.equal(got[0].as_subclass(torch.Tensor), torch.arange(n))
-
-
 def bytes_as_text(storage):
     return bytes_to_storage, (bytes(storage.tolist()).hex(),)
 

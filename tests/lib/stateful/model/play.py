@@ -108,6 +108,8 @@ class Player:
         self.caught = []
         # torchdata's loader, which does the same; None if the states cannot be compared.
         self.shadow = None
+        # The state at each number of answers of the current epoch.
+        self.states = {}
         self.make()
         self.shadow = shadow.make(self.settings)
 
@@ -172,6 +174,7 @@ class Player:
         self.place = Place(epoch, expected, counts=after if known else None)
         self.place.generator = self.place.drawn = self.reference.generator.get_state()
         self.set_epoch(epoch)
+        self.states.clear()
         self.iterator = self.iterator if settings.persistent else None
         if self.shadow is not None:
             self.shadow.iter(epoch)
@@ -267,8 +270,11 @@ class Player:
             except ValueError:
                 return
             raise Wrong(f"state_dict(back={back}) succeeded after {len(self.place.log) - self.place.first} answers")
-        state = self.loader.state_dict(back=back) if back else self.loader.state_dict()
+        state, other = (self.loader.state_dict(back=back) if back else self.loader.state_dict() for _ in range(2))
+        if self.settings.sampler not in ("batch sampler budget", "batch sampler packs"):  # their settings are shared
+            spoil(other)
         self.compare(state if not back else None)
+        self.compare_with_earlier(state, place)
         if self.place.finished and self.settings.is_drawing:
             # The state made the draws of the next epoch, which torchdata's loader makes in iter().
             self.shadow = None
@@ -286,6 +292,17 @@ class Player:
             raise Wrong("the state's {} is {}, and torchdata's is {}".format(*difference))
         if self.place.epoch >= 0:
             self.shadow_state = self.shadow.state()
+
+    def compare_with_earlier(self, state, place):
+        """Requires one state of a position, whether it was reached by a resume or not."""
+        if place.epoch < 0 or place.finished or not (self.settings.keeps_order and place.is_ordered):
+            return
+        if self.settings.dispatch == "shared_queue":
+            return  # any worker may have made the last batch
+        if not self.settings.num_workers and any(worker["replay"] for worker in state["_rustloader"]["workers"]):
+            return  # of an earlier position; that of the current one needs no replay
+        if not same(self.states.setdefault(len(place.log), state), state):
+            raise Wrong(f"the state after {len(place.log)} answers was another one: {self.states[len(place.log)]}")
 
     def keep(self, state, place):
         if place.generator is None:
@@ -364,6 +381,8 @@ class Player:
             self.settings = changed(self.settings, changes)
             self.make()
         self.shadow = None
+        if changes and not same_loader:
+            self.states.clear()
         if self.settings.num_workers != number:
             self.shadow_state = None
         if self.shadow_state is not None and not place.finished:
@@ -395,6 +414,7 @@ class Player:
         if not workers or self.dead or self.place.finished:
             return
         self.shadow = None
+        self.states.clear()
         os.kill(workers[worker % len(workers)].pid, signal.SIGKILL)
         try:
             self.end()
@@ -435,6 +455,16 @@ class Player:
                 self.in_next = False
             if not taken:
                 return
+
+
+def spoil(state):
+    """Writes into all parts of a state, which must not change any other state."""
+    for value in state.values() if isinstance(state, dict) else state:
+        if isinstance(value, torch.Tensor):
+            value.zero_()
+        elif isinstance(value, (dict, list)):
+            spoil(value)
+    state.clear()
 
 
 def transport(state, way):
