@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 
+import torch.multiprocessing
 from rules import left_after, state
 from support import arena_bytes, engine_batches, trim_pool
 
@@ -22,7 +23,8 @@ def in_child(body, *args, seconds=LIMIT):
     """Runs body(*args) in a child with its own session. Returns a report: what the body returned (a dict), what it
     wrote, and the processes left behind.
 
-    The child ends with _exit. If it hangs, it is killed, and its stacks are in the output.
+    The child ends with _exit. If it hangs, it is killed, and its stacks are in the output. Its loaders fork
+    their workers: Python cannot use the fork server of a parent.
     """
     start = time.monotonic()
     with tempfile.TemporaryFile() as output:
@@ -34,6 +36,7 @@ def in_child(body, *args, seconds=LIMIT):
             sys.unraisablehook = sys.__unraisablehook__
             for stream in (1, 2):
                 os.dup2(output.fileno(), stream)
+            torch.multiprocessing.set_start_method("fork", force=True)
             try:
                 faulthandler.dump_traceback_later(seconds - 2)
                 text = json.dumps(body(*args)).encode()

@@ -34,7 +34,6 @@ def arguments():
 def main():
     args = arguments()
     torch.set_num_threads(1)
-    torch.multiprocessing.set_start_method("fork", force=True)
     generator = generate.Generator(args.seed, args.start_method, dict(text.split("=", 1) for text in args.only))
     programs = [Program.from_json(args.replay)] if args.replay else itertools.islice(generator, args.programs)
     with actors.cluster() if args.start_method == "ray" else contextlib.nullcontext():

@@ -18,6 +18,7 @@ LIMIT = {"fork": 240, "spawn": 400, "forkserver": 400, "remote": 400, "ray": 400
 
 def run(program, which, folder):
     """Plays a program, in a process of its own; workers note their calls in a folder in `folder`."""
+    torch.multiprocessing.set_start_method("fork", force=True)  # of loaders whose program names none
     if program.start_method != "fork":
         # A worker that is asked to exit before it has imported torch gets enough time for that.
         torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 60.0

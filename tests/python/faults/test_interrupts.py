@@ -449,6 +449,7 @@ def test_an_interrupt_while_a_thread_starts_workers_wakes_the_main_thread(instal
     assert (status, out, err) == (0, "woken each time\n", "")
 
 
+@pytest.mark.forks
 def test_a_sigterm_that_comes_after_a_ctrl_c_during_a_start_is_not_lost():
     """The start holds both back, and the handler of the first one raises."""
     status, out, err = run_script(

@@ -308,6 +308,7 @@ def test_tables_keep_their_gather(workers):
         )
 
 
+@pytest.mark.forks
 @pytest.mark.warns
 def test_a_fetcher_that_was_replaced_is_left_alone(monkeypatch, caplog):
     monkeypatch.setattr(fetch._MapDatasetFetcher, "fetch", lambda self, index: self.dataset[index[0]])

@@ -123,6 +123,7 @@ def on_fork(monkeypatch):
     return begin
 
 
+@pytest.mark.forks
 @pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT])
 @pytest.mark.parametrize("dispatch", [None, "shared_queue"])
 def test_a_handler_that_raises_during_a_restart_leaves_one_process_for_each_worker(tmp_path, on_fork, number, dispatch):
@@ -207,6 +208,7 @@ def test_threads_share_an_iterator(tmp_path):
 # Warnings
 
 
+@pytest.mark.forks
 def test_a_fork_with_other_threads_is_warned_about_once(tmp_path, lines):
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait)

@@ -99,6 +99,7 @@ class WaitsForLock:
         LOCK.acquire()
 
 
+@pytest.mark.forks
 def test_a_lock_held_across_a_fork_is_named(warnings, limits, monkeypatch, tmp_path):
     limits(0.3, 0)
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
@@ -187,6 +188,7 @@ class KeepsTheGil(Stuck):
         assert ctypes.PyDLL(None).read(self.pipe, ctypes.create_string_buffer(1), 1) == 1
 
 
+@pytest.mark.forks
 def test_a_c_call_that_keeps_the_gil_is_named_and_not_disturbed(warnings, limits, tmp_path):
     limits(0, 0.3)
     reader, writer = os.pipe()
@@ -293,7 +295,7 @@ NO_STACK = {
 }
 
 
-@pytest.mark.parametrize("case", NO_STACK)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.forks) if "main" in c else c for c in NO_STACK])
 def test_changed_handlers_and_descriptors_are_named_and_left_alone(warnings, limits, tmp_path, case):
     """Handlers of the user are never called, workers without a handler not killed, files not written to."""
     limits(0, 0.3)

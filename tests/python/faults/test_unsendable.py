@@ -1,5 +1,6 @@
 """For a batch or an error that cannot be sent, an error is raised in its place (torch hangs on most of them)."""
 
+import functools
 import sys
 
 import numpy as np
@@ -9,6 +10,7 @@ from sample_data import BadText, Failing, Given, Numbers, Unpicklable, untouched
 from support import BOTH, DataLoader, outcomes, worker_pids
 
 
+@pytest.mark.forks
 @pytest.mark.ours
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("what", ["lambda", "reduce", "generator", "nested"])
@@ -37,6 +39,7 @@ def test_an_unpicklable_batch_is_an_error_and_the_next_one_is_delivered(what, pe
         assert results == [0, 1, 3, 5, "end"]
 
 
+@pytest.mark.forks
 @pytest.mark.ours
 def test_a_batch_larger_than_any_memory_is_a_memory_error_and_the_next_one_is_delivered():
     # 64 TiB of one byte.
@@ -67,7 +70,7 @@ class HoldsUnpicklable(Exception):
         super().__init__(text, lambda: 0)
 
 
-@pytest.mark.parametrize("error", [lambda: HoldsUnpicklable("x"), BadText], ids=["arguments", "text"])
+@pytest.mark.parametrize("error", [functools.partial(HoldsUnpicklable, "x"), BadText], ids=["arguments", "text"])
 def test_an_exception_that_cannot_be_sent_as_it_is(error):
     def trace(cls):
         return outcomes(iter(cls(Failing(4, {1: error}), num_workers=2, batch_size=None)), 5)

@@ -236,7 +236,7 @@ class NoLength(list):
         return type(other) is NoLength
 
 
-SENT = {"lies": Lies, "answers all": AnswersAll, "no length": lambda: NoLength([1, 2])}
+SENT = {"lies": Lies, "answers all": AnswersAll, "no length": functools.partial(NoLength, [1, 2])}
 
 # Settings
 
@@ -296,9 +296,13 @@ def test_collate_functions(DataLoader, name, batch_size):
     yield from drain(DataLoader([[0], [1], [2]], num_workers=1, batch_size=batch_size, collate_fn=name))
 
 
+def with_new(make, sample):
+    return [sample, make()]
+
+
 @rows(name=SENT)
 def test_what_is_sent(DataLoader, name):
-    loader = DataLoader([0, 1], num_workers=1, batch_size=None, collate_fn=lambda i: [i, name()])
+    loader = DataLoader([0, 1], num_workers=1, batch_size=None, collate_fn=functools.partial(with_new, name))
     for seen in drain(loader, 2):
         assert seen[1] == name()
         yield type(seen), seen[0], type(seen[1]).__qualname__

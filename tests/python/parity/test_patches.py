@@ -159,11 +159,11 @@ def create_fetcher(patch, name):
     patch.setattr(torch_dataloader._DatasetKind, "create_fetcher", Fetcher)
 
 
+@pytest.mark.forks
 @rows(
     replace=[fetcher_class, fetcher_class_with_another_collate_fn, fetch, create_fetcher],
     dataset=[Numbers, Shards],
 )
-@pytest.mark.forks
 def test_t16_a_replaced_fetcher_takes_effect(DataLoader, replace, dataset, patch):
     replace(patch, FETCHERS[dataset])
     loader = DataLoader(dataset(4 if dataset is Numbers else [4]), num_workers=1, batch_size=2, collate_fn=as_list)
@@ -194,8 +194,8 @@ def collate_map(patch, calls):
     patch.setitem(_utils.collate.default_collate_fn_map, torch.Tensor, collate)
 
 
-@rows(replace=[base_class, loader_class, default_collate, collate_map])
 @pytest.mark.forks
+@rows(replace=[base_class, loader_class, default_collate, collate_map])
 def test_t12_what_is_replaced_in_torchs_modules_takes_effect(DataLoader, replace, patch):
     calls = []
     replace(patch, calls)

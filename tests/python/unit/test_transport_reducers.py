@@ -295,6 +295,7 @@ def specials(n):
     return DataLoader(Given(samples), num_workers=2, batch_size=None, collate_fn=untouched, prefetch_factor=5)
 
 
+@pytest.mark.forks
 @pytest.mark.ours
 def test_an_interrupt_while_a_result_is_opened_loses_no_batch():
     FAILURES.update({i: KeyboardInterrupt() for i in (0, 3, 8)})
@@ -310,6 +311,7 @@ def test_an_interrupt_while_a_result_is_opened_loses_no_batch():
     assert got == list(range(10)) and interrupts == 3
 
 
+@pytest.mark.forks
 @pytest.mark.ours
 def test_an_error_while_a_result_is_opened_stands_in_its_batchs_place(monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "LASTING", {2: ValueError("two"), 5: OSError("five")})
