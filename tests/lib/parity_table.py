@@ -8,6 +8,11 @@ the values of its other parameters:
     def test_batches_come_in_order(DataLoader, workers, batching):
         yield from epochs(DataLoader(Numbers(10), num_workers=workers, **batching))
 
+`epochs(loader)` yields each outcome of `next()` in two whole epochs, errors and ends included; `drain(loader)` those of
+one. `attempt(function, ...)` returns what the call returns, or the error as a value. A new value of a dict of the table
+(`BATCHING`, `WORKERS`, ...) is often enough. The name of a new program begins with the row of docs/parity.md that it
+proves. It observes only what it yields: let the dataset return what it is given if that is the point.
+
 Both runs of a row begin with the same seeds, in this process. What a program yields is described as in the
 differential tester (differential/describe.py): types, dtypes, strides, bytes, identity, texts and notes of errors. The
 warnings raised meanwhile and the states of all random generators are compared as well. Each batch must come from the

@@ -45,6 +45,7 @@ def cases(n, *groups):
 
 @pytest.mark.parametrize("n", SIDES)
 def test_p25_t5_cases_through_workers(loaders, n):
+    """Subclasses, parameters, layouts, strides, aliasing, arrays, objects (roundtrip/cases.py) arrive as with torch."""
     checker = Checker()
     checker.through_workers(loaders, cases(n))
     checker.finish()

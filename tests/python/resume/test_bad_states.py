@@ -166,9 +166,20 @@ def test_a_state_of_a_later_version(workers):
     assert list(loader) == list(make())
 
 
+OTHER_NUMBERS = pytest.mark.parametrize("saved, loaded", [(0, 2), (2, 0), (2, 1), (1, 2)])
+
+
+@OTHER_NUMBERS
+def test_another_number_of_workers_resumes_a_map_style_dataset_without_a_state(saved, loaded):
+    iterator, state = stopped(make("map", saved), 2)
+    loader = make("map", loaded)
+    loader.load_state_dict(state)
+    assert list(loader) == list(iterator)
+
+
 @pytest.mark.parametrize("kind", ["stateful map", "iterable", "stateless"])
-@pytest.mark.parametrize("saved, loaded", [(0, 2), (2, 0), (2, 1), (1, 2)])
-def test_another_number_of_workers_leaves_the_loader_as_it_was(kind, saved, loaded):
+@OTHER_NUMBERS
+def test_another_number_of_workers_is_refused_for_other_datasets(kind, saved, loaded):
     iterator, state = stopped(make(kind, saved), 2)
     rest = list(iterator)
     loader = make(kind, loaded)
