@@ -47,18 +47,16 @@ def drawn():
 
 
 class Mortal(Dataset):
-    """Sample i is (i, random numbers), or a tensor that depends on both."""
+    """Sample i is (i, random numbers)."""
 
-    def __init__(self, n, deaths=NO_DEATHS, size=0):
-        self.n, self.deaths, self.size = n, deaths, size
+    def __init__(self, n, deaths=NO_DEATHS):
+        self.n, self.deaths = n, deaths
 
     def __len__(self):
         return self.n
 
     def __getitem__(self, i):
         self.deaths.pass_by(i)
-        if self.size:
-            return torch.rand(self.size) + i
         return i, *drawn()
 
 
@@ -141,11 +139,6 @@ def epochs(loader, count=1, seed=3):
     """Returns the batches of each of `count` epochs."""
     torch.manual_seed(seed)
     return [list(loader) for _ in range(count)]
-
-
-def without_order(epochs):
-    """Sorts the batches of each epoch."""
-    return [sorted(epoch, key=repr) for epoch in epochs]
 
 
 def kill(*pids):

@@ -250,7 +250,9 @@ class Trial:
             return self._refused(lambda: self.open(run.dataset), ""), True
         overhead = 8192 + 8 * self.length
         if run.damage == "cut":
-            os.truncate(self.path, draws.randrange(16384 + overhead, max(size, 16385 + overhead)))
+            # Half of the cuts are within the index.
+            end = draws.choice([16384 + overhead, max(size, 16384 + overhead)])
+            os.truncate(self.path, draws.randrange(8192, end))
         else:
             with open(self.path, "r+b") as file:
                 for _ in range(draws.choice([1, 8, 200])):

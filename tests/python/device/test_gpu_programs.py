@@ -6,7 +6,6 @@ They are for machines with a GPU, and must not break at their first use there.
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree
@@ -76,17 +75,6 @@ def test_a_profile_is_drawn(tmp_path):
     trace.write_text(json.dumps({"traceEvents": events[3:]}))
     status, _, err = run(BENCHES / "overlap.py", trace, picture)
     assert status == 2 and "has no copies and no kernels" in err
-
-
-def test_without_the_sanitizer_make_says_where_it_comes_from(tmp_path):
-    if shutil.which("make") is None:
-        pytest.skip("make is not installed")
-    # `-o build`: do not build the prerequisite.
-    command = ["make", "-o", "build", "stress", "KIND=gpu-sanitizer", "SANITIZER=no-such-sanitizer"]
-    process = subprocess.run(command, cwd=BENCHES.parent, capture_output=True, text=True)
-    assert (
-        process.returncode != 0 and "no-such-sanitizer was not found. It comes with the CUDA toolkit" in process.stderr
-    )
 
 
 NEED_A_GPU = [*(BENCHES / name for name in ("gpu.py", "to_device.py", "registered.py")), "faults/device_stress.py"]

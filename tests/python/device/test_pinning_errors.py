@@ -8,8 +8,8 @@ import time
 
 import pytest
 import torch
-from pinning_support import pinning, thread_name
-from sample_data import DyingOnce, Failing, Given, Numbers, key_error, runtime_error, two_arguments
+from pinning_support import thread_name
+from sample_data import Given, Numbers, two_arguments
 from support import (
     BOTH,
     DataLoader,
@@ -17,7 +17,6 @@ from support import (
     outcome,
     outcomes,
     outcomes_of,
-    values,
     wait_until,
     waits_in_next,
     within,
@@ -98,13 +97,6 @@ def test_p17_errors_of_users_types_are_those_of_torch(host, acts):
         list(loader_of(Acts(2)))
 
 
-def test_p17_errors_of_workers_pass_through(host):
-    dataset = Failing(6, {1: key_error, 4: runtime_error})
-    answers, expected = (outcomes_of(loader_of(dataset, cls, num_workers=2), 7) for cls in reversed(BOTH))
-    assert answers == expected
-    assert answers[4] == ("error", RuntimeError, "Caught RuntimeError in DataLoader worker process 0.")
-
-
 class Sour:
     """Cannot be unpickled in the main process."""
 
@@ -154,25 +146,6 @@ def test_a_thread_that_cannot_begin_is_named(host, monkeypatch):
     with pytest.raises(RuntimeError, match="Pin memory thread exited unexpectedly") as caught:
         next(iterator)
     assert "no such device" in caught.value.__notes__[0]
-
-
-@pytest.mark.ours
-@pytest.mark.parametrize("persistent", [False, True])
-def test_p20_what_a_dead_worker_had_sent_is_delivered_then_its_death_is_raised(persistent, tmp_path):
-    with pinning(delay=0.05) as host:
-        dataset = DyingOnce(40, 7, signal.SIGKILL, tmp_path / "died")
-        loader = loader_of(dataset, num_workers=2, persistent_workers=persistent, prefetch_factor=4)
-        iterator = iter(loader)
-        pids = worker_pids(iterator)
-        assert values([next(iterator) for _ in range(7)]) == list(range(7))
-        expected = ("error", RuntimeError, f"DataLoader worker (pid {pids[1]}) is killed by signal: Killed. ")
-        assert outcomes(iterator, 3) == [expected] * 3
-        iterator._pin_memory_thread.join(60)
-        assert wait_until(lambda: all(map(gone, pids))) and not iterator._pin_memory_thread.is_alive()
-        host.delay = 0
-        if persistent:
-            assert values(loader) == list(range(40))
-            loader._iterator._shutdown_workers()
 
 
 @pytest.mark.ours

@@ -79,15 +79,6 @@ def test_p11_persistent_epochs_also_after_a_break(host):
     iterator._shutdown_workers()
 
 
-def test_two_iterators_at_once_each_with_a_thread(host):
-    loader = DataLoader(Numbers(30), num_workers=2, pin_memory=True)
-    first, second = iter(loader), iter(loader)
-    assert wait_until(lambda: threads_named(THREAD) == 2)
-    for i, (a, b) in enumerate(zip(first, second, strict=True)):
-        assert a.item() == b.item() == i
-    assert wait_until(lambda: threads_named(THREAD) == 0)
-
-
 @pytest.mark.ours
 def test_two_threads_in_one_next_and_one_that_shuts_down(host):
     iterator = iter(DataLoader(Shards([100_000]), batch_size=None, num_workers=1, pin_memory=True))

@@ -69,15 +69,6 @@ def test_batches_are_copied_ahead_and_the_first_one_waits_for_no_other(device):
     assert device.copies == len(taken) == 9
 
 
-def test_the_consumers_stream_waits_and_the_program_does_not(device):
-    iterator, got = iter(prefetch(tensors(2, 7))), []
-    device.read(next(iterator), got.append)
-    device.run(device.default)
-    assert got == [], "the kernel ran before the copy"
-    device.run_all()
-    assert got == [[7] * 4] and device.faults == []
-
-
 def test_two_consumers_get_each_batch_once(device):
     count = 200
     iterator, got, errors = iter(prefetch(tensors(count), depth=3)), [], []

@@ -4,13 +4,14 @@
 import contextlib
 import multiprocessing
 import os
+import pickle
 import signal
 import time
 
 import pytest
 import torch
 from sample_data import Dying, DyingOnce, Numbers, Slow, as_list, worker_id
-from support import DataLoader, gone, outcome, outcomes, values, wait_until, within, worker_pids
+from support import DataLoader, gone, rustloader, values, wait_until, within, worker_pids
 
 pytestmark = pytest.mark.ours
 
@@ -36,15 +37,18 @@ def test_p20_a_dead_worker_is_an_error_at_once_and_for_good(way, persistent):
     iterator = iter(loader)
     pids = worker_pids(iterator)
     assert [next(iterator).item() for _ in range(7)] == list(range(7)), "complete batches come first"
-    texts = []
+    errors = []
     for _ in range(3):
-        with within(10), pytest.raises(RuntimeError) as caught:
+        with within(10), pytest.raises(rustloader.WorkerDiedError) as caught:
             next(iterator)
-        texts.append(str(caught.value))
-        assert caught.value.__notes__ == ["Worker 1 was assigned the batch with index 7."]
-    assert texts[0].startswith(text_of(way, pids[1]))
-    assert texts == [texts[0]] * 3
-    assert ("shared memory" in texts[0]) == (way == "SIGBUS")
+        errors.append(caught.value)
+    assert len(set(map(id, errors))) == 3
+    text, exitcode = str(errors[0]), -WAYS[way][0] if way.startswith("SIG") else WAYS[way][0]
+    assert text.startswith(text_of(way, pids[1])) and ("shared memory" in text) == (way == "SIGBUS")
+    for error in (*errors, pickle.loads(pickle.dumps(errors[0]))):
+        assert type(error) is rustloader.WorkerDiedError and str(error) == text
+        assert (error.worker_id, error.pid, error.exitcode, error.index, error.restarts) == (1, pids[1], exitcode, 7, 0)
+        assert error.__notes__ == ["Worker 1 was assigned the batch with index 7."]
     assert wait_until(lambda: all(map(gone, pids))), "the other workers are retired"
 
 
@@ -71,16 +75,6 @@ def test_a_persistent_loader_reports_a_death_that_was_detected_but_not_raised(tm
     with within(20), pytest.raises(RuntimeError, match=rf"\(pid {victim}\) is killed by signal: Killed"):
         iter(loader)
     assert values(loader) == list(range(40))
-
-
-def test_a_worker_that_is_killed_after_its_last_batch_does_no_harm():
-    iterator = iter(DataLoader(Numbers(2), num_workers=2, batch_size=None))
-    pids = worker_pids(iterator)
-    assert next(iterator).item() == 0
-    assert wait_until(lambda: iterator._core.worker_status(1)["tasks_done"] == 1)
-    os.kill(pids[1], signal.SIGKILL)
-    assert outcomes(iterator, 1) == [("value", 1)], "the batch was complete before the death"
-    assert outcome(next, iterator)[0] in ("end", "error")
 
 
 def test_a_worker_whose_process_object_was_closed():

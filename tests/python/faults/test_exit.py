@@ -67,27 +67,6 @@ def test_a_second_ctrl_c_while_the_workers_end_adds_no_traceback():
     assert wait_until(lambda: all(map(gone, pids)))
 
 
-def test_ctrl_c_can_be_caught_and_the_loader_used_again(tmp_path):
-    process, _ = started(f"""
-    loader = DataLoader(Held(6, 2, "{tmp_path}/go"), num_workers=1, batch_size=None)
-    iterator = told(iter(loader))
-    got = []
-    try:
-        for x in iterator:
-            got.append(x.item())
-            print("one", flush=True)
-    except KeyboardInterrupt:
-        open("{tmp_path}/go", "w").close()
-    del iterator
-    print([x.item() for x in loader], flush=True)
-    """)
-    assert process.stdout.readline() == process.stdout.readline() == "one\n"
-    assert wait_until((tmp_path / "go.reached").exists)
-    os.kill(process.pid, signal.SIGINT)
-    status, out, err = finish(process)
-    assert (status, out) == (0, "[0, 1, 2, 3, 4, 5]\n"), err
-
-
 def exits(source, workers=2, silent=True):
     process, pids = started(source)
     with within(60):

@@ -193,29 +193,6 @@ def test_a_class_that_starts_something_else_is_left_to_torch():
     assert reason == "the Process of its multiprocessing context has its own _Popen"
 
 
-@pytest.mark.handover
-def test_a_thread_as_a_worker_is_never_signaled():
-    """The signal would end the whole process."""
-    status, out, err = run_script("""
-        from test_foreign_processes import AsThread, Threads
-        for signal_number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(signal_number, lambda *args: print("signalled", args))
-        class Holds(torch.utils.data.Dataset):
-            def __len__(self):
-                return 8
-            def __getitem__(self, i):
-                if i > 3:
-                    time.sleep(0.5)
-                return i
-        AsThread.terminate = lambda self: print("torch's last resort")
-        iterator = iter(DataLoader(Holds(), batch_size=None, num_workers=2, multiprocessing_context=Threads()))
-        print(next(iterator), next(iterator))
-        del iterator
-        print("here")
-    """)
-    assert (status, out) == (0, "0 1\nhere\n"), err
-
-
 class Wraps(multiprocessing.context.BaseContext):
     """A context that forwards all attributes but its start method, and is false."""
 
@@ -350,34 +327,6 @@ def test_only_real_processes_are_killed_after_a_failed_start():
 
 
 # The first error
-
-
-class SecondFails(AsThread):
-    """The second one cannot be started. It has no `terminate`, nor any other way to end it."""
-
-    terminate = None
-
-    def __init__(self, target, args):
-        super().__init__(target=target, args=args)
-        self.indices = args[2]
-
-    def start(self):
-        self.started.append(self)
-        if len(self.started) == 2:
-            raise OverflowError("no second thread")
-        super().start()
-
-
-@pytest.mark.handover
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # from torch's half-built iterator
-def test_the_error_of_a_start_that_torchs_iterator_cannot_clean_up():
-    process = type("Process", (SecondFails,), {"started": []})
-    loader = DataLoader(Numbers(4), num_workers=2, multiprocessing_context=context(process, Threads))
-    with pytest.raises(OverflowError, match="no second thread"):
-        iter(loader)
-    # torch leaves its thread waiting for an index.
-    process.started[0].indices.put(None)
-    process.started[0].join()
 
 
 class Broken(LoaderIter):

@@ -14,9 +14,9 @@ import weakref
 
 import pytest
 import torch
-from sample_data import Held, Numbers, Shards
+from sample_data import Failing, Held, Numbers, Shards
 from support import DataLoader, gone, in_time, outcome, run_script, rustloader, waits_in_next, while_next_waits
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
 pytestmark = pytest.mark.ours
 
@@ -120,30 +120,6 @@ def test_a_signal_that_came_before_the_sampler_is_asked_does_not_end_its_generat
     """
     )
     assert (status, out, err) == (0, "interrupted []\n", "")
-
-
-def test_a_handler_that_raises_at_each_index_loses_no_batch():
-    """It raises more often than tasks are in flight. Each task is still delivered once the handler stops raising."""
-    status, out, err = run_script(
-        SIGNALS
-        + """
-        class Sampler:
-            def __iter__(self):
-                return itertools.chain([0, 0], signals(20))
-        iterator = iter(DataLoader(Numbers(1), sampler=Sampler(), batch_size=None, num_workers=1, prefetch_factor=2))
-        batches = interrupts = 0
-        while True:
-            try:
-                next(iterator)
-                batches += 1
-            except Interrupted:
-                interrupts += 1
-            except StopIteration:
-                break
-        print(batches, interrupts)
-    """
-    )
-    assert (status, out, err) == (0, "22 20\n", "")
 
 
 class Endless(IterableDataset):
@@ -598,16 +574,6 @@ def error_of(function):
     raise AssertionError("no error")
 
 
-class Bad(Dataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, i):
-        if i == 1:
-            raise ValueError("bad")
-        return i
-
-
 @pytest.mark.ours
 @pytest.mark.parametrize("kw", [{}, {"on_error": "skip"}], ids=str)
 @pytest.mark.parametrize("stateful", [False, True])
@@ -615,7 +581,7 @@ def test_an_error_that_was_examined_keeps_nothing_alive(stateful, kw):
     loader_class = rustloader.StatefulDataLoader if stateful else rustloader.DataLoader
     gc.disable()
     try:
-        iterator = loader_class(Bad(), batch_size=2, **kw)._get_iterator()
+        iterator = loader_class(Failing(8, {1: ValueError}), batch_size=2, **kw)._get_iterator()
         kept = weakref.ref(iterator)
         with contextlib.suppress(ValueError):
             next(iterator)

@@ -229,21 +229,6 @@ def test_a_file_size_limit_causes_no_signal(action):
     served_by_torch(limited({}, body, 1 << 20))
 
 
-@pytest.mark.parametrize(
-    "limit, number",
-    [
-        (resource.RLIMIT_MEMLOCK, 0),
-        (resource.RLIMIT_STACK, 256 << 10),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_MSGQUEUE, 0),
-        (resource.RLIMIT_SIGPENDING, 0),
-        (resource.RLIMIT_RTPRIO, 0),
-    ],
-)
-def test_other_limits_do_not_matter(limit, number):
-    served_by_engine(limited({limit: number}, twice), 12)
-
-
 # Processes and threads
 
 

@@ -1,7 +1,7 @@
 """Whole epochs with ``max_restarts``: workers die, and the batches are those of a run without deaths.
 
-The table has a row for each kind of dataset and option; `make stress KIND=restarts` draws their combinations, and
-`KIND=matrix` ends workers in every way at every place.
+`make stress KIND=restarts` draws combinations of datasets and options, which are not repeated here; `KIND=matrix` ends
+workers in every way at every place.
 """
 
 import os
@@ -17,62 +17,37 @@ from restart_support import (
     epochs,
     kill,
     loader_of,
-    without_order,
 )
-from support import TORCH_MODE, same, worker_pids
+from support import TORCH_MODE, worker_pids
 
 if not TORCH_MODE:
     import rustloader
-    from rustloader import StatefulDataLoader
 
 pytestmark = [pytest.mark.ours, pytest.mark.warns]
 
 N = 24
-DATASETS = {
-    "map": (lambda deaths: Mortal(N, deaths), {0: 1, 5: 2, 6: 1, 13: 1, N - 1: 1}),
-    "large": (lambda deaths: Mortal(N, deaths, 30_000), {3: 1, 9: 1, 17: 1}),
-    "stream": (lambda deaths: MortalStream([11, 4], deaths), {(0, 0): 1, (0, 7): 2, (1, 3): 1, (0, 10): 1}),
-    "stateful stream": (lambda deaths: StatefulStream([11, 4], deaths), {(0, 0): 1, (0, 7): 2, (1, 3): 1, (0, 10): 1}),
-}
-OPTIONS = {
-    "none": dict(),
-    "persistent": dict(persistent_workers=True),
-    "shuffle, seeds of batches": dict(shuffle=True, seed_by="batch"),
-    "shared queue": dict(dispatch="shared_queue", persistent_workers=True),
-    "out of order": dict(in_order=False),
-    "shared queue, out of order": dict(dispatch="shared_queue", in_order=False),
-    "window": dict(reorder_window=12, num_workers=3),
-    "window of bytes": dict(reorder_window="1MiB"),
-    "prefetch": dict(prefetch_factor=1),
-    "pinned": dict(pin_memory=True, persistent_workers=True),
-    "forkserver": dict(multiprocessing_context="forkserver", persistent_workers=True),
-    "spawn": dict(multiprocessing_context="spawn", persistent_workers=True),
-    "snapshots": dict(snapshot_every_n_steps=3, persistent_workers=True),
-    "no snapshots": dict(snapshot_every_n_steps=0),
-}
-# Only map-style datasets can have these.
-OF_MAPS = {"shuffle, seeds of batches", "shared queue", "shared queue, out of order", "window"}
-CASES = [
-    (dataset, options)
-    for dataset in DATASETS
-    for options in OPTIONS
-    if not ("stream" in dataset and options in OF_MAPS) and not ("map" in dataset and "snapshots" in options)
-    if dataset != "large" or options in ("none", "pinned", "shared queue")
-]
+OF_MAP = {0: 1, 5: 2, 6: 1, 13: 1, N - 1: 1}
+OF_STREAMS = {(0, 0): 1, (0, 7): 2, (1, 3): 1, (0, 10): 1}
+SAVING = {"cls": "StatefulDataLoader"}
 
 
-@pytest.mark.parametrize(("dataset", "options"), CASES)
-def test_the_batches_are_those_of_a_run_without_deaths(dataset, options, tmp_path, host):
-    make, fatal = DATASETS[dataset]
-    kw, deaths = OPTIONS[options], Deaths(tmp_path, fatal)
-    if dataset == "large":
-        kw = kw | dict(collate_fn=None)
-    if "snapshots" in options:
-        kw = kw | dict(cls=StatefulDataLoader)
-    actual, expected = (epochs(loader_of(make(it), **kw), 2) for it in (deaths, Deaths()))
-    if not kw.get("in_order", True):
-        actual, expected = without_order(actual), without_order(expected)
-    assert same(actual, expected)
+@pytest.mark.parametrize(
+    ("dataset", "lengths", "fatal", "kw"),
+    [
+        (Mortal, N, OF_MAP, {}),
+        (Mortal, N, OF_MAP, {"multiprocessing_context": "spawn", "persistent_workers": True}),
+        (MortalStream, [11, 4], OF_STREAMS, {"persistent_workers": True}),
+        (StatefulStream, [11, 4], OF_STREAMS, {"multiprocessing_context": "spawn"}),
+        (StatefulStream, [11, 4], OF_STREAMS, SAVING | {"snapshot_every_n_steps": 3, "persistent_workers": True}),
+        (StatefulStream, [11, 4], OF_STREAMS, SAVING | {"snapshot_every_n_steps": 0}),
+    ],
+)
+def test_the_batches_are_those_of_a_run_without_deaths(dataset, lengths, fatal, kw, tmp_path):
+    if "cls" in kw:
+        kw = kw | {"cls": rustloader.StatefulDataLoader}
+    deaths = Deaths(tmp_path, fatal)
+    actual, expected = (epochs(loader_of(dataset(lengths, it), **kw), 2) for it in (deaths, Deaths()))
+    assert actual == expected
     assert deaths.count() == sum(fatal.values()), "not all deaths have occurred"
 
 

@@ -85,12 +85,6 @@ def test_the_third_death_at_a_batch_is_final(tmp_path, where):
     assert rustloader.stats(loader).faults.failures == ()
 
 
-def test_two_deaths_in_collate_fn_are_blamed_on_no_sample(tmp_path):
-    loader = loader_of(Mortal(12), collate_fn=DiesCollating(str(tmp_path), 2), on_error="skip")
-    assert [sample[0] for batch in loader for sample in batch] == list(range(12))
-    assert rustloader.stats(loader).faults.failures == ()
-
-
 class Bad(Mortal):
     """Sample 5 raises an exception, and every later sample ends its process."""
 

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from restart_support import Deaths, Mortal, epochs, loader_of
+from restart_support import Deaths, Mortal, loader_of
 from support import (
     STARTED,
     TORCH_MODE,
@@ -17,7 +17,6 @@ from support import (
     children,
     gone,
     in_time,
-    state_of,
     values,
     wait_until,
     within,
@@ -64,32 +63,6 @@ def test_a_start_that_is_always_refused_raises_the_death(tmp_path):
         list(iterator)
     assert caught.value.index == [2, 3]
     assert "worker 1 could not be restarted: [Errno 12] no memory" in caught.value.__notes__[1]
-
-
-@pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError])
-def test_an_interrupt_during_a_restart_loses_nothing(tmp_path, moment, kind):
-    """Ctrl-C, or an exception from the handler of another signal."""
-    kw = {"max_restarts": 4}
-    expected = epochs(loader_of(Mortal(N), **kw))[0]
-    torch.manual_seed(3)
-    # The batch of sample 11 is not requested before the second call of next().
-    iterator = iter(loader_of(Mortal(N, Deaths(tmp_path, {11: 1})), **kw))
-    delivered = [next(iterator)]
-    real, started = process.start, []
-
-    def start(worker, name):
-        if moment == "after":
-            real(worker, name)
-            started.append(worker.pid)
-        raise kind
-
-    with mock.patch.object(process, "start", start), pytest.raises(kind):
-        while True:
-            delivered.append(next(iterator))
-    assert all(state_of(pid) == "X" for pid in started) and len(started) == (moment == "after")
-    delivered += list(iterator)
-    assert delivered == expected
 
 
 # Signal handlers

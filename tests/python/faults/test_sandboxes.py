@@ -17,7 +17,7 @@ import torch
 from isolation import in_child, watched
 from programs import FOR_GOOD, doomed, late, loader, plain, twice, walk
 from sample_data import Numbers, Slow
-from support import OLD_TORCH, engine_batches
+from support import OLD_TORCH
 
 pytestmark = pytest.mark.ours
 
@@ -48,11 +48,6 @@ def mount(source, target, kind, flags=0, options=None):
 
 def one_megabyte():
     mount("shm", "/dev/shm", "tmpfs", 0, "size=1m")
-
-
-def docker_default():
-    """Docker's default."""
-    mount("shm", "/dev/shm", "tmpfs", 0, "size=64m")
 
 
 def read_only():
@@ -141,32 +136,6 @@ def test_dev_shm_does_not_matter(change):
         return
     assert (len(errors), batches) == (refused, 6 - refused)
     assert all(error.startswith("RuntimeError: unable to ") and re.search(words, error) for error in errors)
-
-
-class Images(Numbers):
-    """A batch of 32 has 96 MiB."""
-
-    def __getitem__(self, i):
-        return torch.full((3, 512, 512), float(i))
-
-
-def larger_than_dev_shm():
-    """Returns the error of allocating a file of a batch's size in /dev/shm, the number of batches, whether they are
-    intact while all are kept, how many the engine delivered, and the files in /dev/shm."""
-    with open("/dev/shm/file", "wb") as file:
-        try:
-            os.posix_fallocate(file.fileno(), 0, 96 << 20)
-            refused = None
-        except OSError as error:
-            refused = errno.errorcode[error.errno]
-    before = engine_batches()
-    batches = list(loader(Images(96), batch_size=32, prefetch_factor=1))
-    intact = all(bool((batch[k] == 32 * n + k).all()) for n, batch in enumerate(batches) for k in range(32))
-    return [refused, len(batches), intact, engine_batches() - before, os.listdir("/dev/shm")]
-
-
-def test_batches_larger_than_dockers_dev_shm():
-    assert in_own_mounts(docker_default, larger_than_dev_shm)["value"] == ["ENOSPC", 3, True, 3, ["file"]]
 
 
 def no_proc():

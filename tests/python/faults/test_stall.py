@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 from sample_data import Numbers, Slow
-from support import STARTED, DataLoader, gone, state_of, values, wait_until, within, worker_pids
+from support import STARTED, DataLoader, gone, values, wait_until, within, worker_pids
 from torch.utils.data import IterableDataset
 
 import rustloader.supervision.stalls
@@ -163,20 +163,6 @@ def test_a_stack_ends_at_the_fetcher():
     assert shown(CALLERS + RECORDED) == (CALLERS + RECORDED).rstrip("\n")
 
 
-def test_of_workers_that_share_a_queue_the_one_that_holds_the_item_is_named(warnings, limits, tmp_path):
-    limits(0, 0.3)
-    dataset = Stuck(6, [3], tmp_path)
-    iterator = iter(DataLoader(dataset, batch_size=None, num_workers=2, dispatch="shared_queue"))
-    pids = worker_pids(iterator)
-    # Wait here, not in next(): there, a worker that has not yet taken item 3 could be named.
-    dataset.wait_for(3)
-    holder = iterator._task_info[3][0]
-    assert [int(batch) for batch in iterator] == [0, 1, 2, 3, 4, 5]
-    text = warning_about(warnings, 3)
-    assert text.startswith(f"DataLoader worker {holder} (pid {pids[holder]}) has been working on one batch for "), text
-    assert re.search(r"test_stall\.py\", line \d+ in last\n", text), text
-
-
 class KeepsTheGil(Stuck):
     """Item 1 reads from an empty pipe in a C call that does not release the GIL."""
 
@@ -321,30 +307,6 @@ def test_changed_handlers_and_descriptors_are_named_and_left_alone(warnings, lim
     assert not (tmp_path / "called").exists()
     sizes = [file.stat().st_size for file in tmp_path.glob("file *")]
     assert sizes == [0] * (60 if case == "reused descriptors" else 0)
-
-
-def test_a_stopped_worker_is_named_without_a_stack(warnings, limits, monkeypatch, tmp_path):
-    limits(0, 0.3)
-    monkeypatch.setenv("RUSTLOADER_STALL_STACK_SECONDS", "1")
-    dataset = Stuck(4, [1], tmp_path)
-    iterator = iter(DataLoader(dataset, batch_size=None, num_workers=1))
-    assert next(iterator) == 0
-    [pid] = worker_pids(iterator)
-    dataset.wait_for(1)
-    os.kill(pid, signal.SIGSTOP)
-    assert wait_until(lambda: state_of(pid) == "T")
-
-    def resume():
-        wait_until((tmp_path / "warned 1").exists, 240)
-        os.kill(pid, signal.SIGCONT)
-
-    thread = threading.Thread(target=resume)
-    thread.start()
-    assert values(iterator) == [1, 2, 3]
-    thread.join()
-    text = warning_about(warnings, 1)
-    assert re.match(head(pid) + r"has been working on one batch for .*; the batch has index 1\. .*", text)
-    assert "Stack unavailable: it did not answer within 1 s: it is stopped" in text
 
 
 def test_waiting_for_the_user_is_no_stall(warnings, limits):

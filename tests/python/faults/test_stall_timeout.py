@@ -147,34 +147,6 @@ def test_the_log_says_why_it_has_no_stack(lines, monkeypatch, tmp_path, way, sec
     assert f"Stack unavailable: {reason}" in line
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(multiprocessing_context="forkserver"),
-        dict(multiprocessing_context="spawn"),
-        dict(dispatch="shared_queue"),
-        dict(dispatch="shared_queue", in_order=False),
-        dict(in_order=False),
-        dict(persistent_workers=True),
-        dict(reorder_window=8),
-        dict(worker_threads=2),
-        dict(seed_by="sample"),
-    ],
-    ids=str,
-)
-def test_a_stuck_worker_is_killed_whatever_the_options(lines, tmp_path, options):
-    dataset = Stuck(tmp_path / "began", sleep)
-    iterator = iter(DataLoader(dataset, batch_size=1, num_workers=2, stall_timeout=LIMIT, **options))
-    delivered = []
-    with within(STARTED), pytest.raises(rustloader.WorkerStalledError) as caught:
-        for batch in iterator:
-            delivered.append(int(batch[0]))
-    error = caught.value
-    assert 3 not in delivered and set(delivered) >= {0, 1, 2} and error.exitcode == -signal.SIGKILL
-    assert error.index == [3] and len(lines(KILLED)) == 1 and f"(pid {error.pid})" in lines(KILLED)[0]
-    assert str(error).endswith(f". DataLoader worker (pid {error.pid}) is killed by signal: Killed. ")
-
-
 def test_a_worker_stuck_in_an_abandoned_epoch_does_not_stop_the_next_one(lines, tmp_path):
     dataset = Stuck(tmp_path / "began", sleep, n=4, at=1)
     loader = DataLoader(dataset, batch_size=None, num_workers=2, persistent_workers=True, stall_timeout=LIMIT)

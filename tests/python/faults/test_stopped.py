@@ -11,7 +11,7 @@ import pytest
 import refusals
 import torch
 from pinning_support import pinning
-from sample_data import Numbers, WhoAmI
+from sample_data import Held, WhoAmI
 from support import DataLoader, wait_until, worker_pids, workers_report
 
 import rustloader.supervision.stalls
@@ -127,19 +127,6 @@ def test_wherever_a_worker_stops_nothing_is_lost_and_a_shutdown_ends_it(place, p
         assert report["value"] != ["0 stopped"]
 
 
-class Waits(Numbers):
-    """Item 1 waits for a file."""
-
-    def __init__(self, n, file):
-        super().__init__(n)
-        self.file = file
-
-    def __getitem__(self, i):
-        if i == 1:
-            wait_until(self.file.exists, 60)
-        return super().__getitem__(i)
-
-
 def is_asked_for_its_stack(pid):
     """True if the signal that requests the stack is pending."""
     with open(f"/proc/{pid}/status") as file:
@@ -159,7 +146,7 @@ def test_a_worker_that_was_named_while_a_batch_waited_for_it_is_named_again_wher
     monkeypatch.setattr(rustloader.supervision.stalls.logger, "warning", warning)
     monkeypatch.setenv("RUSTLOADER_STALL_START_SECONDS", "0")
     monkeypatch.setenv("RUSTLOADER_STALL_ITEM_SECONDS", "1")
-    iterator = iter(DataLoader(Waits(3, tmp_path / "warned"), batch_size=None, num_workers=1, prefetch_factor=1))
+    iterator = iter(DataLoader(Held(3, 1, tmp_path / "warned"), batch_size=None, num_workers=1, prefetch_factor=1))
     [pid] = worker_pids(iterator)
     # It is also idle for a moment before it takes the first task.
     assert workers_report(iterator, tasks_done=1, state="idle")
@@ -175,4 +162,4 @@ def test_a_worker_that_was_named_while_a_batch_waited_for_it_is_named_again_wher
     resumer.join()
     idle, fetch = (text for text in warnings if "the batch has index 1." in text)
     assert "state: idle" in idle and "state: fetch" in fetch
-    assert re.search(r"test_stopped\.py\", line \d+ in __getitem__\n", fetch), fetch
+    assert re.search(r"sample_data\.py\", line \d+ in wait\n", fetch), fetch

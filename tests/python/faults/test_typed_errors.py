@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 from sample_data import Dying, Failing, Held, Numbers
-from support import SOON, DataLoader, gone, run_script, rustloader, wait_until, within, worker_pids
+from support import DataLoader, gone, run_script, rustloader, wait_until, within, worker_pids
 from torch.utils.data import IterableDataset, Subset
 
 pytestmark = pytest.mark.ours
@@ -19,27 +19,6 @@ def raised_by(function, *args, kind=Exception):
     with pytest.raises(kind) as caught:
         function(*args)
     return caught.value
-
-
-@pytest.mark.parametrize(
-    ("how", "exitcode", "text"),
-    [(signal.SIGKILL, -9, "is killed by signal: Killed. "), (3, 3, "exited unexpectedly with exit code 3. ")],
-)
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_a_death_is_an_error_with_all_known_details(how, exitcode, text, method, monkeypatch):
-    # On a busy machine the fork server may be slow to report how a worker ended.
-    monkeypatch.setattr("rustloader.supervision.deaths.STATUS_AFTER", SOON)
-    loader = DataLoader(Dying(4, 1, how), num_workers=1, batch_size=None, multiprocessing_context=method)
-    iterator = iter(loader)
-    pid = worker_pids(iterator)[0]
-    assert next(iterator) == 0
-    first, second = (raised_by(next, iterator, kind=RuntimeError) for _ in range(2))
-    for error in (first, second, pickle.loads(pickle.dumps(first))):
-        assert type(error) is rustloader.WorkerDiedError
-        assert str(error).startswith(f"DataLoader worker (pid {pid}) {text}")
-        assert (error.worker_id, error.pid, error.exitcode, error.index, error.restarts) == (0, pid, exitcode, 1, 0)
-        assert error.__notes__ == ["Worker 0 was assigned the batch with index 1."]
-    assert first is not second
 
 
 class Rebinding(Failing):

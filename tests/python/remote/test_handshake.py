@@ -175,15 +175,6 @@ def changed(data, at):
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
-@pytest.mark.parametrize(
-    "garbage", [b"\0", b"GET / HTTP/1.1\r\n\r\n", b"rustload" + bytes(200), bytes(range(256)) * 20]
-)
-def test_garbage_is_refused_by_both_ends(pair, garbage):
-    refused, sent = facing(pair, as_main, garbage)
-    assert refused is None and len(sent) in (0, handshake._CHALLENGE_BYTES)
-    assert isinstance(facing(pair, as_worker, garbage)[0], (handshake.HandshakeError, OSError))
-
-
 def test_lengths_are_checked_before_anything_is_received_for_them(pair):
     main, stranger = pair()
     length = handshake._VERSIONS_MAX + 1

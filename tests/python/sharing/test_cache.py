@@ -8,7 +8,6 @@ import os
 import pickle
 import random
 import signal
-import threading
 from collections import namedtuple
 
 import numpy as np
@@ -356,23 +355,6 @@ def test_indices_of_many_samples_count_as_many_misses():
     for index in ([1, 2], slice(1, 8, 3), np.array([3, 4]), torch.tensor([5, 6, 7])):
         assert torch.equal(cached[index], torch.arange(10)[index])
     assert (cached.usage().hits, cached.usage().misses) == (0, 10)
-
-
-@pytest.mark.warns
-def test_threads_of_a_program_fill_one_cache():
-    data = Kept([torch.full((500,), n) for n in range(300)])
-    cached, wrong = cache(data), []
-
-    def read(seed):
-        order = random.Random(seed)
-        for _ in range(600):
-            n = order.randrange(300)
-            if not torch.equal(cached[n], data.items[n]):
-                wrong.append(n)
-
-    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
-    [thread.start() for thread in threads], [thread.join() for thread in threads]
-    assert wrong == [] and cached.usage().hits + cached.usage().misses == 2400
 
 
 @pytest.mark.warns
@@ -725,24 +707,6 @@ def test_then_is_called_each_time_and_may_fail():
 
 
 @pytest.mark.warns
-def test_the_replacement_of_a_dead_worker_uses_the_same_cache(tmp_path):
-    class Dying(Noted):
-        def __getitem__(self, index):
-            if index == 30 and not os.path.exists(self.file + "-died"):
-                open(self.file + "-died", "w").close()
-                os.kill(os.getpid(), signal.SIGKILL)
-            return super().__getitem__(index)
-
-    data = Dying(100, tmp_path / "made")
-    cached = cache(data)
-    loader = DataLoader(cached, batch_size=5, num_workers=2, max_restarts=2)
-    for _ in range(2):
-        assert torch.cat([batch[1] for batch in loader]).tolist() == list(range(100))
-    # Samples built before the death are read. One is built twice, to check that it is not random.
-    assert data.count() == 101
-
-
-@pytest.mark.warns
 def test_a_closed_descriptor_ends_filling_and_nothing_else():
     data = Kept([torch.full((500,), n) for n in range(20)])
     cached = cache(data)
@@ -874,37 +838,6 @@ def test_statistics_have_hits_and_the_size_of_a_possible_cache():
     assert stats.cache == cached.usage() and (stats.cache.hits, stats.cache.misses) == (200, 200)
     assert stats.cache_estimate is None and "200 hits (50% of the samples), 200 misses, 8.0" in str(stats)
     assert stats.as_dict(flat=True)["cache_hits"] == 200
-
-
-def test_the_verdict_on_a_dataset_names_the_cache():
-    from rustloader.metrics.fields import CacheEstimate, WorkerStats
-
-    def sentence(estimate, fetch=10.0, batch_bytes=1 << 20, batches=100):
-        worker = WorkerStats(id=0, tasks=batches, fetch_seconds=fetch, collate_seconds=fetch / 1000)
-        figures = {
-            "batches": batches,
-            "bytes": batches * batch_bytes,
-            "next_seconds": fetch,
-            "waited_seconds": fetch,
-            "step_seconds": fetch / 10,
-        }
-        stats = rustloader.Stats(num_workers=1, epochs=1, workers=(worker,), cache_estimate=estimate, **figures)
-        assert stats.verdict().kind == "dataset"
-        return stats.verdict().sentence
-
-    all_of_it = sentence(CacheEstimate(12 * 10**9, 81 * 10**9, 10**5))
-    text = "A cache of 12.0 GB would hold all samples (81.0 GB are free): the epoch that fills it takes about 1.0 "
-    text += (
-        "times as long, later ones are about 10 times as fast, and it pays from epoch 2 on. rustloader.cache(dataset)"
-    )
-    assert text in all_of_it
-    half_of_it = sentence(CacheEstimate(12 * 10**9, 6 * 10**9, 10**5))
-    assert "A cache of 6.0 GB would hold 50% of the samples (6.0 GB are free): " in half_of_it
-    assert "later ones are about 2.0 times as fast" in half_of_it
-    assert "cache(" not in sentence(None) and "cache(" not in sentence(CacheEstimate(12 * 10**9, 10**9, 10**5))
-    # Rows of 80 bytes in batches of 64, which take 1 us each: filling the cache takes as long as six epochs save.
-    cheap = CacheEstimate(80 * 10**5, 81 * 10**9, 10**5)
-    assert "cache(" not in sentence(cheap, fetch=6.4, batch_bytes=64 * 80, batches=10**5)
 
 
 @pytest.mark.parametrize("path", [False, True])

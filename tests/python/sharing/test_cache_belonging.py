@@ -30,21 +30,6 @@ def numbers(data, **options):
     return [number for batch in rustloader.DataLoader(data, batch_size=5, **options) for number in batch[1].tolist()]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("order", [1, -1])
-def test_the_second_of_two_datasets_that_open_an_empty_file_is_refused(path, order, workers):
-    first, second = [cached(path, half) for half in halves()][::order]
-    expected = list(range(100)) if order == 1 else list(range(100, 200))
-    assert numbers(first, num_workers=workers) == expected
-    for _ in range(2):
-        with pytest.raises(ValueError, match=REFUSED.format(r"\d", "Subset")):
-            numbers(second, num_workers=workers)
-    # The other samples, too, are refused in all processes of the program.
-    with pytest.raises(ValueError, match=REFUSED.format(r"\d", "Subset")):
-        second[99]
-    assert numbers(first, num_workers=workers) == expected
-
-
 def test_threads_find_the_difference(path):
     first, second = (cached(path, half) for half in halves())
     numbers(first)

@@ -106,13 +106,6 @@ def test_datasets_in_datasets():
     assert torch.equal(tables[7]["a"][0], table[7][0])
 
 
-def test_many_datasets_in_a_list():
-    parts = [Images([str(number)] * 50_000 if number % 100 == 0 else ["a"]) for number in range(300)]
-    shared = share(ConcatDataset(parts))
-    assert sum(type(part.paths) is SharedList for part in shared.datasets) == 3
-    assert sum(new is old for new, old in zip(shared.datasets, parts, strict=True)) == 297
-
-
 def test_cycles_and_bound_methods():
     class Circular(Images):
         def __init__(self):
@@ -192,6 +185,19 @@ class Listed(list, Dataset):
         self.paths = paths
 
 
+class Duck:
+    """Has no base class."""
+
+    def __init__(self, paths):
+        self.paths = paths
+
+    def __len__(self):
+        return len(self.paths)
+
+    def __getitem__(self, index):
+        return self.paths[index]
+
+
 # Makes a dataset, and says whether a copy of it is whole.
 HOLDERS = {
     "frozen": (Frozen, lambda shared, dataset: True),
@@ -200,6 +206,7 @@ HOLDERS = {
     "copied": (Copied, lambda shared, dataset: shared.copies == 1),
     "getattr": (lambda paths: Delegating(Images(paths)), lambda shared, dataset: True),
     "state": (Handle, lambda shared, dataset: shared.handle is dataset.handle),
+    "no base class": (Duck, lambda shared, dataset: shared[5] == LARGE[5]),
     "list": (Listed, lambda shared, dataset: list(shared) == [1, 2]),
 }
 
@@ -216,22 +223,6 @@ def test_every_way_to_hold_attributes(name):
 class Closing(Images):
     def __del__(self):
         pass
-
-
-class Duck:
-    def __init__(self):
-        self.paths = LARGE
-
-    def __len__(self):
-        return len(self.paths)
-
-    def __getitem__(self, index):
-        return self.paths[index]
-
-
-def test_a_dataset_needs_no_base_class():
-    shared = share(Duck())
-    assert type(shared) is Duck and type(shared.paths) is SharedList and shared[5] == LARGE[5]
 
 
 @pytest.mark.warns

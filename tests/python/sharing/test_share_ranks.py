@@ -167,27 +167,6 @@ def stop(word):
     assert len(notes) == 3 and len(set(notes)) == 1 and notes[0].endswith("item 0 of 1"), run.notes()
 
 
-def test_a_rank_that_is_killed_before_others_arrive(run):
-    """Those that have the object keep it; a later one builds its own."""
-    body = """
-    shared = rustloader.share(build, key="train")
-    told(shared)
-    note("is served")
-    wait_for("2 is served")
-    assert shared[5] == "item 5 of " + shared[0].split()[-1]
-    """
-    first = run(body, 3, only=[0])
-    assert wait_until(lambda: "0 is served" in run.notes(), 60)
-    second = run(body, 3, only=[1])
-    assert wait_until(lambda: "1 is served" in run.notes(), 60)
-    os.kill(first[0].pid, signal.SIGKILL)
-    assert wait_for_end(first)[0] == [KILLED]
-    status, errors = wait_for_end(second + run(body, 3, only=[2]))
-    assert status == [0, 0], errors
-    notes = noted(run, "has")
-    assert notes[0] == notes[1] and [line[-1] for line in notes] == ["0", "0", "2"]
-
-
 def test_a_waiting_rank_that_is_killed_and_restarted(run):
     builder = """
     def build():

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from support import BOTH, DataLoader, gone, run_script, rustloader, wait_until, worker_pids
+from support import BOTH, DataLoader, gone, rustloader, wait_until
 
 pytestmark = pytest.mark.ours
 
@@ -239,47 +239,3 @@ def users_of(inode):
         if inode in files or any(words[4] == str(inode) for words in maps):
             pids.append(pid)
     return pids
-
-
-def test_users_of_a_shared_object_are_found():
-    shared = share(["a"])
-    inode = os.fstat(shared.store.fileno()).st_ino
-    assert users_of(inode) == [os.getpid()]
-    # Only the mapping is left.
-    os.close(shared.store.fileno())
-    assert users_of(inode) == [os.getpid()]
-    del shared
-    assert users_of(inode) == []
-
-
-@pytest.mark.warns
-def test_a_killed_worker_does_not_harm_others():
-    data = dataset()
-    iterator = iter(DataLoader(data, batch_size=10, num_workers=2, collate_fn=as_it_is, max_restarts=1))
-    next(iterator)
-    os.kill(worker_pids(iterator)[0], signal.SIGKILL)
-    assert sum(len(batch) for batch in iterator) == 1190
-    assert data.paths == ORIGINAL
-
-
-def test_forked_children_and_threads_read_at_the_same_time():
-    done = run_script(
-        HEAD
-        + """
-import threading
-data, wrong = Data(), []
-def read():
-    for _ in range(20):
-        wrong.extend(n for n in range(1000) if data.items[n] != str(n))
-threads = [threading.Thread(target=read) for _ in range(4)]
-[thread.start() for thread in threads]
-pid = os.fork()
-if pid == 0:
-    read()
-    del data
-    os._exit(len(wrong))
-[thread.join() for thread in threads]
-print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), wrong, data.items[-1])
-"""
-    )
-    assert "0 [] 999" in str(done), done

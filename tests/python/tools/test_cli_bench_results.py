@@ -81,32 +81,6 @@ def test_an_interval_that_is_small_or_clear_decides(ours, decided):
     assert comparison.compare([10.0] * len(ours), ours, 1000).is_decided == decided
 
 
-def outcomes(effect, noise, count):
-    """The verdicts of measurements that continue as the command does, with log-normal noise around a true ratio."""
-    rng = random.Random(7)
-    for _ in range(count):
-        torch_rates, rustloader_rates = [], []
-        for pairs in range(1, 21):
-            torch_rates.append(rng.lognormvariate(0, noise))
-            rustloader_rates.append(effect * rng.lognormvariate(0, noise))
-            result = comparison.compare(torch_rates, rustloader_rates, 100 * pairs)
-            if result.is_decided:
-                break
-        yield result.verdict
-
-
-@pytest.mark.parametrize("noise", [0.02, 0.1, 0.3])
-def test_equal_engines_have_hardly_ever_a_winner(noise):
-    """Even though the interval is checked after each pair."""
-    verdicts = list(outcomes(1.0, noise, 400))
-    assert verdicts.count("faster") + verdicts.count("slower") <= 0.02 * len(verdicts)
-
-
-def test_a_difference_is_found():
-    verdicts = list(outcomes(1.5, 0.1, 200))
-    assert verdicts.count("faster") >= 0.95 * len(verdicts) and "slower" not in verdicts
-
-
 # Points
 
 

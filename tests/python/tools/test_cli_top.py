@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import snapshots
 from pinning_support import pinning
-from sample_data import Held, Numbers, Shards
+from sample_data import Numbers, Shards
 from support import (
     STARTED,
     DataLoader,
@@ -32,7 +32,6 @@ from support import (
     wait_until,
     worker_pids,
 )
-from torch.utils.data import IterableDataset
 
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(400)]
 
@@ -192,52 +191,6 @@ def test_a_stuck_worker_stands_out_with_its_index_and_its_time(capsys):
         assert (
             "waiting for batch 41 for " in out and "verdict     The loop is waiting for the worker marked below." in out
         )
-
-
-class Waiting(Held):
-    def __getitem__(self, i):
-        self.wait()
-        return 0
-
-
-class WaitingStream(IterableDataset):
-    def __init__(self, file):
-        self.items = Waiting(1, 0, file)
-
-    def __iter__(self):
-        yield self.items[0]
-
-
-def test_loaders_of_every_kind(tmp_path, capsys):
-    go = tmp_path / "go"
-    samplers = [list(range(1000, 1064))], [[{"a": 1}]]
-    with rustloader.installed():
-        loaders = [
-            DataLoader(WaitingStream(go), batch_size=4, num_workers=1),
-            TorchDataLoader(Numbers(1000), num_workers=2, in_order=False),
-            DataLoader(Numbers(1000), num_workers=1, persistent_workers=True),
-            *(DataLoader(Waiting(2000, 0, go), batch_sampler=sampler, num_workers=1) for sampler in samplers),
-        ]
-        iterators = [iter(loader) for loader in loaders]
-    next(iterators[1]), next(iterators[2])
-    shown = []
-
-    def waits():
-        shown[:] = as_json(OWN, capsys)["loaders"]
-        return all(shown[k]["workers"][0]["state"] == "fetching" for k in (0, 3, 4))
-
-    assert wait_until(waits, STARTED)
-    assert [(len(it["workers"]), it["in_order"], it["persistent"]) for it in shown] == [
-        (1, True, False),
-        (2, False, False),
-        (1, True, True),
-        *[(1, True, False)] * 2,
-    ]
-    assert shown[2]["main"]["state"] == "step" and shown[2]["main"]["shares"]["step"] > 0.9
-    # A long index is cut, and a pickled one is left out.
-    long = "[1000, 1001, 1002, 1003, 1004, 1005, 1006, ... 64 in all]"
-    assert [shown[k]["workers"][0]["index"] for k in (0, 3, 4)] == [None, long, None]
-    go.touch()
 
 
 def test_the_statistics_are_those_that_the_process_itself_gives():

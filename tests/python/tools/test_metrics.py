@@ -460,16 +460,6 @@ def test_a_forked_child_does_not_serve(server):
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_workers_do_not_keep_the_port(method):
-    with rustloader.serve_metrics(port=0) as server:
-        iterator = iter(numbers("methods", multiprocessing_context=method))
-        next(iterator)
-        assert Metrics(server.port).of("workers", "methods") == 2
-    assert refuses(server.port)
-    list(iterator)
-
-
 def test_without_prometheus_client_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ImportError, match=r"needs prometheus_client: pip install 'rustloader\[metrics\]'$"):

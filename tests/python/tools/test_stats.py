@@ -407,17 +407,6 @@ def test_the_processor_time_of_workers_at_work_and_after_their_end():
         assert after.cpu_seconds >= before.cpu_seconds + 3 * LONG / 2
 
 
-def test_the_processor_time_of_an_iterator_that_the_collector_takes():
-    loader = DataLoader(Computing(2), batch_size=None, num_workers=1)
-    iterator = iter(loader)
-    next(iterator)
-    iterator.itself = iterator
-    del iterator
-    gc.collect()
-    (worker,) = rustloader.stats(loader).workers
-    assert not worker.alive and worker.cpu_seconds >= LONG / 2
-
-
 def test_killed_worker_is_unmeasured_and_the_next_one_measured():
     loader = DataLoader(Slow(24, long), batch_size=None, num_workers=2)
     iterator = iter(loader)
@@ -585,13 +574,6 @@ class Computing(Dataset):
         while time.process_time() < end:
             pass
         return i
-
-
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_verdict_with_each_start_method(method):
-    options = {"batch_size": None, "num_workers": 2, "multiprocessing_context": method}
-    assert verdict_on(DataLoader(Slow(24, long), **options), step=LONG / 8).kind == "storage"
-    assert verdict_on(DataLoader(Computing(24), **options), step=0.01).kind in ("dataset", "cores", "workers")
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ if TORCH_MODE:
     pytest.skip("rustloader's own guarantee", allow_module_level=True)
 else:
     from rustloader import (
+        CacheEstimate,
         CopyStats,
         CoreUsers,
         Fallback,
@@ -108,6 +109,12 @@ def with_fewer_now(**more):
     return dataclasses.replace(given(**more), num_workers=2)
 
 
+def cacheable(size, free, **more):
+    """A slow dataset of 100,000 samples, of which a cache may hold some."""
+    values = {"workers": 1, "cores": 1, "fetch": 100, "waited": 100, "step": 10, "collate": 0.1, "bytes": 100 << 20}
+    return given(**values | more, cache_estimate=CacheEstimate(size, free, 10**5))
+
+
 def plain(**more):
     return Stats(**more | {"fallbacks": tuple(Fallback(*fallback) for fallback in more.pop("fallbacks", ()))})
 
@@ -194,6 +201,21 @@ TABLE = {
     ),
     "a dataset that computes beside a collate_fn that waits": given(
         **HUNDRED | {"fetch": 60}, collate=40, cpu=0.4, fetch_cpu=0.95, queued=0.01
+    ),
+    # The epoch that fills the cache takes a little longer, and later ones a tenth of the time.
+    "a dataset whose samples fit into a cache": cacheable(12 * 10**9, 81 * 10**9),
+    "a dataset half of whose samples fit into a cache": cacheable(12 * 10**9, 6 * 10**9),
+    "a dataset of which too little fits into a cache": cacheable(12 * 10**9, 10**9),
+    # Rows of 80 bytes in batches of 64, which take 1 us each: filling the cache takes as long as six epochs save.
+    "a dataset that is faster than a cache": cacheable(
+        80 * 10**5,
+        81 * 10**9,
+        fetch=64e-3,
+        collate=64e-6,
+        waited=64e-3,
+        step=6.4e-3,
+        batches=10**5,
+        bytes=10**5 * 64 * 80,
     ),
     "cores that other work takes": given(**HUNDRED, cpu=0.3, queued=0.7),
     "two busy programs beside two workers on two cores": given(**HUNDRED, cpu=0.5, queued=0.48, cores=2),
