@@ -1,16 +1,13 @@
 """The pin thread from the start of the workers to their end; `faults.drops` drops its iterators in every way."""
 
-import collections
-import contextlib
 import gc
 import itertools
-import threading
 
 import pytest
 import torch
 from copied_shutdown import copied_shutdown
 from pinning_support import pinning
-from sample_data import Images, Numbers, Shards
+from sample_data import Images, Numbers
 from support import (
     TORCH_MODE,
     DataLoader,
@@ -77,30 +74,6 @@ def test_p11_persistent_epochs_also_after_a_break(host):
         assert values(loader) == expected
     assert loader._iterator is iterator and iterator._pin_memory_thread is thread and threads_named(THREAD) == 1
     iterator._shutdown_workers()
-
-
-@pytest.mark.ours
-def test_two_threads_in_one_next_and_one_that_shuts_down(host):
-    iterator = iter(DataLoader(Shards([100_000]), batch_size=None, num_workers=1, pin_memory=True))
-    got = collections.deque()
-
-    def consume():
-        with contextlib.suppress(RuntimeError, StopIteration):
-            while True:
-                got.append(int(next(iterator)[1]))
-
-    consumers = [threading.Thread(target=consume) for _ in range(2)]
-    for thread in consumers:
-        thread.start()
-    assert wait_until(lambda: len(got) > 50)
-    with within(20):
-        iterator._shutdown_workers()
-    for thread in consumers:
-        thread.join(60)
-        assert not thread.is_alive()
-    assert len(set(got)) == len(got)
-    assert sorted(got)[: len(got) - 2] == list(range(len(got) - 2)), "only batches in delivery may be missing"
-    assert none_left(worker_pids(iterator))
 
 
 @pytest.mark.parametrize("persistent", [False, True])
