@@ -14,12 +14,13 @@ import pytest
 import torch
 import torch.utils.data.sampler as torch_sampler
 from generators import torch_states
-from support import DataLoader, TorchDataLoader, outcome, run_script, within
+from sample_data import untouched
+from sampler_plans import OwnRandom, Plan, Sized, random_plan
+from support import DataLoader, TorchDataLoader, outcome, run_script
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
     RandomSampler,
-    SequentialSampler,
     SubsetRandomSampler,
 )
 
@@ -31,21 +32,12 @@ pytestmark = pytest.mark.ours
 ORDER = os.path.dirname(stream.__code__.co_filename)
 
 
-class Sized:
-    """A dataset whose length can change."""
-
-    def __init__(self, size):
-        self.size = size
-
-    def __len__(self):
-        return self.size
-
-    def __getitem__(self, index):
-        return index
-
-
-def untouched(samples):
-    return samples
+def built(cls, plan):
+    """A loader with the sampler of a plan, and the generator that the program can see."""
+    index_sampler, generator = plan.make()
+    given = dict(sampler=index_sampler) if plan.batch_size is None else dict(batch_sampler=index_sampler)
+    batch = dict(batch_size=None) if plan.batch_size is None else {}
+    return cls(Sized(plan.size), collate_fn=untouched, **given, **batch), generator
 
 
 def indices_of(loader):
@@ -53,17 +45,15 @@ def indices_of(loader):
     return iter(loader)._sampler_iter
 
 
-def steps(cls, make, seed, count=None, disturb=lambda step, sampler: None):
+def steps(cls, plan, seed, count=None, disturb=lambda step, sampler: None):
     """The outcome of each call, and the states of the generators after it, until two calls have returned no batch.
 
     Args:
-        make: Builds the loader's arguments, and the generator that the program can see.
         count: The largest length of the result.
         disturb: Called before each call with its number and the BatchSampler.
     """
     torch.manual_seed(seed)
-    arguments, generator = make()
-    loader = cls(collate_fn=untouched, **arguments)
+    loader, generator = built(cls, plan)
     iterator = indices_of(loader)
     if cls is DataLoader:
         assert type(iterator) is IndexStream
@@ -76,72 +66,29 @@ def steps(cls, make, seed, count=None, disturb=lambda step, sampler: None):
     return seen
 
 
-def same_steps(make, seed=0, **kw):
-    expected = steps(TorchDataLoader, make, seed, **kw)
-    assert steps(DataLoader, make, seed, **kw) == expected
+def same_steps(plan, seed=0, **kw):
+    expected = steps(TorchDataLoader, plan, seed, **kw)
+    assert steps(DataLoader, plan, seed, **kw) == expected
     return [step for step, _ in expected[1:]]
 
 
-def random_sampler(size, *, batch_size=3, drop_last=False, seed=None, **kw):
-    """A function that builds the arguments of a loader with a RandomSampler."""
-
-    def make():
-        data = Sized(size)
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
-        sampler = RandomSampler(data, generator=generator, **kw)
-        return dict(dataset=data, sampler=sampler, batch_size=batch_size, drop_last=drop_last), generator
-
-    return make
-
-
-def shard(size, *, batch_size=3, drop_last=False, epoch=0, cut=False, change=None, **kw):
-    """A function that builds the arguments of a loader with a DistributedSampler, which with `cut` has drop_last."""
-
-    def make():
-        data = Sized(size)
-        sampler = DistributedSampler(data, drop_last=cut, **kw)
-        sampler.set_epoch(epoch)
-        vars(sampler).update(change or {})
-        return dict(dataset=data, sampler=sampler, batch_size=batch_size, drop_last=drop_last), None
-
-    return make
-
-
-def in_order(size, **batch):
-    """A function that builds the arguments of a loader with a SequentialSampler."""
-    return lambda: (dict(dataset=Sized(size), **batch), None)
-
-
-def random_case(rng):
-    size = rng.choice([1, 2, rng.randint(1, 12), rng.randint(1, 300)])
-    batch = dict(batch_size=rng.choice([1, rng.randint(1, 12), size, 400]), drop_last=rng.random() < 0.4)
-    if rng.random() < 0.35:
-        replicas = rng.choice([1, 2, rng.randint(1, 9), size + 3])
-        return shard(
-            size,
-            **batch,
-            num_replicas=replicas,
-            rank=rng.randrange(replicas),
-            shuffle=rng.random() < 0.6,
-            seed=rng.randrange(3),
-            epoch=rng.randrange(3),
-            cut=rng.random() < 0.3,
-        )
-    if rng.random() < 0.2:
-        return in_order(rng.choice([0, size, 8192, 20_000]), **batch)
-    if rng.random() < 0.2:
-        batch = dict(batch_size=None)
-    count = rng.choice([None, None, size, 2 * size, rng.randint(1, 3 * size)])
-    return random_sampler(size, **batch, num_samples=count, seed=rng.choice([None, rng.randrange(9)]))
+def has_stream(plan):
+    """Whether the samplers of a plan are those that the stream replaces."""
+    is_torchs = plan.cls is None and not plan.kw.get("replacement")
+    return is_torchs and (plan.batch_size is not None or plan.kind == "random")
 
 
 @pytest.mark.parametrize("part", range(10))
 def test_thousand_random_cases(part):
     rng = random.Random(part)
-    for _ in range(100):
-        case = rng.getrandbits(40)
-        make = random_case(random.Random(case))
-        assert same_steps(make, seed=case % 7), case
+    plans = (random_plan(rng, rng.choice(["sequential", "random", "random", "distributed"])) for _ in range(200))
+    for number, plan in enumerate(filter(has_stream, plans)):
+        assert same_steps(plan, seed=number % 7), plan
+
+
+@pytest.mark.parametrize("size", [0, 8192, 20_000])
+def test_long_epochs_in_order(size):
+    assert same_steps(Plan("sequential", size, batch_size=400))
 
 
 @pytest.mark.parametrize("batch_size", [3, None])
@@ -154,10 +101,6 @@ def test_yields_plain_lists_of_plain_ints(batch_size):
 
 
 # Which samplers get a stream
-
-
-class OwnRandom(RandomSampler):
-    pass
 
 
 class OwnBatches(BatchSampler):
@@ -220,57 +163,16 @@ def test_a_replaced_method_of_an_iterable_datasets_sampler_is_called(monkeypatch
     assert [*stream(index_sampler, iter(index_sampler))] == [["a", "b"], ["c"]]
 
 
-def test_an_iterator_that_a_program_puts_in_place_stays(monkeypatch):
-    base = torch.utils.data.dataloader._BaseDataLoaderIter
-    original = base._reset
-
-    def skipping(self, loader, first_iter=False):
-        original(self, loader, first_iter)
-        next(self._sampler_iter)
-
-    monkeypatch.setattr(base, "_reset", skipping)
-    with within(60):
-        torch.manual_seed(0)
-        batches = list(DataLoader(DATA, shuffle=True, num_workers=1, collate_fn=untouched))
-        torch.manual_seed(0)
-        assert batches == list(TorchDataLoader(DATA, shuffle=True, num_workers=1, collate_fn=untouched))
-    assert len(batches) == 9
-
-
-def test_a_sampler_that_is_replaced_before_the_first_call():
-    def make():
-        data = Sized(10)
-        return dict(dataset=data, sampler=RandomSampler(data), batch_size=3), None
-
-    def replace(with_what):
-        def disturb(step, batches):
-            if step == 1:
-                batches.sampler = with_what
-
-        return disturb
-
-    for other in (
-        [7, 8, 9, 1],
-        SequentialSampler(Sized(5)),
-        SequentialSampler(Sized(0)),
-        RandomSampler(Sized(7)),
-        OwnRandom(Sized(7)),
-    ):
-        assert same_steps(make, disturb=replace(other))
-    with_replacement = RandomSampler(Sized(7), replacement=True)
-    assert same_steps(make, disturb=replace(with_replacement))
-
-
 # When things happen
 
 
 def test_permutations_are_drawn_when_torch_draws_them(monkeypatch):
-    def drawn(cls, make):
+    def drawn(cls, plan):
         counts = []
         draws = []
         with monkeypatch.context() as patch:
             patch.setattr(torch, "randperm", lambda *args, **kw: draws.append(args) or original(*args, **kw))
-            iterator = indices_of(cls(**make()[0]))
+            iterator = indices_of(built(cls, plan)[0])
             counts.append(len(draws))
             for _ in iterator:
                 counts.append(len(draws))
@@ -279,12 +181,12 @@ def test_permutations_are_drawn_when_torch_draws_them(monkeypatch):
 
     original = torch.randperm
     for kw in (dict(), dict(num_samples=25), dict(num_samples=30), dict(num_samples=4)):
-        visible = random_sampler(10, seed=1, **kw)
+        visible = Plan("random", 10, given=True, **kw)
         assert drawn(DataLoader, visible) == drawn(TorchDataLoader, visible)
     # From a generator that no program can see, only what is needed is drawn.
-    assert drawn(DataLoader, random_sampler(10, batch_size=5)) == [0, 1, 1, 1]
-    assert drawn(TorchDataLoader, random_sampler(10, batch_size=5)) == [0, 1, 1, 2]
-    assert drawn(DataLoader, random_sampler(10, batch_size=5, num_samples=11)) == [0, 1, 1, 2, 2]
+    assert drawn(DataLoader, Plan("random", 10, batch_size=5)) == [0, 1, 1, 1]
+    assert drawn(TorchDataLoader, Plan("random", 10, batch_size=5)) == [0, 1, 1, 2]
+    assert drawn(DataLoader, Plan("random", 10, batch_size=5, num_samples=11)) == [0, 1, 1, 2, 2]
 
 
 def test_attributes_are_read_when_torch_reads_them():
@@ -297,10 +199,10 @@ def test_attributes_are_read_when_torch_reads_them():
 
     for size in (1, 5, 0, -1, True, None, 2.5, "3", 2**40, 2**70, torch.tensor(2)):
         for at in (1, 2, 5):  # the last one after an incomplete batch
-            assert same_steps(random_sampler(10), disturb=set_size(size, at))
+            assert same_steps(Plan("random", 10), disturb=set_size(size, at))
         if size not in (2**40,):  # torch would make a list of that size
-            assert same_steps(random_sampler(10, drop_last=True), disturb=set_size(size, 1))
-    assert same_steps(random_sampler(10, drop_last=True), disturb=set_size(2))
+            assert same_steps(Plan("random", 10, drop_last=True), disturb=set_size(size, 1))
+    assert same_steps(Plan("random", 10, drop_last=True), disturb=set_size(2))
 
     def drop_last(at):
         def disturb(step, batches):
@@ -309,41 +211,19 @@ def test_attributes_are_read_when_torch_reads_them():
         return disturb
 
     for at in (1, 2):
-        assert same_steps(random_sampler(10), disturb=drop_last(at))
+        assert same_steps(Plan("random", 10), disturb=drop_last(at))
 
 
 @pytest.mark.parametrize("at", [1, 2, 4])
 @pytest.mark.parametrize("to", [0, 3, 13, 25])
-@pytest.mark.parametrize("seed", [None, 3])
-def test_a_dataset_that_changes_its_length(at, to, seed):
+@pytest.mark.parametrize("given", [False, True])
+def test_a_dataset_that_changes_its_length(at, to, given):
     def disturb(step, batches):
         if step == at:
             batches.sampler.data_source.size = to
 
-    same_steps(random_sampler(10, seed=seed), disturb=disturb)
-    same_steps(random_sampler(10, seed=seed, num_samples=17), disturb=disturb)
-
-
-def test_a_distributed_sampler_whose_numbers_do_not_fit():
-    def set_size(size):
-        def disturb(step, batches):
-            if step == 1:
-                batches.sampler.dataset.size = size
-
-        return disturb
-
-    for kw in (dict(), dict(cut=True)):
-        for size, rank in itertools.product((0, 1, 5, 9, 12), range(3)):
-            same_steps(shard(10, num_replicas=3, rank=rank, **kw), disturb=set_size(size))
-    for change in (
-        {"num_samples": 7},
-        {"total_size": 9},
-        {"rank": 5},
-        {"rank": -1},
-        {"total_size": 12.0},
-        {"seed": "x"},
-    ):
-        assert same_steps(shard(10, num_replicas=3, rank=1, change=change))[0][0] in ("error", "value")
+    same_steps(Plan("random", 10, given=given), disturb=disturb)
+    same_steps(Plan("random", 10, given=given, num_samples=17), disturb=disturb)
 
 
 # Errors
@@ -361,24 +241,11 @@ class Failing(Sized):
 @pytest.mark.parametrize("error", [ValueError("no length"), StopIteration(), TypeError("none"), RuntimeError()])
 @pytest.mark.parametrize("at", [1, 4])
 def test_an_error_ends_the_stream_as_it_ends_a_generator(error, at):
-    def make():
-        data = Failing(10)
-        return dict(dataset=data, sampler=RandomSampler(data), batch_size=3), None
-
     def disturb(step, batches):
         batches.sampler.data_source.error = error if step == at else None
 
-    seen = same_steps(make, disturb=disturb)
+    seen = same_steps(Plan("random", 10, dataset=Failing), disturb=disturb)
     assert seen[-2][0] == "error" and seen[-1] == ("end",)
-
-
-def test_an_error_of_len_keeps_its_cause():
-    data = Failing(10)
-    stream = indices_of(DataLoader(data, sampler=RandomSampler(data)))
-    data.error = StopIteration("here")
-    with pytest.raises(RuntimeError, match="generator raised StopIteration") as raised:
-        next(stream)
-    assert raised.value.__cause__ is data.error
 
 
 def test_a_permutation_that_is_no_ordinary_tensor(monkeypatch):
@@ -387,56 +254,44 @@ def test_a_permutation_that_is_no_ordinary_tensor(monkeypatch):
 
     original = torch.randperm
     monkeypatch.setattr(torch, "randperm", lambda *args, **kw: original(*args, **kw).as_subclass(Own))
-    assert len(same_steps(random_sampler(10, num_samples=14))) == 7
-    assert len(same_steps(shard(10, num_replicas=3, rank=2))) == 4
+    assert len(same_steps(Plan("random", 10, num_samples=14))) == 7
+    assert len(same_steps(Plan("distributed", 10, num_replicas=3, rank=2))) == 4
 
 
 # Skipping
 
 
-def skipped(make, count, seed=0):
-    """The batches of a stream that skips `count` of them, and the states of the generators after the last one."""
+def stream_of(plan, seed=0, skip=0):
+    """A stream that skips some batches, and the generator that the program can see."""
     torch.manual_seed(seed)
-    arguments, generator = make()
-    stream = indices_of(DataLoader(collate_fn=untouched, **arguments))
-    stream.skip(count)
+    loader, generator = built(DataLoader, plan)
+    stream = indices_of(loader)
+    stream.skip(skip)
+    return stream, generator
+
+
+def skipped(plan, count):
+    """The batches of a stream that skips `count` of them, and the states of the generators after the last one."""
+    stream, generator = stream_of(plan, skip=count)
     return list(stream), torch_states(generator)
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 6, 7, 1000, sys.maxsize])
 def test_a_skip_ends_at_the_end(count):
-    for kw in (dict(num_samples=16), dict(num_samples=18, drop_last=True), dict(num_samples=18, seed=3)):
-        make = random_sampler(7, **kw)
-        whole, after = skipped(make, 0)
-        assert skipped(make, count) == (whole[count:], after)
+    for kw in (dict(num_samples=16), dict(num_samples=18, drop_last=True), dict(num_samples=18, given=True)):
+        plan = Plan("random", 7, **kw)
+        whole, after = skipped(plan, 0)
+        assert skipped(plan, count) == (whole[count:], after)
         assert len(whole) == 6 - (kw.get("drop_last", False) and 18 % 3 != 0)
-
-
-def test_skips_add_up_and_draw_at_the_first_next():
-    make = random_sampler(10, seed=4)
-    whole, _ = skipped(make, 0)
-    arguments, generator = make()
-    stream = indices_of(DataLoader(**arguments))
-    before = torch_states(generator)
-    stream.skip(2)
-    stream.skip(1)
-    assert torch_states(generator) == before
-    assert list(stream) == whole[3:]
-    assert torch_states(generator) != before
 
 
 def test_a_skip_draws_no_permutation_before_torch_would():
     # A permutation is two batches: the second one is drawn with the third batch, with a skip or without.
-    make = random_sampler(6, num_samples=12, seed=4)
-    torch.manual_seed(0)
-    arguments, generator = make()
-    stream = indices_of(DataLoader(**arguments))
+    plan = Plan("random", 6, num_samples=12, given=True)
+    stream, generator = stream_of(plan)
     next(stream), next(stream)
     expected = torch_states(generator), next(stream), torch_states(generator)
-    torch.manual_seed(0)
-    arguments, generator = make()
-    stream = indices_of(DataLoader(**arguments))
-    stream.skip(1)
+    stream, generator = stream_of(plan, skip=1)
     next(stream)
     assert (torch_states(generator), next(stream), torch_states(generator)) == expected
 
@@ -462,13 +317,10 @@ def raise_interrupt(signum, frame):
     raise Interrupt
 
 
-def interrupted(make, at, skip=0):
+def interrupted(plan, at, skip=0):
     """All batches of a stream, although a signal handler raises at the `at`-th point where one can run, and the states
     of the generators. The batches are None if there is no such point."""
-    torch.manual_seed(1)
-    arguments, generator = make()
-    stream = indices_of(DataLoader(**arguments))
-    stream.skip(skip)
+    stream, generator = stream_of(plan, 1, skip)
     points = itertools.count()
 
     def profile(frame, event, arg):
@@ -496,50 +348,28 @@ def interrupted(make, at, skip=0):
 
 
 @pytest.mark.parametrize(
-    "make",
+    "plan",
     [
-        random_sampler(7, num_samples=16, batch_size=3),
-        random_sampler(7, num_samples=16, batch_size=3, seed=8),
-        random_sampler(7, batch_size=7, seed=8),
-        random_sampler(7, batch_size=3, drop_last=True),
-        random_sampler(7, num_samples=9, batch_size=None),
-        shard(7, num_replicas=3, rank=2, batch_size=2),
+        Plan("random", 7, num_samples=16, batch_size=3),
+        Plan("random", 7, num_samples=16, batch_size=3, given=True),
+        Plan("random", 7, batch_size=7, given=True),
+        Plan("random", 7, batch_size=3, drop_last=True),
+        Plan("random", 7, num_samples=9, batch_size=None),
+        Plan("distributed", 7, num_replicas=3, rank=2, batch_size=2),
     ],
 )
 @pytest.mark.parametrize("skip", [0, 3])
-def test_an_interrupt_loses_and_doubles_nothing(make, skip):
-    torch.manual_seed(1)
-    arguments, generator = make()
-    expected = list(indices_of(DataLoader(**arguments)))[skip:], torch_states(generator)
+def test_an_interrupt_loses_and_doubles_nothing(plan, skip):
+    stream, generator = stream_of(plan, 1)
+    expected = list(stream)[skip:], torch_states(generator)
     at = 0
     while True:
-        batches, after = interrupted(make, at, skip)
+        batches, after = interrupted(plan, at, skip)
         if batches is None:
             break
         assert (batches, after) == expected, at
         at += 1
     assert at >= 5
-
-
-def test_ctrl_c_while_the_engine_draws_a_permutation_does_not_end_the_epoch():
-    class Interrupting(Sized):
-        armed = False
-
-        def __len__(self):
-            if self.armed:
-                self.armed = False
-                signal.raise_signal(signal.SIGINT)
-            return self.size
-
-    data = Interrupting(12)
-    kw = dict(batch_size=4, shuffle=True, num_workers=1, collate_fn=untouched, persistent_workers=True)
-    with within(60):
-        loader = DataLoader(data, **kw)
-        list(loader)
-        data.armed = True
-        with pytest.raises(KeyboardInterrupt):
-            iter(loader)
-        assert sorted(itertools.chain(*loader)) == list(range(12))
 
 
 def test_next_in_two_threads_raises_as_a_generator_does():
@@ -616,22 +446,6 @@ def test_memory_of_two_million_indices():
     grown, of_python = map(int, out.split())
     assert 15_000_000 < grown < 18_000_000  # 8 bytes per index, and some noise
     assert of_python < 300_000  # a batch or two; NumPy's views share torch's memory
-
-
-def test_the_permutation_is_freed_at_the_end(monkeypatch):
-    original = torch.randperm
-    alive = []
-
-    def randperm(*args, **kw):
-        permutation = original(*args, **kw)
-        alive.append(weakref.ref(permutation.untyped_storage()))
-        return permutation
-
-    monkeypatch.setattr(torch, "randperm", randperm)
-    stream = indices_of(DataLoader(Sized(1000), shuffle=True, batch_size=100))
-    count = sum(1 for _ in stream)
-    assert count == 10 and type(stream) is IndexStream
-    assert [ref() for ref in alive] == [None]
 
 
 def test_the_known_code_is_that_of_the_installed_torch():

@@ -14,11 +14,9 @@ from resume_support import (
     Logged,
     Recalling,
     Tail,
-    TailIterator,
     Workers,
     log_init,
     make,
-    with_draws,
 )
 from sample_data import Numbers, as_list, untouched
 from support import POLLS, STARTED, call_of, config_of, outcome, wait_until, within
@@ -66,30 +64,6 @@ def test_a_worker_whose_dataset_had_ended_makes_nothing(workers, count, batch_si
     # It takes one step, in which a generator function would apply its loaded state. A step that yields is undone.
     sent = [(count, state.iterator_state, state.ended) for count, state, _ in workers.sent(0)]
     assert sent == [(0, {"i": 2}, True), (1, {"i": 2}, True)]
-
-
-@pytest.mark.parametrize("batch_size", [2, None])
-@pytest.mark.forks
-def test_a_dataset_that_ends_in_the_replay_is_not_asked_again(workers, batch_size):
-    workers.set(WorkerStart(replay=9), WorkerStart(replay=3 if batch_size is None else 2))
-
-    class Rounds(TailIterator):
-        """Starts over if it is asked for more after its end."""
-
-        def __next__(self):
-            if self.i == self.dataset.n:
-                self.i = 0
-                raise StopIteration
-            return super().__next__()
-
-    class Once(Tail):
-        def __iter__(self):
-            return Rounds(self)
-
-    loader = make(Once(5), 2, batch_size=batch_size, collate_fn=untouched)
-    assert list(loader) == ([3, 4] if batch_size is None else [[4]])
-    assert [count for count, _, _ in workers.sent(0)] == [0, 1]
-    assert workers.sent(1)[-1][1].ended is True
 
 
 # Batches of a resumed epoch
@@ -173,36 +147,6 @@ def test_a_fetcher_that_a_library_replaced_fetches_in_full(workers, monkeypatch)
 
 
 # Epochs, and the end
-
-
-@pytest.mark.forks
-def test_later_epochs_of_persistent_workers_begin_anew(workers):
-    workers.set(WorkerStart({"made": [50]}, replay=[[0, 1]]), first_ordinal=1)
-    kw = dict(collate_fn=with_draws, seed_by="sample")
-    loader = make(Recalling(4), persistent_workers=True, **kw)
-    list(loader)
-    first = len(workers.sent())
-    later = [[[sample[::2] for sample in samples], draws] for samples, draws in loader]
-    assert [count for count, _, _ in workers.sent()[first:]] == [0, 1, 2]
-    # The same as a second epoch of a plain loader, from ordinal 0.
-    workers.set()
-    plain = make(Recalling(4), **kw)
-    list(plain)
-    assert later == [[[sample[::2] for sample in samples], draws] for samples, draws in plain]
-
-
-def test_a_replay_that_no_task_has_begun_ends_with_the_epoch(workers):
-    workers.set(WorkerStart(replay=1), WorkerStart(replay=2))
-
-    class Sampled(Tail):
-        pass
-
-    loader = make(Sampled(8), 2, persistent_workers=True, collate_fn=as_list, prefetch_factor=1)
-    # The only task of the first epoch goes to the first worker.
-    loader.batch_sampler.sampler = range(2)
-    assert list(loader) == [[2, 3]]
-    loader.batch_sampler.sampler = range(4)
-    assert list(loader) == [[0, 1], [0, 1]]
 
 
 class Stuck(Recalling):
@@ -330,32 +274,6 @@ class Marking(Logged, Numbers):
     def __getitem__(self, i):
         self.mark += 1
         return self.mark[0].item()
-
-
-class Arriving:
-    """Logs the ID of each process that unpickles it."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return arrive, (self.path,)
-
-
-def arrive(path):
-    with open(path, "a") as file:
-        file.write(f"{os.getpid()}\n")
-    return torch.zeros(1)
-
-
-def test_a_worker_is_sent_its_own_state_alone(engine, tmp_path):
-    paths = [tmp_path / "0", tmp_path / "1"]
-    engine(*[WorkerStart({"mark": Arriving(path)}) for path in paths])
-    loader = make(Marking(2), 2, batch_size=None, collate_fn=untouched, multiprocessing_context="spawn")
-    iterator = iter(loader)
-    pids = [f"{worker.pid}\n" for worker in iterator._workers]
-    assert list(iterator) == [1.0, 1.0]
-    assert [path.read_text() for path in paths] == pids
 
 
 def test_the_end_of_a_dataset_without_batches_has_its_snapshot(engine):
