@@ -22,7 +22,6 @@ from support import (
     within,
     worker_pids,
 )
-from torch.utils.data import _utils
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 THREAD_EXITED = ("error", RuntimeError, "Pin memory thread exited unexpectedly")
@@ -195,25 +194,6 @@ def test_ctrl_c_while_next_waits_for_the_thread_loses_nothing(host, acts):
     thread.join()
     release.set()
     assert list(iterator) == [1, 2, 3]
-
-
-@pytest.mark.ours
-def test_a_stuck_type_does_not_hold_up_the_shutdown(host, acts, monkeypatch):
-    """torch's shutdown joins its thread without a timeout."""
-    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.5)
-    stuck, release = threading.Event(), threading.Event()
-    acts[0] = lambda: stuck.set() or release.wait()
-    iterator = iter(loader_of(Acts(9)))
-    pids, thread = worker_pids(iterator), iterator._pin_memory_thread
-    assert stuck.wait(60)
-    with within(10):
-        iterator._shutdown_workers()
-    assert all(map(gone, pids)) and thread.is_alive()
-    assert outcome(next, iterator) == ("end",)
-    del iterator
-    release.set()
-    thread.join(60)
-    assert not thread.is_alive()
 
 
 @pytest.mark.ours

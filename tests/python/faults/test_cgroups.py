@@ -1,6 +1,5 @@
 """Memory limits: a batch that exceeds one is a MemoryError, not an OOM kill; the next one is delivered."""
 
-import os
 import re
 import shutil
 
@@ -39,25 +38,6 @@ def test_many_workers_together_do_not_exceed_the_cgroup(small_cgroup):
     errors, sizes = in_cgroup(join, wide, [60] * 24, False, 6)
     assert kills() == 0 and len(errors) + len(sizes) == 24 and set(sizes) == {60}
     assert errors and all(limit in NO_MEMORY.fullmatch(text)[2] for text in errors)
-
-
-def test_the_page_cache_leaves_memory_to_batches(small_cgroup, tmp_path):
-    """The page cache of files that each epoch reads fills the cgroup, but can be reclaimed."""
-    join, _, kills = small_cgroup
-    file = tmp_path / "samples"
-
-    def body():
-        with file.open("wb") as samples:
-            for _ in range(350):
-                samples.write(bytes(1 << 20))
-            os.fsync(samples.fileno())
-        for _ in range(4):
-            with file.open("rb") as samples:
-                while samples.read(1 << 20):
-                    pass
-        return wide((10, 50, 20, 60, 30))
-
-    assert in_cgroup(join, body) == [[], [10, 50, 20, 60, 30]] and kills() == 0
 
 
 # Simulated limits: (files, the description of the limit, the bytes left). The bytes left exclude the margin of 32 MB.

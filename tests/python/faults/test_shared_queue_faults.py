@@ -12,7 +12,6 @@ from support import (
     outcomes,
     values,
     wait_until,
-    while_next_waits,
     within,
     worker_pids,
 )
@@ -93,15 +92,6 @@ def test_the_death_of_all_workers_is_an_error_and_no_hang(at, tmp_path):
         results = outcomes(iterator, 45)
     assert [o[0] for o in results].count("value") <= 4 and results[-1][0] == "error"
     assert "is killed by signal: Killed" in results[-1][2]
-
-
-def test_a_wait_ends_with_the_last_worker(tmp_path):
-    dataset = Recorded(9, tmp_path / "sample", held=(0, 1))
-    iterator = iter(shared(dataset, batch_size=None))
-    pids = worker_pids(iterator)
-    thread = while_next_waits(lambda: [os.kill(pid, signal.SIGKILL) for pid in pids])
-    assert "is killed by signal: Killed" in str(lasting_error(iterator))
-    thread.join()
 
 
 def test_a_death_while_a_new_epoch_begins_is_named(tmp_path):

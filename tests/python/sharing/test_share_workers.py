@@ -1,22 +1,17 @@
-"""Shared objects in workers: every start method, both loaders, batches, kills."""
+"""Shared objects in workers: every start method, both loaders, batches."""
 
-import contextlib
 import copyreg
 import os
-import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
-from support import BOTH, DataLoader, gone, rustloader, wait_until
+from support import BOTH, DataLoader, rustloader
 
 pytestmark = pytest.mark.ours
 
 if rustloader is not None:
     from rustloader.sharing.pickling import data_of
-    from rustloader.system import procfs
 
     share = rustloader.share
 
@@ -181,61 +176,3 @@ def test_default_collate_takes_shared_rows(loader):
     data = torch.utils.data.TensorDataset(share(torch.arange(12.0).reshape(4, 3)))
     (batch,) = next(iter(loader(data, batch_size=4, num_workers=1)))
     assert type(batch) is torch.Tensor and torch.equal(batch, torch.arange(12.0).reshape(4, 3))
-
-
-HEAD = """
-import os, signal, sys
-import torch
-import rustloader
-class Data(torch.utils.data.Dataset):
-    def __init__(self):
-        self.items = rustloader.share([str(n) for n in range(1000)])
-    def __len__(self):
-        return 1000
-    def __getitem__(self, index):
-        return len(self.items[index])
-"""
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_killed_program_leaves_no_shared_memory(method, tmp_path):
-    before = set(os.listdir("/dev/shm"))
-    source = (
-        HEAD
-        + f"""
-if __name__ == "__main__":
-    data = Data()
-    iterator = iter(rustloader.DataLoader(data, batch_size=10, num_workers=2, multiprocessing_context={method!r}))
-    next(iterator)
-    pids = [worker.pid for worker in iterator._workers]
-    print(os.fstat(data.items.store.fileno()).st_ino, *pids, flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-    )
-    file = tmp_path / "program.py"
-    file.write_text(source)
-    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=240)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    inode, *pids = map(int, done.stdout.split())
-    assert wait_until(lambda: all(gone(pid) for pid in pids), 60)
-    # Other programs have semaphores there, and short-lived files.
-    new = {name for name in set(os.listdir("/dev/shm")) - before if not name.startswith("sem.mp-")}
-    assert wait_until(lambda: not new & set(os.listdir("/dev/shm")), 60), new & set(os.listdir("/dev/shm"))
-    assert wait_until(lambda: not users_of(inode), 60), users_of(inode)
-
-
-def users_of(inode):
-    """The processes that have mapped or opened a shared object, by its inode."""
-    name = "memfd:rustloader-shared"
-    pids = []
-    for pid in procfs.pids():
-        maps = [line.split() for line in (procfs.read(f"/proc/{pid}/maps") or "").splitlines() if name in line]
-        files = []
-        with contextlib.suppress(OSError):
-            for number in os.listdir(f"/proc/{pid}/fd"):
-                path = f"/proc/{pid}/fd/{number}"
-                with contextlib.suppress(OSError):
-                    files += [os.stat(path).st_ino] if name in os.readlink(path) else []
-        if inode in files or any(words[4] == str(inode) for words in maps):
-            pids.append(pid)
-    return pids
