@@ -158,7 +158,8 @@ def test_a_live_process_is_shown(method, tmp_path, capsys):
 
 
 def test_pid_of_a_worker_shows_its_main_process_as_plain_text(capsys):
-    _iterator, pids = started(prefetch_factor=3, name="train")
+    iterator, pids = started(prefetch_factor=3, name="train")
+    next(iterator)  # worker 1 has started
     status, out, err = run(pids[1], "--once", "--interval", "0.1", capsys=capsys)
     assert err == f"Process {pids[1]} is worker 1 of a loader of process {OWN}. Showing process {OWN}.\n"
     lines = out.splitlines()
