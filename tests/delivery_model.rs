@@ -272,7 +272,7 @@ fn incoming() -> Incoming {
 }
 
 /// The scheduler of both sides, as decisions of the real one. A batch is its own ready result.
-fn decide(world: &mut World<'_>, may_ask: bool) -> Decision<(), Arrival<u64>> {
+fn decide(world: &mut World<'_>, may_ask: bool) -> Decision<u64, Arrival<u64>> {
     if world.script.fills && world.room > 0 && may_ask {
         return Decision::Submit;
     }
@@ -281,8 +281,8 @@ fn decide(world: &mut World<'_>, may_ask: bool) -> Decision<(), Arrival<u64>> {
         let (task, worker) = (TaskId(batch), WorkerId(0));
         // Some results are errors of workers, which are delivered in the same way.
         return match batch % 3 {
-            0 => Decision::Raise { task, worker, tag: (), result },
-            _ => Decision::Deliver { task, worker, tag: (), result },
+            0 => Decision::Raise { task, worker, tag: 0, result },
+            _ => Decision::Deliver { task, worker, tag: 0, result },
         };
     }
     match world.scripted() {
@@ -357,20 +357,9 @@ impl Driver {
     fn call(&mut self, world: &mut World<'_>) -> Answer {
         self.delivery.on_event(Event::NextBegan);
         loop {
-            // The delivery's tags are of another type here.
-            let decide = |may_ask| match decide(world, may_ask) {
-                Decision::Deliver { task, worker, result, .. } => Decision::Deliver { task, worker, tag: 0, result },
-                Decision::Raise { task, worker, result, .. } => Decision::Raise { task, worker, tag: 0, result },
-                Decision::Submit => Decision::Submit,
-                Decision::Wait(deadline) => Decision::Wait(deadline),
-                Decision::TimedOut => Decision::TimedOut,
-                Decision::Vacant(death) => Decision::Vacant(death),
-                Decision::Resend => Decision::Resend,
-                Decision::Dead(death) => Decision::Dead(death),
-                Decision::End => Decision::End,
-                Decision::Shutdown => Decision::Shutdown,
+            let Ok(step) = self.delivery.answer(self.closed, |may_ask| decide(world, may_ask)) else {
+                return Answer::Broken;
             };
-            let Ok(step) = self.delivery.answer(self.closed, decide) else { return Answer::Broken };
             return match step {
                 Step::Submit if self.draw(world) => continue,
                 Step::Submit => Answer::Interrupted,
@@ -468,72 +457,5 @@ proptest! {
     #[test]
     fn delivery_matches_the_reference(script in script()) {
         run(&script);
-    }
-}
-
-/// Each row of the table in the module's documentation precedes all later rows.
-#[test]
-fn the_answers_have_the_precedence_of_the_table() {
-    let mut delivery = Delivery::<u64, u64, u64>::new(false);
-    // Together: an error and an owed draw, an unread result, a tied result, and the end of the pin thread. Damage comes
-    // last.
-    delivery.on_event(Event::DrawFailed(1));
-    delivery.on_event(Event::DecodeInterrupted(2));
-    delivery.tie(incoming());
-    delivery.on_event(Event::PinThreadEnded("why".to_owned()));
-    delivery.on_event(Event::NextBegan);
-    let mut answers = Vec::new();
-    let mut ask = |delivery: &mut Delivery<u64, u64, u64>, closed, decision| {
-        answers.push(match delivery.answer(closed, |_| decision) {
-            Err(_) => "broken",
-            Ok(Step::Raise(1)) => "error",
-            Ok(Step::Closed) => "closed",
-            Ok(Step::Submit) => "draw",
-            Ok(Step::Unread(2)) => "unread",
-            Ok(Step::Open { .. }) => "open",
-            Ok(Step::End) => "end",
-            Ok(Step::NoPinThread(_)) => "no pin thread",
-            Ok(other) => panic!("{other:?}"),
-        });
-    };
-    ask(&mut delivery, true, Decision::End);
-    ask(&mut delivery, true, Decision::End);
-    ask(&mut delivery, false, Decision::End);
-    delivery.on_event(Event::IndexDrawn);
-    ask(&mut delivery, false, Decision::End);
-    ask(&mut delivery, false, Decision::End);
-    delivery.untie(None);
-    ask(&mut delivery, false, Decision::End);
-    ask(&mut delivery, false, Decision::Wait(None));
-    delivery.tie(incoming());
-    delivery.on_event(Event::Broken(Error::corrupt("it is broken")));
-    ask(&mut delivery, false, Decision::End);
-    assert_eq!(answers, ["error", "closed", "draw", "unread", "open", "end", "no pin thread", "broken"]);
-}
-
-/// With a window, failed draws are repeated because the scheduler asks again; without one, they are owed.
-#[test]
-fn a_failed_draw_is_owed_without_a_window_alone_and_a_window_does_not_ask_before_its_error_is_raised() {
-    for fills in [false, true] {
-        let mut delivery = Delivery::<u64, u64, u64>::new(fills);
-        let mut may_ask = None;
-        let mut ask = |delivery: &mut Delivery<u64, u64, u64>| {
-            let step = delivery.answer(false, |may| {
-                may_ask = Some(may);
-                Decision::Wait(None)
-            });
-            (step.unwrap(), may_ask.take())
-        };
-        delivery.on_event(Event::NextBegan);
-        assert!(matches!(ask(&mut delivery), (Step::Wait(_), Some(true))));
-        delivery.on_event(Event::DrawFailed(7));
-        assert!(matches!(ask(&mut delivery), (Step::Wait(_), Some(false))));
-        delivery.on_event(Event::NextBegan);
-        assert!(matches!(ask(&mut delivery), (Step::Raise(7), None)));
-        delivery.on_event(Event::NextBegan);
-        match fills {
-            true => assert!(matches!(ask(&mut delivery), (Step::Wait(_), Some(true)))),
-            false => assert!(matches!(ask(&mut delivery), (Step::Submit, None))),
-        }
     }
 }

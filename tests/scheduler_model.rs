@@ -49,7 +49,7 @@ struct Torch {
 }
 
 impl Torch {
-    fn new(config: &Config, first: u64) -> Self {
+    fn new(config: &Config, first: u64, cycle: usize) -> Self {
         let mut torch = Torch {
             prefetch: config.prefetch,
             in_order: config.in_order,
@@ -59,7 +59,7 @@ impl Torch {
             status: vec![true; config.workers],
             num_tasks: vec![0; config.workers],
             outstanding: 0,
-            cycle: 0,
+            cycle,
             indices: config.indices,
             dead: Vec::new(),
             sent: Vec::new(),
@@ -275,8 +275,11 @@ struct World<'a> {
     clock: Option<Duration>,
     indices: usize,
     epoch: u64,
+    /// The worker with which the epoch's cycle begins.
+    first: usize,
     arrivals: VecDeque<Arrival>,
     sent: Vec<(u64, usize)>,
+    is_shut_down: bool,
     /// For each task, the number of times its tag was returned.
     ended: Vec<u32>,
 }
@@ -314,8 +317,9 @@ impl World<'_> {
                     }
                 }
                 Action::Discard { task, tag, result } => {
-                    self.ended[task.0 as usize] += 1;
-                    assert_eq!(tag, Some(task.0));
+                    // A result that arrives after the shutdown has no tag.
+                    assert!(tag == Some(task.0) || self.is_shut_down && tag.is_none() && result.is_some());
+                    self.ended[task.0 as usize] += u32::from(tag.is_some());
                     assert!(result.is_none_or(|result| result == task.0 * 3));
                 }
             }
@@ -543,7 +547,7 @@ impl World<'_> {
                     }
                 };
                 if self.settings.dispatch == Dispatch::RoundRobin && self.config.is_map_style() {
-                    assert_eq!(worker.index(), self.sent.len() % self.config.workers);
+                    assert_eq!(worker.index(), (self.first + self.sent.len()) % self.config.workers);
                 }
                 self.sent.push((task.0, worker.index()));
                 let process = &mut self.processes[worker.index()];
@@ -584,6 +588,7 @@ impl World<'_> {
         }
         if self.scheduler.death().is_none() && !self.scheduler.resuming() {
             assert_eq!(self.held(), self.scheduler.outstanding() + self.ready.len());
+            self.check_tasks();
         }
         let asks = *step == Decision::Submit;
         let replaces = matches!(step, Decision::Vacant(_) | Decision::Resend);
@@ -595,6 +600,19 @@ impl World<'_> {
             true if replaces || *step == Decision::TimedOut || self.scheduler.resuming() => assert!(!asks),
             true => assert_eq!(asks, self.has_room() && !is_blocked, "{step:?}"),
             false => assert!(!asks || self.has_room(), "there is no room for a task"),
+        }
+    }
+
+    /// Checks which tasks each worker has to answer.
+    fn check_tasks(&self) {
+        for (worker, process) in (0..).map(WorkerId).zip(&self.processes) {
+            let tasks = self.scheduler.tasks_of(worker).map(|(task, tag)| (task.0, *tag));
+            assert!(tasks.eq(process.bound.iter().map(|task| (*task, *task))), "{worker:?}");
+            assert_eq!(self.scheduler.oldest_task_of(worker), self.scheduler.tasks_of(worker).next());
+            let counts_bound = self.settings.fills() && self.settings.dispatch != Dispatch::SharedQueue;
+            if counts_bound && self.scheduler.is_active(worker) {
+                assert_eq!(self.scheduler.load_of(worker), process.bound.len());
+            }
         }
     }
 
@@ -651,6 +669,12 @@ impl World<'_> {
                         self.clock = Some(self.now);
                         self.event(Event::WaitBegan);
                     }
+                    if self.choice() < 10 {
+                        // A signal handler raises, and the user calls `next` again.
+                        self.clock = None;
+                        self.event(Event::WaitEnded);
+                        continue;
+                    }
                     must_time_out = self.waited(self.scheduler.deadline());
                     continue;
                 }
@@ -697,6 +721,11 @@ impl World<'_> {
         self.sampler_ended = false;
         self.sent.clear();
         self.arrivals.clear();
+        self.first = 0;
+        if self.choice() < 100 {
+            self.first = self.choice() as usize % self.config.workers;
+            self.scheduler.begin_with(WorkerId(self.first as u32)).unwrap();
+        }
         let mut asked = 0;
         while self.scheduler.primes(asked) {
             self.submit();
@@ -766,12 +795,14 @@ fn run(config: &Config) {
         clock: None,
         indices: 0,
         epoch: 0,
+        first: 0,
         arrivals: VecDeque::new(),
         sent: Vec::new(),
+        is_shut_down: false,
         ended: Vec::new(),
     };
     world.begin_epoch();
-    let mut torch = Torch::new(config, 0);
+    let mut torch = Torch::new(config, 0, world.first);
     let (mut last, mut epochs, mut batches) = (None, 0, 0);
     loop {
         if config.eager {
@@ -829,13 +860,16 @@ fn run(config: &Config) {
         if !config.persistent || epochs == 4 || !alive || !world.reset() {
             break;
         }
-        torch = Torch::new(config, world.epoch);
+        torch = Torch::new(config, world.epoch, world.first);
     }
     if world.choice() < 128 {
         world.a_worker_acts();
     }
+    world.is_shut_down = true;
     world.event(Event::Shutdown);
     assert_eq!(world.scheduler.next(true), Decision::Shutdown);
+    assert_eq!(world.scheduler.submit(0), Err(0));
+    while world.a_worker_acts() {}
     assert!(world.ended.iter().all(|count| *count == 1), "each task ends once: {:?}", world.ended);
 }
 

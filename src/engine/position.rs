@@ -179,123 +179,45 @@ mod tests {
 
     use super::*;
 
-    /// Returns the record after the workers have answered in round-robin order, with a batch for each `true` and an
-    /// error for each `false`.
-    fn in_order(workers: u32, batches: &[bool]) -> Positions {
-        let mut positions = Positions::new(workers as usize);
-        for (ordinal, is_batch) in (0..).zip(batches) {
-            positions.answered(ordinal, ordinal as u32 % workers, *is_batch);
-        }
+    /// Returns the record after a worker has answered with a batch for each `true` and an error for each `false`.
+    fn record(batches: &[bool]) -> Positions {
+        let mut positions = Positions::new(1);
+        (0..).zip(batches).for_each(|(ordinal, is_batch)| positions.answered(ordinal, 0, *is_batch));
         positions
     }
 
-    fn position(low: u64, ahead: &[u64], per_worker: &[u64], last_worker: Option<u32>) -> Result<Position, String> {
-        Ok(Position { low, ahead: ahead.to_vec(), per_worker: per_worker.to_vec(), last_worker })
-    }
-
     #[test]
-    fn a_position_counts_the_answers() {
-        let mut positions = Positions::new(2);
-        assert_eq!(positions.at(0, 0), position(0, &[], &[0, 0], None));
-        positions = in_order(2, &[true; 3]);
-        assert_eq!(positions.at(3, 0), position(3, &[], &[2, 1], Some(0)));
-        assert_eq!(positions.at(2, 0), position(2, &[], &[1, 1], Some(1)));
-        assert_eq!(positions.at(2, 1), position(1, &[], &[1, 0], Some(0)));
-        assert_eq!(positions.at(3, 3), position(0, &[], &[0, 0], None));
-        positions.begin_epoch();
-        assert_eq!(positions.at(0, 0), position(0, &[], &[0, 0], None));
-    }
-
-    #[test]
-    fn only_the_last_answer_may_be_missing() {
-        let positions = in_order(1, &[true; 3]);
+    fn a_position_that_is_not_kept_is_an_error() {
+        let mut positions = record(&[true; 3]);
         for answers in [0, 1, 4, u64::MAX] {
             let text = positions.at(answers, 0).unwrap_err();
             assert_eq!(text, format!("3 answers were given in this epoch, not {answers}"));
         }
-    }
-
-    #[test]
-    fn errors_are_answers_but_do_not_count_as_batches() {
-        let positions = in_order(2, &[true, false, true, false, false]);
-        assert_eq!(positions.at(5, 0), position(5, &[], &[3, 2], Some(0)));
-        assert_eq!(positions.at(4, 0), position(4, &[], &[2, 2], Some(1)));
-        // The position before the last batch also excludes the errors after that batch.
-        assert_eq!(positions.at(5, 1), position(2, &[], &[1, 1], Some(1)));
-        assert_eq!(positions.at(5, 2), position(0, &[], &[0, 0], None));
-        assert_eq!(positions.at(5, 3), Err("2 batches of this epoch can be taken back, not 3".into()));
-    }
-
-    #[test]
-    fn a_batch_that_could_not_be_read_becomes_an_error() {
-        let mut positions = in_order(1, &[true, true]);
-        positions.failed();
-        positions.failed();
-        assert_eq!(positions.at(2, 1), position(0, &[], &[0], None));
-        assert!(positions.at(2, 2).is_err());
-    }
-
-    #[test]
-    fn nine_batches_can_be_taken_back_even_if_the_last_answer_is_missing() {
-        for count in [10, 11, 50] {
-            let positions = in_order(2, &vec![true; count]);
-            let count = count as u64;
-            assert_eq!(positions.at(count, 9).unwrap().low, count - 9);
-            assert_eq!(positions.at(count - 1, 9).unwrap().low, count - 10);
-            let text = positions.at(count, 10).unwrap_err();
-            assert_eq!(text, "a position is at most 9 batches back, not 10");
-            assert_eq!(positions.settled(0) + positions.settled(1), count - 10);
-        }
-        assert!(in_order(2, &[true; 9]).at(8, 9).is_err());
+        positions.begin_epoch();
+        assert_eq!(positions.at(0, 0), Ok(Position { per_worker: vec![0], ..Position::default() }));
+        let text = record(&[true, false, true, false, false]).at(5, 3).unwrap_err();
+        assert_eq!(text, "2 batches of this epoch can be taken back, not 3");
+        assert_eq!(record(&[true; 50]).at(50, 10).unwrap_err(), "a position is at most 9 batches back, not 10");
     }
 
     #[test]
     fn the_record_is_bounded_and_answers_in_order_allocate_nothing() {
-        let mut positions = in_order(1, &[true; 100]);
+        let mut positions = record(&[true; 100]);
         assert_eq!(positions.recent.len(), BACK_BATCHES + 1);
         assert_eq!(positions.recent.capacity(), Positions::new(1).recent.capacity());
+        positions.left_out(100);
+        (101..120).for_each(|ordinal| positions.answered(ordinal, 0, true));
+        assert!(positions.left_out.is_empty());
         // An error before the oldest batch need not be kept.
-        positions = in_order(1, &[false; 100]);
+        positions = record(&[false; 100]);
         assert_eq!((positions.recent.len(), positions.settled(0)), (1, 99));
         let mut many = vec![false; BACK_ANSWERS];
         many[0] = true;
-        positions = in_order(1, &many);
+        positions = record(&many);
         assert_eq!(positions.at(BACK_ANSWERS as u64, 1).unwrap().low, 0);
         positions.answered(BACK_ANSWERS as u64, 0, false);
         assert!(positions.at(BACK_ANSWERS as u64 + 1, 1).is_err());
         assert_eq!(positions.recent.len(), 1);
-    }
-
-    #[test]
-    fn batches_out_of_order_are_ahead_until_the_gap_closes() {
-        let mut positions = Positions::new(2);
-        for (ordinal, worker) in [(1, 1), (3, 1), (0, 0)] {
-            positions.answered(ordinal, worker, true);
-        }
-        assert_eq!(positions.at(3, 0), position(2, &[3], &[1, 2], Some(0)));
-        assert_eq!(positions.at(3, 1), position(0, &[1, 3], &[0, 2], Some(1)));
-        assert_eq!(positions.at(3, 2), position(0, &[1], &[0, 1], Some(1)));
-        positions.answered(2, 0, true);
-        assert_eq!(positions.at(4, 0), position(4, &[], &[2, 2], Some(0)));
-        assert_eq!(positions.at(4, 1), position(2, &[3], &[1, 2], Some(0)));
-    }
-
-    #[test]
-    fn tasks_that_were_left_out_leave_no_gap() {
-        // Worker 0 ends at task 2, and answers neither task 2 nor task 4.
-        let mut positions = in_order(2, &[true; 2]);
-        positions.left_out(2);
-        positions.left_out(4);
-        assert_eq!(positions.at(2, 0), position(3, &[], &[1, 1], Some(1)));
-        positions.answered(3, 1, true);
-        assert_eq!(positions.at(3, 0), position(5, &[], &[1, 2], Some(1)));
-        positions.answered(5, 1, true);
-        assert_eq!(positions.at(4, 1), position(5, &[], &[1, 2], Some(1)));
-        assert_eq!(positions.at(4, 3), position(1, &[], &[1, 0], Some(0)));
-        for ordinal in 6..20 {
-            positions.answered(ordinal, 1, true);
-        }
-        assert!(positions.left_out.is_empty());
     }
 
     #[derive(Clone, Copy, Debug)]

@@ -90,46 +90,6 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_snapshot_up_to_a_number_of_answers_is_found() {
-        let mut snapshots = Snapshots::new(2);
-        assert_eq!(at(&snapshots, 9), None);
-        for (count, name) in [(0, "first"), (3, "third"), (5, "fifth")] {
-            snapshots.keep(0, count, Some(name), 0);
-        }
-        let expected = [(0, "first"), (0, "first"), (0, "first"), (3, "third"), (3, "third"), (5, "fifth")];
-        for (answers, expected) in (0..).zip(expected) {
-            assert_eq!(at(&snapshots, answers), Some(expected));
-        }
-        assert_eq!(at(&snapshots, u64::MAX), Some((5, "fifth")));
-        assert!(snapshots.at(1, 9).is_none() && snapshots.at(2, 9).is_none());
-    }
-
-    #[test]
-    fn the_later_of_two_snapshots_after_the_same_answer_counts() {
-        let mut snapshots = Snapshots::new(1);
-        snapshots.keep(0, 4, Some("before the end"), 0);
-        snapshots.keep(0, 4, Some("at the end"), 0);
-        assert_eq!(at(&snapshots, 4), Some((4, "at the end")));
-        assert_eq!(snapshots.workers[0].kept.len(), 1);
-    }
-
-    #[test]
-    fn snapshots_that_no_position_needs_are_dropped() {
-        let mut snapshots = Snapshots::new(1);
-        for (count, settled) in [(0, 0), (2, 1), (4, 3)] {
-            snapshots.keep(0, count, Some("state"), settled);
-        }
-        // A position after 3 answers needs the snapshot after 2.
-        let counts = |snapshots: &Snapshots<_>| snapshots.workers[0].kept.iter().map(|it| it.0).collect::<Vec<_>>();
-        assert_eq!(counts(&snapshots), [2, 4]);
-        snapshots.keep(0, 6, Some("state"), 4);
-        assert_eq!(counts(&snapshots), [4, 6]);
-        snapshots.clear();
-        assert_eq!(counts(&snapshots), [0; 0]);
-        assert!(snapshots.has_started(0));
-    }
-
-    #[test]
     fn a_new_epoch_drops_the_snapshots_of_the_old_one_even_if_they_arrive_late() {
         let mut snapshots = Snapshots::new(2);
         snapshots.keep(0, 7, Some("old"), 0);

@@ -109,7 +109,7 @@ fn a_death_with_only_early_tasks_is_raised_in_their_epoch() {
     machine.begin_early().unwrap();
     machine.submit(2).unwrap();
     assert_eq!(machine.next(true), batch(0, 0));
-    died(&mut machine, 0);
+    at(&mut machine, 0, death(0, &[]));
     assert_eq!(machine.next(true), WAIT);
     done(&mut machine, 1, 1);
     assert_eq!(machine.next(true), batch(1, 1));
@@ -125,7 +125,7 @@ fn a_death_with_a_task_of_the_current_epoch_is_raised_there() {
     machine.begin_early().unwrap();
     machine.submit(2).unwrap();
     assert_eq!(machine.next(true), batch(0, 0));
-    died(&mut machine, 1);
+    at(&mut machine, 0, death(1, &[]));
     assert_eq!(machine.next(true), dead(1, Some(1)));
     assert!(!machine.may_take_up());
 }
