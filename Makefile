@@ -75,7 +75,7 @@ test-docs: build ## Run the tests of documentation, docstrings, options and pack
 FAST := parity/test_class parity/test_iteration parity/test_worker unit/test_codec device/test_pinning tools/test_stats \
 	tools/test_cli_arguments tools/test_cli_bench_passes
 test-fast: build ## Run a subset of the tests, for use during development (a minute on two cores)
-	$(TEST_RUST) --lib --test '*_model' --test 'engine_*' --test garbage
+	$(TEST_RUST) --lib --test '*_model' --test engine --test garbage
 	$(PYTEST) $(FAST:%=tests/python/%.py) $(PARALLEL) --short $(ARGS)
 
 # Prints the kinds of a target, with the comments after their definitions.

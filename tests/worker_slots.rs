@@ -2,16 +2,12 @@
 //! Other workers, and leases on its blocks, are unaffected.
 
 use std::collections::VecDeque;
-use std::process::{Child, Command};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use rustloader::engine::completions::{Completions, Message};
-use rustloader::engine::{Engine, Step};
 use rustloader::error::Error;
-use rustloader::id::{TaskId, WorkerId};
-use rustloader::scheduler::Settings;
 use rustloader::shm::alloc::Allocator;
 use rustloader::shm::arena::{Arena, ArenaRing};
 use rustloader::shm::block::{CONSUMER, RETURNING, WORKER};
@@ -21,6 +17,11 @@ use rustloader::shm::ring::{Consumer, Producer};
 use rustloader::sys::event::EventFd;
 use rustloader::wire::{Leaf, Load, ResultEntry, ResultKind, TaskEntry, TaskKind, Timings};
 use rustloader::worker::port::{Keep, Port, Received};
+
+#[path = "common/fork.rs"]
+mod fork;
+
+use fork::Child;
 
 /// Bytes of a leaf: enough for a block of its own.
 const LEAF: usize = 40_000;
@@ -190,24 +191,19 @@ fn results_that_were_not_taken_in_are_not_reset() {
 }
 
 /// Answers tasks until it is killed.
-fn serve(arena: &Arc<Arena>) -> ! {
-    let worker = || {
-        let port = open(&arena.inherited(), 0);
-        loop {
-            if let Received::Task(entry) = port.receive().unwrap() {
-                let leaf = leaf(&port, entry.task as u8);
-                let keep = if entry.task % 2 == 0 { Keep::No } else { Keep::Yes };
-                port.send(entry.task, ResultKind::Plain, &[(leaf, keep)], &[1; 5000], Timings::default()).unwrap();
-                if keep == Keep::Yes {
-                    port.release(leaf.block);
-                }
-                port.enter(WorkerState::Idle);
+fn serve(arena: &Arc<Arena>) -> bool {
+    let port = open(&arena.inherited(), 0);
+    loop {
+        if let Received::Task(entry) = port.receive().unwrap() {
+            let leaf = leaf(&port, entry.task as u8);
+            let keep = if entry.task % 2 == 0 { Keep::No } else { Keep::Yes };
+            port.send(entry.task, ResultKind::Plain, &[(leaf, keep)], &[1; 5000], Timings::default()).unwrap();
+            if keep == Keep::Yes {
+                port.release(leaf.block);
             }
+            port.enter(WorkerState::Idle);
         }
-    };
-    let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(worker));
-    // SAFETY: the child ends without the exit handlers of the test process.
-    unsafe { libc::_exit(1) }
+    }
 }
 
 #[test]
@@ -219,11 +215,7 @@ fn processes_that_are_killed_at_random_follow_each_other() {
     let (mut seed, mut answered) = (0x9e37_79b9_7f4a_7c15_u64, 0);
     for round in 0..ROUNDS {
         let first = round * 1000;
-        // SAFETY: the child runs only `serve`, on copies of this test's objects.
-        let pid = unsafe { libc::fork() };
-        if pid == 0 {
-            serve(&arena);
-        }
+        let child = Child::fork(|| serve(&arena));
         let (mut sent, mut next) = (0, first);
         seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         let last = (seed >> 33) % 40;
@@ -245,13 +237,7 @@ fn processes_that_are_killed_at_random_follow_each_other() {
             }
             assert!(std::time::Instant::now() < end, "the process does not answer");
         }
-        let mut status = 0;
-        // SAFETY: this is a child of this test that has not been waited for; `status` is a local variable.
-        unsafe {
-            assert_eq!(libc::waitpid(pid, &mut status, libc::WNOHANG), 0, "it ended by itself: {status:x}");
-            libc::kill(pid, libc::SIGKILL);
-            libc::waitpid(pid, &mut status, 0);
-        }
+        child.kill();
         while let Some((task, lease)) = main.take() {
             assert_eq!(task, next);
             next += 1;
@@ -271,94 +257,4 @@ fn processes_that_are_killed_at_random_follow_each_other() {
     // From each process at most the batch in progress: its message, and its leaf if publishing had begun.
     let lost = held(&arena, 0, !0) as u64;
     assert!(lost <= 2 * ROUNDS, "{lost} blocks are lost");
-}
-
-fn spawn() -> Child {
-    Command::new("sleep").arg("1000").spawn().unwrap()
-}
-
-fn kill(child: &mut Child) {
-    child.kill().unwrap();
-    child.wait().unwrap();
-}
-
-#[test]
-fn an_engines_worker_is_replaced_and_the_others_batches_are_delivered() {
-    let arena = Arena::create_sized(1 << 30, 2, 16).unwrap();
-    let settings = Settings { restarts: true, ..Settings::torch(2, 3, true) };
-    let mut engine = Engine::<u64>::over(arena.clone(), settings).unwrap();
-    let mut processes = [spawn(), spawn()];
-    for (worker, process) in (0..).zip(&processes) {
-        engine.started(worker, process.id() as i32).unwrap();
-    }
-    let ports = [open(&arena, 0), open(&arena, 1)];
-    for tag in 0..6 {
-        engine.submit(tag, TaskKind::Plain, &[0; INDEX]).unwrap().unwrap();
-    }
-    for (worker, task) in [(0, 0), (1, 1), (0, 2)] {
-        assert!(matches!(ports[worker].receive(), Ok(Received::Task(entry)) if entry.task == task));
-        answer(&ports[worker], task);
-    }
-    let next = |engine: &mut Engine<u64>| loop {
-        match engine.step().unwrap() {
-            Step::Submit => {}
-            Step::Resend => {
-                assert!((3..6).contains(engine.unsent().unwrap()));
-                engine.resend(TaskKind::Plain, &[0; INDEX]).unwrap();
-            }
-            Step::Deliver { tag, incoming, .. } => {
-                let mut message = Message::open(&arena, &incoming, Vec::new()).unwrap();
-                return Ok((tag, message.leaves.take(0).unwrap()));
-            }
-            other => return Err(other),
-        }
-    };
-    assert_eq!(next(&mut engine).unwrap().0, 0);
-    let (_, lease) = next(&mut engine).unwrap();
-    let refused = |result| assert!(matches!(result, Err(Error::Usage { .. })), "{result:?}");
-    refused(engine.vacate(1));
-    kill(&mut processes[1]);
-    refused(engine.vacate(1));
-    engine.wait(None).unwrap();
-    engine.after_wait().unwrap();
-    let Ok(Step::Vacant(death)) = engine.step() else { panic!("the death is not reported") };
-    assert_eq!((death.worker, death.lost, engine.death()), (WorkerId(1), Some(TaskId(3)), None));
-    let report = engine.report(death);
-    assert_eq!((report.pid, report.index, report.task), (processes[1].id() as i32, Some(&3), Some(3)));
-    assert_eq!((report.answers, report.generation, report.place), (1, 0, None));
-    let indices = |arena: &Arena| held(arena, arena.geometry().main_region(), CONSUMER);
-    assert_eq!(indices(&arena), 3, "tasks 3, 4 and 5 are in the rings");
-
-    engine.vacate(1).unwrap();
-    // A second time, as after a failed start.
-    engine.vacate(1).unwrap();
-    assert_eq!(indices(&arena), 1, "the other worker has task 4");
-    assert_eq!(engine.report(death).pid, processes[1].id() as i32, "its slot is empty");
-    assert!(engine.handle().process(1).is_none());
-    processes[1] = spawn();
-    engine.started(1, processes[1].id() as i32).unwrap();
-    let port = open(&arena, 1);
-    assert!(port.take_up().unwrap().is_none(), "a task of the first process");
-    assert_eq!(engine.handle().status(1).unwrap().unwrap().tasks_done, 0);
-    assert_eq!(engine.handle().status(0).unwrap().unwrap().tasks_done, 2);
-
-    // The other worker's results and remaining task are unaffected.
-    assert!(matches!(ports[0].take_up(), Ok(Some(entry)) if entry.task == 4));
-    let (tag, other) = next(&mut engine).unwrap();
-    assert_eq!((tag, bytes(&other), bytes(&lease)), (2, &[2; LEAF][..], &[1; LEAF][..]));
-    // The first process's unanswered tasks are resent to the second, in order.
-    for task in [3, 5] {
-        assert!(matches!(port.take_up(), Ok(Some(entry)) if entry.task == task));
-        answer(&port, task);
-    }
-    answer(&ports[0], 4);
-    for task in 3..6 {
-        let (tag, lease) = next(&mut engine).unwrap();
-        assert_eq!((tag, bytes(&lease)), (task, &[task as u8; LEAF][..]));
-    }
-    assert!(matches!(next(&mut engine), Err(Step::End)));
-    refused(engine.vacate(1));
-    assert_eq!(engine.handle().alive(), 2);
-    processes.iter_mut().for_each(kill);
-    assert!(engine.handle().wait_gone(Duration::from_secs(20)).unwrap());
 }

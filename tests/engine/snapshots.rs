@@ -1,109 +1,50 @@
 //! Snapshots of workers: which ones the engine keeps and for how long, and that results are unaffected.
 
-use std::os::fd::AsRawFd;
-use std::process::{Child, Command};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use rustloader::config::BACK_BATCHES;
 use rustloader::engine::completions::Message;
 use rustloader::engine::pin::{Body, Prepare};
-use rustloader::engine::{Ending, Engine, Incoming, Step};
+use rustloader::engine::{Ending, Incoming};
 use rustloader::error::Error;
 use rustloader::metrics::{Count, WorkerTotals};
 use rustloader::scheduler::{Dispatch, Settings};
 use rustloader::shm::arena::Arena;
 use rustloader::shm::block::CONSUMER;
 use rustloader::shm::ring::Producer;
-use rustloader::sys::poll::PollSet;
-use rustloader::wire::{Load, ResultEntry, ResultKind, TaskKind, Timings};
-use rustloader::worker::port::{Port, Received};
+use rustloader::wire::{Load, ResultEntry, ResultKind, Timings};
 
-const LIMIT: Duration = Duration::from_secs(30);
-
-/// Returns the number of blocks that the main process has not released.
-fn held(arena: &Arc<Arena>) -> usize {
-    let entries = |region| &arena.table(region)[..arena.block_count(region) as usize];
-    (0..arena.geometry().workers)
-        .flat_map(entries)
-        .filter(|entry| entry.state.load(Ordering::SeqCst) & CONSUMER != 0)
-        .count()
-}
-
-fn until(mut condition: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !condition() {
-        assert!(start.elapsed() < LIMIT, "the condition never holds");
-        std::thread::sleep(Duration::from_millis(1));
-    }
-}
+use super::rig::{LIMIT, Loader, Rig, held, until};
 
 /// Counts the batches that it prepares.
 struct Counting(Arc<AtomicUsize>);
 
 impl Prepare for Counting {
-    type Ready = ();
+    type Ready = Vec<u8>;
 
-    fn prepare(&mut self, arena: &Arc<Arena>, incoming: &Incoming) -> Result<(), String> {
+    fn prepare(&mut self, arena: &Arc<Arena>, incoming: &Incoming) -> Result<Vec<u8>, String> {
         self.0.fetch_add(1, Ordering::SeqCst);
-        Message::open(arena, incoming, Vec::new()).map(drop).map_err(|error| error.to_string())
+        let message = Message::open(arena, incoming, Vec::new()).map_err(|error| error.to_string())?;
+        Ok(message.payload().to_vec())
     }
 
-    fn is_error((): &Self::Ready) -> bool {
+    fn is_error(_: &Self::Ready) -> bool {
         false
     }
 }
 
-/// An engine over ports in this process. A worker dies when its process, which only sleeps, is killed.
-struct Rig {
-    arena: Arc<Arena>,
-    engine: Engine<u64, ()>,
-    ports: Vec<Port>,
-    processes: Vec<Child>,
-    next: u64,
+fn rig(settings: Settings) -> Rig {
+    Rig::over(Loader::new(settings, true).unwrap(), 8)
+}
+
+/// Returns a rig of persistent workers with two tasks each.
+fn persistent(workers: usize) -> Rig {
+    rig(Settings { persistent: true, ..Settings::torch(workers, 2, true) })
 }
 
 impl Rig {
-    fn new(settings: Settings) -> Self {
-        let workers = settings.workers as u32;
-        let mut engine = Engine::new(settings, true).unwrap();
-        let arena = engine.arena().clone();
-        let doorbell = || engine.handle().doorbell.as_fd().try_clone_to_owned().unwrap();
-        let open = |worker| Port::open(arena.clone(), worker, doorbell()).unwrap();
-        let ports = (0..workers).map(open).collect();
-        let start = |_| Command::new("sleep").arg("1000").spawn().unwrap();
-        let processes: Vec<Child> = (0..workers).map(start).collect();
-        for (worker, process) in (0..).zip(&processes) {
-            engine.started(worker, process.id() as i32).unwrap();
-        }
-        let mut rig = Self { arena, engine, ports, processes, next: 0 };
-        (0..rig.engine.max_tasks()).for_each(|_| rig.submit());
-        rig
-    }
-
-    /// Creates a rig of persistent workers with two tasks each.
-    fn persistent(workers: usize) -> Self {
-        Self::new(Settings { persistent: true, ..Settings::torch(workers, 2, true) })
-    }
-
-    fn submit(&mut self) {
-        self.engine.submit(self.next, TaskKind::Plain, &[0; 8]).unwrap().unwrap();
-        self.next += 1;
-    }
-
-    fn take(&self, worker: usize) -> u64 {
-        let received = self.ports[worker].receive().unwrap();
-        let Received::Task(entry) = received else { panic!("{received:?}") };
-        entry.task
-    }
-
-    /// Answers a worker's next task.
-    fn answer(&self, worker: usize, kind: ResultKind) {
-        let task = self.take(worker);
-        self.ports[worker].send(task, kind, &[], b"data", Timings::default()).unwrap();
-    }
-
     fn snapshot(&self, worker: usize, count: u64, payload: &[u8]) {
         assert!(self.ports[worker].send_snapshot(count, payload, false).unwrap());
     }
@@ -121,54 +62,21 @@ impl Rig {
     /// Processes all results that have arrived, and opens tied ones.
     fn process_outside_next(&mut self) {
         while let Some((incoming, _)) = self.engine.process_outside_next().unwrap() {
-            drop(Message::open(&self.arena, &incoming, Vec::new()).unwrap());
-            self.engine.opened(()).unwrap();
+            let payload = self.payload_of(&incoming);
+            self.engine.opened(payload).unwrap();
         }
     }
 
-    /// Returns the tag of the next result. Submits tasks as the engine asks.
-    fn deliver(&mut self) -> u64 {
-        let start = Instant::now();
-        loop {
-            assert!(start.elapsed() < LIMIT, "next hangs");
-            match self.engine.step().unwrap() {
-                Step::Submit => self.submit(),
-                Step::Deliver { tag, incoming, ready: None } => {
-                    drop(Message::open(&self.arena, &incoming, Vec::new()).unwrap());
-                    return tag;
-                }
-                Step::Deliver { tag, .. } => return tag,
-                Step::Wait(deadline) => {
-                    self.engine.wait(deadline).unwrap();
-                    self.engine.after_wait().unwrap();
-                }
-                other => panic!("{other:?}"),
-            }
-        }
-    }
-
-    fn kill(&mut self, worker: usize) {
-        self.processes[worker].kill().unwrap();
-        self.processes[worker].wait().unwrap();
-    }
-
-    fn leave(&mut self) {
-        for worker in 0..self.ports.len() {
-            self.ports[worker].leave();
-            self.kill(worker);
-        }
-    }
-}
-
-impl Drop for Rig {
-    fn drop(&mut self) {
-        (0..self.processes.len()).for_each(|worker| self.kill(worker));
+    /// Takes the message that begins an epoch, and answers it.
+    fn resume(&self, worker: usize) {
+        assert_eq!(self.take(worker).task, 0, "the message has no task");
+        self.ports[worker].answer(0, ResultKind::Resumed).unwrap();
     }
 }
 
 #[test]
 fn a_snapshot_comes_before_its_result_and_is_no_result() {
-    let mut rig = Rig::new(Settings::torch(2, 2, true));
+    let mut rig = rig(Settings::torch(2, 2, true));
     rig.snapshot(0, 0, b"first");
     rig.answer(0, ResultKind::Plain);
     let done = |rig: &Rig| {
@@ -177,7 +85,7 @@ fn a_snapshot_comes_before_its_result_and_is_no_result() {
     };
     assert_eq!(done(&rig), (1, 1));
     assert_eq!(rig.kept(0, 9), None, "nothing has been processed yet");
-    assert_eq!(rig.deliver(), 0);
+    assert_eq!(rig.batch(), 0);
     assert_eq!(rig.kept(0, 9), Some((0, false, b"first".to_vec())));
     assert_eq!(rig.kept(1, 9), None);
     // The state after the second answer is sent before that answer.
@@ -187,7 +95,7 @@ fn a_snapshot_comes_before_its_result_and_is_no_result() {
     let before = rig.engine.progress();
     rig.process_outside_next();
     assert_eq!(rig.engine.progress().outstanding, before.outstanding - 2);
-    assert_eq!((rig.deliver(), rig.deliver()), (1, 2));
+    assert_eq!((rig.batch(), rig.batch()), (1, 2));
     assert_eq!(rig.kept(0, 1), Some((0, false, b"first".to_vec())));
     assert_eq!(rig.kept(0, 2), Some((2, false, b"second".to_vec())));
     assert_eq!(done(&rig), (2, 2));
@@ -200,14 +108,14 @@ fn a_snapshot_comes_before_its_result_and_is_no_result() {
 #[test]
 fn every_position_that_can_be_asked_for_has_its_snapshot_and_no_older_one_is_kept() {
     for in_order in [true, false] {
-        let mut rig = Rig::new(Settings::torch(2, 2, in_order));
+        let mut rig = rig(Settings::torch(2, 2, in_order));
         (0..2).for_each(|worker| rig.snapshot(worker, 0, b"first"));
         for answers in 1..=60u64 {
             let worker = (answers - 1) as usize % 2;
             let count = answers.div_ceil(2);
             rig.snapshot(worker, count, &count.to_le_bytes());
             rig.answer(worker, ResultKind::Plain);
-            rig.deliver();
+            rig.batch();
             for missing in 0..=1 {
                 for back in 0..=BACK_BATCHES {
                     let state = rig.engine.handle().answers();
@@ -229,12 +137,12 @@ fn every_position_that_can_be_asked_for_has_its_snapshot_and_no_older_one_is_kep
 
 #[test]
 fn a_new_epoch_releases_the_snapshots_and_drops_those_of_the_old_one() {
-    let mut rig = Rig::persistent(2);
+    let mut rig = persistent(2);
     for worker in 0..2 {
         rig.snapshot(worker, 0, b"old");
     }
     rig.answer(0, ResultKind::Plain);
-    rig.deliver();
+    rig.batch();
     assert_eq!(held(&rig.arena), 2);
     assert!(!rig.engine.is_starting());
     rig.engine.reset(b"").unwrap();
@@ -246,15 +154,13 @@ fn a_new_epoch_releases_the_snapshots_and_drops_those_of_the_old_one() {
     assert_eq!((held(&rig.arena), rig.kept(0, 9)), (0, None));
     assert!(rig.engine.is_starting());
     rig.answer(0, ResultKind::Plain);
-    assert_eq!(rig.take(0), 0, "the message has no task");
-    rig.ports[0].answer(0, ResultKind::Resumed).unwrap();
+    rig.resume(0);
     rig.snapshot(0, 0, b"new");
     rig.process_outside_next();
     assert_eq!(rig.kept(0, 9), Some((0, false, b"new".to_vec())));
     assert!(rig.engine.is_starting(), "worker 1 has not resumed");
-    (0..2).for_each(|_| rig.answer(1, ResultKind::Plain));
-    assert_eq!(rig.take(1), 0);
-    rig.ports[1].answer(0, ResultKind::Resumed).unwrap();
+    (0..2).for_each(|_| _ = rig.answer(1, ResultKind::Plain));
+    rig.resume(1);
     rig.process_outside_next();
     assert!(rig.engine.is_starting() && !rig.engine.resuming());
     rig.snapshot(1, 0, b"new");
@@ -264,12 +170,15 @@ fn a_new_epoch_releases_the_snapshots_and_drops_those_of_the_old_one() {
 
 #[test]
 fn the_end_releases_the_snapshots_before_another_iterator_gets_the_arena() {
-    let mut rig = Rig::persistent(2);
+    let mut rig = persistent(2);
     rig.snapshot(0, 0, b"taken in");
     rig.answer(0, ResultKind::Plain);
-    rig.deliver();
+    rig.batch();
     rig.snapshot(1, 0, b"in the ring");
-    rig.leave();
+    for worker in 0..2 {
+        rig.ports[worker].leave();
+        rig.kill(worker);
+    }
     assert_eq!(held(&rig.arena), 2);
     let Ending::Pool(arena) = rig.engine.finish() else { panic!("the end is not clean") };
     assert!(rig.engine.process_outside_next().unwrap().is_none());
@@ -281,18 +190,18 @@ fn the_end_releases_the_snapshots_before_another_iterator_gets_the_arena() {
 
 #[test]
 fn an_engine_that_is_dropped_releases_the_snapshots() {
-    let mut rig = Rig::persistent(1);
+    let mut rig = persistent(1);
     rig.snapshot(0, 0, b"state");
     rig.process_outside_next();
     assert_eq!(held(&rig.arena), 1);
     let handle = rig.engine.handle().clone();
-    rig.engine = Engine::new(Settings::torch(1, 1, true), true).unwrap();
+    rig.engine = Loader::new(Settings::torch(1, 1, true), true).unwrap();
     assert_eq!((held(&rig.arena), handle.snapshot(0, 9).unwrap()), (0, None));
 }
 
 #[test]
 fn snapshots_survive_their_worker_and_a_death_ends_the_wait_for_the_first_one() {
-    let mut rig = Rig::new(Settings::torch(2, 2, true));
+    let mut rig = rig(Settings::torch(2, 2, true));
     assert!(rig.engine.is_starting());
     rig.snapshot(0, 0, b"state");
     rig.process_outside_next();
@@ -303,8 +212,7 @@ fn snapshots_survive_their_worker_and_a_death_ends_the_wait_for_the_first_one() 
     let start = Instant::now();
     while rig.engine.is_starting() {
         assert!(start.elapsed() < LIMIT, "the death is not seen");
-        rig.engine.wait(None).unwrap();
-        rig.engine.after_wait().unwrap();
+        rig.wait(None);
         rig.process_outside_next();
     }
     assert_eq!((rig.count(0, 0), rig.count(0, 1), rig.count(1, 9)), (Some(0), Some(1), None));
@@ -314,19 +222,19 @@ fn snapshots_survive_their_worker_and_a_death_ends_the_wait_for_the_first_one() 
 
 #[test]
 fn nothing_is_awaited_of_an_iterator_that_is_closed_or_has_no_snapshots() {
-    let mut rig = Rig::new(Settings::torch(1, 2, true));
+    let mut rig = rig(Settings::torch(1, 2, true));
     rig.snapshot(0, 0, b"state");
     rig.engine.handle().close();
     assert!(!rig.engine.is_starting());
     assert!(rig.engine.process_outside_next().unwrap().is_none());
     assert_eq!(rig.kept(0, 0), None, "a closed iterator processes nothing");
-    let plain = Engine::<u64>::new(Settings::torch(1, 2, true), false).unwrap();
+    let plain = Loader::new(Settings::torch(1, 2, true), false).unwrap();
     assert!(!plain.is_starting());
 }
 
 #[test]
 fn a_tied_result_does_not_hide_the_first_snapshot_behind_it() {
-    let mut rig = Rig::new(Settings::torch(2, 2, true));
+    let mut rig = rig(Settings::torch(2, 2, true));
     rig.snapshot(0, 0, b"state");
     rig.answer(0, ResultKind::Tied);
     rig.answer(0, ResultKind::Tied);
@@ -335,24 +243,17 @@ fn a_tied_result_does_not_hide_the_first_snapshot_behind_it() {
     assert!(rig.engine.is_starting());
     rig.process_outside_next();
     assert!(!rig.engine.is_starting());
-    assert_eq!(rig.deliver(), 0);
+    assert_eq!(rig.batch(), 0);
 }
 
 #[test]
 fn the_first_snapshot_rings_the_doorbell_and_the_others_wait_for_their_results() {
-    let rig = Rig::new(Settings::torch(1, 2, true));
-    let mut poll = PollSet::new();
-    poll.add(rig.engine.handle().doorbell.as_fd().as_raw_fd(), 0).unwrap();
-    let mut has_rung = || {
-        let mut ready = Vec::new();
-        poll.wait(Some(Duration::ZERO), &mut ready).unwrap();
-        !ready.is_empty()
-    };
+    let rig = rig(Settings::torch(1, 2, true));
     rig.arena.header().doorbell.0.announce();
     rig.snapshot(0, 1, b"state");
-    assert!(!has_rung());
+    assert!(!rig.has_rung());
     rig.snapshot(0, 0, b"state");
-    assert!(has_rung());
+    assert!(rig.has_rung());
 }
 
 #[test]
@@ -365,7 +266,7 @@ fn the_ring_has_room_for_all_snapshots_while_nobody_takes_them() {
         ] {
             // With a shared queue, one worker may claim all tasks.
             let tasks = if settings.dispatch == Dispatch::SharedQueue { workers } else { 1 } * prefetch_factor;
-            let mut rig = Rig::new(settings);
+            let mut rig = rig(settings);
             rig.snapshot(0, 0, b"first");
             for count in 1..=tasks as u64 {
                 rig.snapshot(0, count, b"state");
@@ -374,8 +275,7 @@ fn the_ring_has_room_for_all_snapshots_while_nobody_takes_them() {
             assert!(rig.ports[0].send_snapshot(tasks as u64, b"an error", true).unwrap());
             rig.snapshot(0, tasks as u64, b"the end");
             rig.engine.reset(b"").unwrap();
-            rig.take(0);
-            rig.ports[0].answer(0, ResultKind::Resumed).unwrap();
+            rig.resume(0);
             rig.snapshot(0, 0, b"first");
             rig.process_outside_next();
             assert_eq!(rig.count(0, 99), Some(0));
@@ -385,7 +285,7 @@ fn the_ring_has_room_for_all_snapshots_while_nobody_takes_them() {
 
 #[test]
 fn a_pin_thread_passes_snapshots_on_and_prepares_the_batches_alone() {
-    let mut rig = Rig::new(Settings::torch(1, 16, true));
+    let mut rig = rig(Settings::torch(1, 16, true));
     let prepared = Arc::new(AtomicUsize::new(0));
     rig.engine.start_pinning(Counting(prepared.clone()), Body::run).unwrap();
     rig.snapshot(0, 0, b"first");
@@ -399,7 +299,7 @@ fn a_pin_thread_passes_snapshots_on_and_prepares_the_batches_alone() {
     assert_eq!(rig.kept(0, 99), None);
     assert!(rig.engine.is_starting());
     for number in 0..16 {
-        assert_eq!(rig.deliver(), number);
+        assert_eq!(rig.batch(), number);
         assert_eq!(rig.count(0, number + 1), Some(number + 1));
     }
     assert!(!rig.engine.is_starting());
@@ -420,7 +320,7 @@ fn is_damaged<R>(result: Result<R, Error>) -> bool {
 
 #[test]
 fn what_a_broken_worker_wrote_is_an_error_and_leads_nowhere() {
-    let mut rig = Rig::new(Settings::torch(2, 2, false));
+    let mut rig = rig(Settings::torch(2, 2, false));
     rig.snapshot(0, 0, b"state");
     rig.process_outside_next();
     // Flips each bit of the payload and of the head before it.
@@ -458,5 +358,5 @@ fn what_a_broken_worker_wrote_is_an_error_and_leads_nowhere() {
     }
     // Results are still delivered.
     rig.answer(1, ResultKind::Plain);
-    assert_eq!(rig.deliver(), 1);
+    assert_eq!(rig.batch(), 1);
 }

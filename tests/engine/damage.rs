@@ -3,15 +3,16 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
+use rustloader::engine::Step;
 use rustloader::engine::completions::{Completions, Incoming, Message};
-use rustloader::engine::{Engine, Step};
 use rustloader::error::Error;
 use rustloader::scheduler::{Dispatch, Settings};
 use rustloader::shm::arena::Arena;
-use rustloader::shm::layout::Needs;
 use rustloader::sys::event::EventFd;
 use rustloader::wire::{Leaf, ResultKind, TaskKind, Timings};
-use rustloader::worker::port::{Keep, Port, Received};
+use rustloader::worker::port::{Keep, Port};
+
+use super::rig::{Rig, engine, open};
 
 /// Returns a result from the ring: a message with two leaves, which are in the same block if `twice`.
 fn sent(kind: ResultKind, twice: bool) -> (Arc<Arena>, Incoming) {
@@ -66,16 +67,9 @@ fn damage<T: std::fmt::Debug>(result: Result<T, Error>) -> String {
 #[test]
 fn a_head_of_the_shared_queue_that_hides_a_task_is_no_silent_wait() {
     for head in [1, 3, u64::MAX] {
-        let needs = Needs { workers: 2, outstanding: 4, shared_queue: true, snapshots: false };
-        let arena = Arena::create_for(1 << 30, needs).unwrap();
-        let settings = Settings { dispatch: Dispatch::SharedQueue, ..Settings::torch(2, 2, true) };
-        let mut engine = Engine::<u64>::over(arena.clone(), settings).unwrap();
-        let port = |worker| {
-            let doorbell = engine.handle().doorbell.as_fd().try_clone_to_owned().unwrap();
-            Port::open(arena.clone(), worker, doorbell).unwrap()
-        };
-        let ports = [port(0), port(1)];
-        arena.queue_control().unwrap().head.0.store(head, Relaxed);
+        let mut engine = engine(Settings { dispatch: Dispatch::SharedQueue, ..Settings::torch(2, 2, true) });
+        let ports = [open(&engine, 0), open(&engine, 1)];
+        engine.arena().queue_control().unwrap().head.0.store(head, Relaxed);
         engine.submit(0, TaskKind::Plain, &[0; 8]).unwrap().unwrap();
         for port in &ports {
             assert!(damage(port.receive()).contains("has passed entry 0"));
@@ -86,22 +80,15 @@ fn a_head_of_the_shared_queue_that_hides_a_task_is_no_silent_wait() {
 /// Found by `tests/python/unit/test_damage.py`: this damage used to be reported as an internal error.
 #[test]
 fn a_worker_that_says_it_has_taken_less_than_it_has_is_broken() {
-    let arena = Arena::create_sized(1 << 30, 1, 4).unwrap();
-    let mut engine = Engine::<u64, Vec<u8>>::over(arena.clone(), Settings::torch(1, 4, true)).unwrap();
-    let doorbell = engine.handle().doorbell.as_fd().try_clone_to_owned().unwrap();
-    let port = Port::open(arena.clone(), 0, doorbell).unwrap();
-    for tag in 0..4 {
-        engine.submit(tag, TaskKind::Plain, &[0; 8]).unwrap().unwrap();
-    }
+    let mut rig = Rig::new(Settings::torch(1, 4, true));
     for tag in 4..1000 {
-        let Received::Task(entry) = port.receive().unwrap() else { panic!("no task") };
+        rig.answer(0, ResultKind::Plain);
         // Claims that no slot of the ring is free.
-        let ring = &arena.control(0).tasks;
-        ring.head.0.store(ring.tail.0.load(Relaxed).wrapping_sub(arena.geometry().ring_slots), Relaxed);
-        port.send(entry.task, ResultKind::Plain, &[], b"x", Timings::default()).unwrap();
+        let ring = &rig.arena.control(0).tasks;
+        ring.head.0.store(ring.tail.0.load(Relaxed).wrapping_sub(rig.arena.geometry().ring_slots), Relaxed);
         loop {
-            match engine.step().unwrap() {
-                Step::Submit => match engine.submit(tag, TaskKind::Plain, &[0; 8]) {
+            match rig.engine.step().unwrap() {
+                Step::Submit => match rig.engine.submit(tag, TaskKind::Plain, &[0; 8]) {
                     Err(Error::Corrupt { .. }) => return,
                     other => drop(other.unwrap()),
                 },
