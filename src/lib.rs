@@ -62,3 +62,7 @@ pub mod worker;
 
 #[cfg(all(feature = "python", not(loom)))]
 mod python;
+
+#[cfg(test)]
+#[path = "../tests/common/fork.rs"]
+pub(crate) mod children;

@@ -539,6 +539,7 @@ impl Meter {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::children::Child;
 
     fn task(us: u32) -> SlowTask {
         SlowTask {
@@ -696,26 +697,16 @@ mod tests {
         ended.note_slow(task(5));
         let totals = ended.totals();
         let held = meter.kept();
-        // SAFETY: the child only uses the meters and exits; the alarm ends it if it waits.
-        let child = unsafe { libc::fork() };
-        if child == 0 {
-            // SAFETY: plain calls.
-            unsafe { libc::alarm(60) };
+        let child = Child::fork(|| {
             meter.absorb(&totals);
             meter.note_slow(task(7));
             let now = meter.totals();
             ended.absorb(&totals);
             let free = ended.totals();
-            let right = now.sums.batches() == 3 && now.slowest.is_empty() && indices(&free) == ["5", "5"];
-            // SAFETY: a plain call.
-            unsafe { libc::_exit(i32::from(!right)) };
-        }
-        let mut status = 0;
-        // SAFETY: `child` is a child of this process, and no other thread waits for it.
-        assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+            now.sums.batches() == 3 && now.slowest.is_empty() && indices(&free) == ["5", "5"]
+        });
+        assert_eq!(child.wait(), 0);
         drop(held);
-        assert!(libc::WIFEXITED(status), "it waited until the alarm: {status}");
-        assert_eq!(libc::WEXITSTATUS(status), 0);
         assert!(meter.totals().slowest.is_empty());
     }
 

@@ -24,6 +24,9 @@ fn table(lib: &str) -> Layers {
     layers
 }
 
+/// The module of a file, as names from the crate's root.
+type Module = Vec<String>;
+
 /// A use of a module: the line number, from 1, and the module.
 type Used = (usize, String);
 
@@ -37,24 +40,32 @@ fn name(text: &str) -> &str {
     &text[..text.find(|c: char| c != '_' && !c.is_ascii_alphanumeric()).unwrap_or(text.len())]
 }
 
-/// Returns the first name after a path prefix, or the first name of each branch between braces.
-fn first_names(rest: &str) -> Vec<&str> {
-    let Some(inside) = rest.strip_prefix('{') else { return vec![name(rest)] };
-    let (mut depth, mut begins, mut names) = (0, true, Vec::new());
-    for (at, c) in inside.char_indices() {
-        match c {
-            '{' => depth += 1,
-            '}' if depth == 0 => break,
-            '}' => depth -= 1,
-            ',' if depth == 0 => begins = true,
-            c if begins && !c.is_whitespace() => {
-                names.push(name(&inside[at..]));
-                begins = false;
+/// Returns the paths after a prefix such as `super::`, one for each branch between braces.
+fn paths(rest: &str) -> Vec<Module> {
+    if let Some(inside) = rest.strip_prefix('{') {
+        let (mut depth, mut begin, mut all) = (0, 0, Vec::new());
+        for (at, c) in inside.char_indices() {
+            match c {
+                '{' => depth += 1,
+                ',' | '}' if depth == 0 => {
+                    // Nothing follows a trailing comma.
+                    let branch = Some(inside[begin..at].trim()).filter(|branch| !branch.is_empty());
+                    all.extend(branch.into_iter().flat_map(paths));
+                    begin = at + 1;
+                    if c == '}' {
+                        break;
+                    }
+                }
+                '}' => depth -= 1,
+                _ => {}
             }
-            _ => {}
         }
+        return all;
     }
-    names
+    let first = name(rest);
+    let deeper = rest[first.len()..].strip_prefix("::").map_or_else(|| vec![Module::new()], paths);
+    let prepend = |path: Module| [vec![first.to_owned()], path].concat();
+    deeper.into_iter().map(prepend).collect()
 }
 
 /// Returns the uses of modules in the crate's root, by `crate::` or by `super::` repeated `depth` times. `depth` is the
@@ -68,8 +79,7 @@ fn used(text: &str, depth: usize) -> Vec<Used> {
             let starts = !text[..at].ends_with(|c: char| c == ':' || c == '_' || c.is_ascii_alphanumeric());
             let line = text[..at].matches('\n').count() + 1;
             if starts {
-                let names = first_names(&text[at + prefix.len()..]);
-                uses.extend(names.into_iter().map(|name| (line, name.to_owned())));
+                uses.extend(paths(&text[at + prefix.len()..]).into_iter().map(|path| (line, path[0].clone())));
             }
         }
     }
@@ -168,39 +178,8 @@ fn uses_of_higher_layers_are_found() {
 /// Modules whose files still form cycles: children use what their `mod.rs` defines.
 const CYCLES: &[&str] = &["codec", "scheduler", "shm", "store", "sys", "tree"];
 
-/// The module of a file, as names from the crate's root.
-type Module = Vec<String>;
-
 /// A module, and those that it uses or declares.
 type Arrows = BTreeMap<Module, BTreeSet<Module>>;
-
-/// Returns the paths after a prefix such as `super::`, one for each branch between braces.
-fn paths(rest: &str) -> Vec<Module> {
-    if let Some(inside) = rest.strip_prefix('{') {
-        let (mut depth, mut begin, mut all) = (0, 0, Vec::new());
-        for (at, c) in inside.char_indices() {
-            match c {
-                '{' => depth += 1,
-                ',' | '}' if depth == 0 => {
-                    // Nothing follows a trailing comma.
-                    let branch = Some(inside[begin..at].trim()).filter(|branch| !branch.is_empty());
-                    all.extend(branch.into_iter().flat_map(paths));
-                    begin = at + 1;
-                    if c == '}' {
-                        break;
-                    }
-                }
-                '}' => depth -= 1,
-                _ => {}
-            }
-        }
-        return all;
-    }
-    let first = name(rest);
-    let deeper = rest[first.len()..].strip_prefix("::").map_or_else(|| vec![Module::new()], paths);
-    let prepend = |path: Module| [vec![first.to_owned()], path].concat();
-    deeper.into_iter().map(prepend).collect()
-}
 
 /// Adds the `modules` that the file of `module` uses or declares. Tests do not count.
 fn add_arrows(arrows: &mut Arrows, modules: &BTreeSet<Module>, module: &Module, text: &str) {

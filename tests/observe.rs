@@ -170,66 +170,51 @@ fn a_worker_shows_its_batch_and_its_index() {
 }
 
 #[test]
-fn main_shows_its_state_and_its_counters() {
+fn main_shows_its_state_and_only_the_waits_of_a_next_count_as_waiting() {
     let arena = arena();
     let mut engine = engine(&arena);
+    let pause = || std::thread::sleep(Duration::from_millis(5));
+    let time = |count: Count| view(&arena).unwrap().counts[count as usize];
+    let state = || view(&arena).unwrap().state;
     engine.epoch_begins();
     engine.next_begins();
-    assert_eq!(view(&arena).unwrap().state, MainState::Next);
+    // Stands for a slow sampler.
+    pause();
+    assert_eq!(state(), MainState::Next);
     engine.wait(Some(Duration::ZERO)).unwrap();
-    std::thread::sleep(Duration::from_millis(2));
+    pause();
     let observed = view(&arena).unwrap();
+    let (in_next, first) = (observed.counts[Count::Next as usize], observed.counts[Count::First as usize]);
     assert_eq!(observed.state, MainState::First);
-    assert!(observed.counts[Count::First as usize] >= 2_000_000, "the current state counts");
+    assert!(first >= 5_000_000 && in_next >= first + 5_000_000, "{first} of {in_next}");
     engine.after_wait().unwrap();
-    assert_eq!(view(&arena).unwrap().state, MainState::Next);
+    let shown = time(Count::First);
+    assert!(shown >= first, "a wait that has ended still counts");
+    pause();
+    assert_eq!((state(), time(Count::First)), (MainState::Next, shown), "between two waits it does not grow");
+    engine.wait(Some(Duration::ZERO)).unwrap();
+    pause();
+    assert!(time(Count::First) >= shown + 5_000_000, "the next wait is added");
+    engine.after_wait().unwrap();
     engine.handle().meter.add(Count::Batches, 3);
     engine.next_ends();
     let observed = view(&arena).unwrap();
     assert_eq!((observed.state, observed.epoch_batches), (MainState::Step, 3));
     assert_eq!(observed.counts[Count::Epochs as usize], 1);
-    std::thread::sleep(Duration::from_millis(2));
-    assert!(view(&arena).unwrap().counts[Count::Step as usize] >= 2_000_000);
+    assert_eq!(observed.counts[Count::First as usize], engine.handle().meter.get(Count::First));
+    assert!(observed.counts[Count::First as usize] + 10_000_000 <= observed.counts[Count::Next as usize]);
+    pause();
+    assert!(time(Count::Step) >= 5_000_000);
     engine.next_begins();
-    assert!(view(&arena).unwrap().counts[Count::Step as usize] >= 2_000_000, "its time is kept when it ends");
+    assert!(time(Count::Step) >= 5_000_000, "its time is kept when it ends");
     engine.wait(Some(Duration::ZERO)).unwrap();
-    assert_eq!(view(&arena).unwrap().state, MainState::Waiting);
+    assert_eq!(state(), MainState::Waiting);
     engine.after_wait().unwrap();
     engine.epoch_ends();
     engine.next_ends();
-    assert_eq!(view(&arena).unwrap().state, MainState::Between);
+    assert_eq!(state(), MainState::Between);
     engine.handle().close();
     assert!(view(&arena).unwrap().stopping);
-}
-
-#[test]
-fn only_the_waits_of_a_next_count_as_waiting() {
-    let arena = arena();
-    let mut engine = engine(&arena);
-    engine.epoch_begins();
-    engine.next_begins();
-    let pause = || std::thread::sleep(Duration::from_millis(5));
-    let times = |count: Count| view(&arena).unwrap().counts[count as usize];
-    // Stands for a slow sampler.
-    pause();
-    engine.wait(Some(Duration::ZERO)).unwrap();
-    pause();
-    let observed = view(&arena).unwrap();
-    let (in_next, first) = (observed.counts[Count::Next as usize], observed.counts[Count::First as usize]);
-    assert!(first >= 5_000_000 && in_next >= first + 5_000_000, "{first} of {in_next}");
-    engine.after_wait().unwrap();
-    let shown = times(Count::First);
-    assert!(shown >= first, "a wait that has ended still counts");
-    pause();
-    assert_eq!(times(Count::First), shown, "between two waits it does not grow");
-    engine.wait(Some(Duration::ZERO)).unwrap();
-    pause();
-    assert!(times(Count::First) >= shown + 5_000_000, "the next wait is added");
-    engine.after_wait().unwrap();
-    engine.next_ends();
-    let observed = view(&arena).unwrap();
-    assert_eq!(observed.counts[Count::First as usize], engine.handle().meter.get(Count::First));
-    assert!(observed.counts[Count::First as usize] + 10_000_000 <= observed.counts[Count::Next as usize]);
 }
 
 #[test]
@@ -274,28 +259,23 @@ fn another_version_is_named() {
 }
 
 #[test]
-fn what_is_no_arena_is_an_error() {
-    assert!(matches!(observe(file_of(b"", 0).as_fd()), Err(Error::Corrupt { .. })));
-    assert!(matches!(observe(file_of(b"short", 100).as_fd()), Err(Error::Corrupt { .. })));
-    assert!(matches!(observe(file_of(&[7; 4096], 1 << 20).as_fd()), Err(Error::Corrupt { .. })));
-    // A file of zeroes is an arena that is still being created.
-    assert!(observe(file_of(b"", 1 << 20).as_fd()).unwrap().is_none());
-    let (reader, _writer) = std::io::pipe().unwrap();
-    assert!(matches!(observe(reader.as_fd()), Err(Error::Corrupt { .. })));
-    let closed = reader.as_raw_fd() + 1000;
-    // SAFETY: no descriptor has this number, and the test is that it is rejected.
-    assert!(observe(unsafe { BorrowedFd::borrow_raw(closed) }).is_err());
-}
-
-#[test]
-fn a_truncated_arena_is_an_error() {
+fn what_is_no_whole_arena_is_an_error() {
+    let damaged = |file: OwnedFd| assert!(matches!(observe(file.as_fd()), Err(Error::Corrupt { .. })), "{file:?}");
     let arena = arena();
     let _engine = engine(&arena);
     let head = head_of(&arena);
     for len in [0, 1, 64, size_of::<Header>(), 4096, head.len() - 1, head.len()] {
-        let observed = observe(file_of(&head[..len], len as u64).as_fd());
-        assert!(matches!(observed, Err(Error::Corrupt { .. })), "{len} bytes");
+        damaged(file_of(&head[..len], len as u64));
     }
+    damaged(file_of(b"short", 100));
+    damaged(file_of(&[7; 4096], 1 << 20));
+    // A file of zeroes is an arena that is still being created.
+    assert!(observe(file_of(b"", 1 << 20).as_fd()).unwrap().is_none());
+    let (reader, _writer) = std::io::pipe().unwrap();
+    let closed = reader.as_raw_fd() + 1000;
+    damaged(reader.into());
+    // SAFETY: no descriptor has this number, and the test is that it is rejected.
+    assert!(observe(unsafe { BorrowedFd::borrow_raw(closed) }).is_err());
 }
 
 #[test]

@@ -1,8 +1,9 @@
-//! System calls that fail, by failpoints: `cargo test --features failpoints`.
+//! Failpoints, and errors of calls that they refuse: `cargo test --features failpoints`. `test_refusals.py` refuses each
+//! call of whole loaders.
 #![cfg(feature = "failpoints")]
 
 use std::io::Read;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
@@ -16,9 +17,13 @@ use rustloader::sys::fork_witness::ForkWitness;
 use rustloader::sys::map::{Mapping, page_size};
 use rustloader::sys::memfd;
 use rustloader::sys::pidfd::PidFd;
-use rustloader::sys::poll::{PollSet, WaitOutcome};
 use rustloader::transport::Remote;
 use rustloader::worker::port::Port;
+
+#[path = "common/fork.rs"]
+mod fork;
+
+use fork::Child;
 
 /// Failpoints belong to the process, so tests run one at a time.
 static ONE: Mutex<()> = Mutex::new(());
@@ -33,19 +38,37 @@ fn refuse(kind: &str, errno: i32) {
     failpoint::set(kind, 1, Effect::Errno(errno)).unwrap();
 }
 
-fn mapping() -> Mapping {
-    let fd = memfd::create("a", 4 * page_size() as u64).unwrap();
-    Mapping::new(fd.as_fd(), 4 * page_size()).unwrap()
+/// Asserts that a call fails with this errno under this name, with a hint.
+fn assert_os<T>(result: Result<T, Error>, name: &str, refused: i32) {
+    match result.err() {
+        Some(Error::Os { call, errno, hint }) => {
+            assert!((call, errno) == (name, refused) && !hint.is_empty(), "{call}")
+        }
+        other => panic!("{name}: {other:?}"),
+    }
 }
 
-/// Asserts that a call fails with this errno under this name, with a hint.
-macro_rules! assert_os {
-    ($result:expr, $call:literal, $errno:expr) => {
-        match $result {
-            Err(Error::Os { call: $call, errno, hint }) if errno == $errno => assert!(!hint.is_empty()),
-            other => panic!("{other:?}"),
-        }
-    };
+#[test]
+fn errors_name_their_call() {
+    let _alone = alone();
+    let fd = memfd::create("a", page_size() as u64).unwrap();
+    let (map, process) =
+        (Mapping::new(fd.as_fd(), page_size()).unwrap(), PidFd::open(std::process::id() as i32).unwrap());
+    type Call<'a> = &'a dyn Fn() -> Result<(), Error>;
+    let calls: [(&str, i32, &str, Call<'_>); 8] = [
+        ("memfd_create", libc::EMFILE, "memfd_create", &|| memfd::create("a", 1).map(drop)),
+        ("ftruncate", libc::ENOSPC, "ftruncate", &|| memfd::create("a", 1).map(drop)),
+        ("seal", libc::EPERM, "fcntl(F_ADD_SEALS)", &|| memfd::seal(fd.as_fd())),
+        ("mmap", libc::ENOMEM, "mmap", &|| Mapping::new(fd.as_fd(), 1).map(drop)),
+        ("remove", libc::EOPNOTSUPP, "madvise(MADV_REMOVE)", &|| map.remove(0..page_size())),
+        ("pidfd_open", libc::ENOSYS, "pidfd_open", &|| PidFd::open(1).map(drop)),
+        ("pidfd_send_signal", libc::EPERM, "pidfd_send_signal", &|| process.send_signal(0)),
+        ("eventfd", libc::EMFILE, "eventfd", &|| EventFd::new().map(drop)),
+    ];
+    for (kind, errno, name, call) in calls {
+        refuse(kind, errno);
+        assert_os(call(), name, errno);
+    }
 }
 
 #[test]
@@ -59,88 +82,10 @@ fn a_memfd_is_created_on_a_kernel_without_noexec() {
 }
 
 #[test]
-fn refusals_of_a_memfd_are_named() {
-    let _alone = alone();
-    refuse("memfd_create", libc::EMFILE);
-    assert_os!(memfd::create("a", 1), "memfd_create", libc::EMFILE);
-    refuse("ftruncate", libc::ENOSPC);
-    assert_os!(memfd::create("a", 1), "ftruncate", libc::ENOSPC);
-    refuse("ftruncate", libc::EINTR);
-    let fd = memfd::create("a", 1).unwrap();
-    refuse("seal", libc::EPERM);
-    assert_os!(memfd::seal(fd.as_fd()), "fcntl(F_ADD_SEALS)", libc::EPERM);
-    refuse("mmap", libc::ENOMEM);
-    assert_os!(Mapping::new(fd.as_fd(), 1), "mmap", libc::ENOMEM);
-}
-
-#[test]
-fn a_full_machine_is_no_memory() {
-    let _alone = alone();
-    let mapping = mapping();
-    for errno in [libc::EFAULT, libc::ENOMEM, libc::EAGAIN, libc::EHWPOISON] {
-        refuse("populate", errno);
-        match mapping.populate(1..2) {
-            Err(Error::NoMemory { wanted, .. }) => assert_eq!(wanted, page_size() as u64),
-            other => panic!("{other:?}"),
-        }
-    }
-}
-
-#[test]
-fn pages_are_touched_if_an_old_kernel_or_a_sandbox_cannot_populate_them() {
-    let _alone = alone();
-    let mapping = mapping();
-    refuse("populate", libc::EINVAL);
-    mapping.populate(0..2 * page_size()).unwrap();
-    refuse("populate", libc::EPERM);
-    mapping.populate(2 * page_size()..4 * page_size()).unwrap();
-    refuse("populate", libc::EINTR);
-    mapping.populate(0..2 * page_size()).unwrap();
-}
-
-#[test]
-fn holes_may_be_refused() {
-    let _alone = alone();
-    let mapping = mapping();
-    refuse("remove", libc::EOPNOTSUPP);
-    assert_os!(mapping.remove(0..mapping.len()), "madvise(MADV_REMOVE)", libc::EOPNOTSUPP);
-}
-
-#[test]
-fn processes_may_be_hidden() {
-    let _alone = alone();
-    let me = std::process::id() as i32;
-    refuse("pidfd_open", libc::ENOSYS);
-    assert_os!(PidFd::open(me), "pidfd_open", libc::ENOSYS);
-    let process = PidFd::open(me).unwrap();
-    refuse("waitid", libc::EINTR);
-    assert_eq!(process.status(), None);
-    refuse("waitid", libc::ECHILD);
-    refuse("pidfd_get_info", libc::ENOTTY);
-    assert_eq!(process.status(), None);
-    refuse("pidfd_send_signal", libc::ESRCH);
-    process.send_signal(0).unwrap();
-    refuse("pidfd_send_signal", libc::EPERM);
-    assert_os!(process.send_signal(0), "pidfd_send_signal", libc::EPERM);
-}
-
-#[test]
-fn doorbells_go_on_after_a_signal() {
-    let _alone = alone();
-    refuse("eventfd", libc::EMFILE);
-    assert_os!(EventFd::new(), "eventfd", libc::EMFILE);
-    let event = EventFd::new().unwrap();
-    refuse("eventfd_write", libc::EINTR);
-    event.ring().unwrap();
-    refuse("eventfd_read", libc::EINTR);
-    event.drain().unwrap();
-}
-
-#[test]
 fn children_that_cannot_be_watched_count_as_alive() {
     let _alone = alone();
     refuse("memfd_create", libc::ENFILE);
-    assert_os!(ForkWitness::new(), "memfd_create", libc::ENFILE);
+    assert_os(ForkWitness::new(), "memfd_create", libc::ENFILE);
     let (witness, mapping) = ForkWitness::new().unwrap();
     drop(mapping);
     refuse("seal_write", libc::EPERM);
@@ -148,42 +93,6 @@ fn children_that_cannot_be_watched_count_as_alive() {
     refuse("fstat", libc::EPERM);
     assert!(!witness.all_ended());
     assert!(witness.all_ended());
-}
-
-#[test]
-fn without_an_epoll_many_are_polled() {
-    let _alone = alone();
-    failpoint::set_from("epoll_create", 1, Effect::Errno(libc::EMFILE)).unwrap();
-    let events: Vec<EventFd> = (0..50).map(|_| EventFd::new().unwrap()).collect();
-    let mut set = PollSet::new();
-    for (token, event) in events.iter().enumerate() {
-        set.add(event.as_fd().as_raw_fd(), token as u64).unwrap();
-    }
-    events[40].ring().unwrap();
-    let (before, mut ready) = (failpoint::calls("ppoll"), Vec::new());
-    assert_eq!(set.wait(Some(Duration::from_secs(60)), &mut ready).unwrap(), WaitOutcome::Ready);
-    assert_eq!((ready.as_slice(), failpoint::calls("ppoll")), ([40].as_slice(), before + 1));
-    set.remove(40).unwrap();
-}
-
-#[test]
-fn ppoll_replaces_an_epoll_that_fails() {
-    let _alone = alone();
-    let events: Vec<EventFd> = (0..50).map(|_| EventFd::new().unwrap()).collect();
-    for refused in ["epoll_ctl", "epoll_wait"] {
-        let mut set = PollSet::new();
-        for (token, event) in events.iter().enumerate() {
-            if token == 40 {
-                failpoint::set_from(refused, 1, Effect::Errno(libc::ENOSPC)).unwrap();
-            }
-            set.add(event.as_fd().as_raw_fd(), token as u64).unwrap();
-        }
-        events[45].ring().unwrap();
-        let mut ready = Vec::new();
-        assert_eq!(set.wait(Some(Duration::from_secs(60)), &mut ready).unwrap(), WaitOutcome::Ready);
-        assert_eq!(ready, [45], "{refused}");
-        failpoint::clear();
-    }
 }
 
 #[test]
@@ -231,17 +140,11 @@ fn the_environment_drives_a_process() {
 #[test]
 fn a_forked_child_is_driven_apart_from_its_parent() {
     let _alone = alone();
-    // SAFETY: the child makes one call, at which its failpoint ends it.
-    let pid = unsafe { libc::fork() };
-    if pid == 0 {
-        let _ = failpoint::set("eventfd", 1, Effect::Exit(5));
-        let _ = EventFd::new();
-        rustloader::sys::signal::exit_now(6);
-    }
-    let mut status = 0;
-    // SAFETY: `status` is a local variable for the kernel to fill.
-    unsafe { libc::waitpid(pid, &mut status, 0) };
-    assert_eq!(libc::WEXITSTATUS(status), 5);
+    let child = Child::fork(|| {
+        failpoint::set("eventfd", 1, Effect::Exit(5)).unwrap();
+        EventFd::new().is_ok()
+    });
+    assert_eq!(libc::WEXITSTATUS(child.wait()), 5);
     EventFd::new().unwrap();
 }
 
@@ -262,7 +165,7 @@ fn a_worker_elsewhere_whose_port_is_refused_ends_its_connection() {
     let port = Port::over(remote);
     // SAFETY: as above.
     assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &limit) }, 0);
-    assert_os!(port, "dup", libc::EMFILE);
+    assert_os(port, "dup", libc::EMFILE);
     let mut received = Vec::new();
     other.read_to_end(&mut received).unwrap();
     assert!(received.is_empty(), "nothing is sent, as after a death");

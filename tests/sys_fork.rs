@@ -1,7 +1,7 @@
-//! What a forked child can do with its parent's objects; and process limits, which only a child can set.
+//! What a forked child can do with its parent's objects.
 
+use std::io::Write;
 use std::os::fd::{AsFd, AsRawFd};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -13,27 +13,14 @@ use rustloader::sys::map::Mapping;
 use rustloader::sys::poll::PollSet;
 use rustloader::sys::{fork, memfd};
 
+#[path = "common/fork.rs"]
+mod children;
+
+use children::Child;
+
 /// Runs `work` in a child. Panics if it returns false or the child is killed.
 fn in_child(work: impl FnOnce() -> bool) {
-    let pid = start(work);
-    let mut status = 0;
-    // SAFETY: `status` is a local variable for the kernel to fill.
-    unsafe { libc::waitpid(pid, &mut status, 0) };
-    assert_eq!(status, 0, "wait status of the child");
-}
-
-fn start(work: impl FnOnce() -> bool) -> i32 {
-    // SAFETY: the child takes no lock but the allocator's, which the C library resets, and ends with _exit, even if
-    // `work` panics.
-    unsafe {
-        let pid = libc::fork();
-        assert!(pid >= 0);
-        if pid == 0 {
-            let is_right = catch_unwind(AssertUnwindSafe(work)).unwrap_or(false);
-            libc::_exit(if is_right { 0 } else { 1 });
-        }
-        pid
-    }
+    assert_eq!(Child::fork(work).wait(), 0, "wait status of the child");
 }
 
 /// The handlers that have run, two digits each: 1, 2 or 3 for prepare, parent or child, and the step's number.
@@ -103,7 +90,7 @@ fn steps_run_in_their_own_order_around_a_fork_and_the_generation_rises_in_the_ch
 fn all_have_ended_once_the_last_child_has_whatever_it_closes() {
     let (witness, mapping) = ForkWitness::new().unwrap();
     let (go_reader, go_writer) = std::io::pipe().unwrap();
-    let pid = start(|| {
+    let child = Child::fork(|| {
         let mut byte = 0_u8;
         let kept = go_reader.as_raw_fd() as u32;
         // SAFETY: the arguments are plain numbers. The child ends without using what it has closed.
@@ -120,11 +107,8 @@ fn all_have_ended_once_the_last_child_has_whatever_it_closes() {
         assert!(!witness.all_ended());
         std::thread::sleep(Duration::from_millis(1));
     }
-    // SAFETY: the buffer has one byte; the child is this process's and has not been waited for.
-    unsafe {
-        assert_eq!(libc::write(go_writer.as_raw_fd(), [1_u8].as_ptr().cast(), 1), 1);
-        libc::waitpid(pid, std::ptr::null_mut(), 0);
-    }
+    (&go_writer).write_all(&[1]).unwrap();
+    child.wait();
     // Another test's child may have been forked meanwhile, and holds the mapping for a moment.
     let end = std::time::Instant::now() + Duration::from_secs(60);
     while !witness.all_ended() {
@@ -163,42 +147,11 @@ fn open_descriptors() -> usize {
 }
 
 #[test]
-fn a_limit_of_file_sizes_is_an_error_and_no_signal() {
-    in_child(|| {
-        let limit = libc::rlimit { rlim_cur: 1 << 20, rlim_max: 1 << 20 };
-        // SAFETY: `limit` is a local struct.
-        unsafe { libc::setrlimit(libc::RLIMIT_FSIZE, &limit) };
-        matches!(memfd::create("a", (1 << 20) + 1), Err(Error::Os { call: "ftruncate", errno: libc::EFBIG, hint })
-            if hint.contains("ulimit -f"))
-            && memfd::create("a", 1 << 20).is_ok()
-    });
-}
-
-#[test]
-fn a_limit_of_address_space_is_an_error() {
-    in_child(|| {
-        let limit = libc::rlimit { rlim_cur: 4 << 30, rlim_max: 4 << 30 };
-        // SAFETY: `limit` is a local struct.
-        unsafe { libc::setrlimit(libc::RLIMIT_AS, &limit) };
-        let fd = memfd::create("a", 1 << 40).unwrap();
-        matches!(Mapping::new(fd.as_fd(), 1 << 40), Err(Error::Os { call: "mmap", errno: libc::ENOMEM, hint })
-            if hint.contains("ulimit -v"))
-    });
-}
-
-#[test]
-fn a_child_shares_the_mapping() {
+fn a_mapping_is_in_no_core_dump() {
     let fd = memfd::create("a", 4096).unwrap();
     let mapping = Mapping::new(fd.as_fd(), 4096).unwrap();
-    in_child(|| {
-        // SAFETY: the byte is in the mapping; the parent only waits.
-        unsafe { mapping.as_ptr().write(5) };
-        true
-    });
-    // SAFETY: the byte is in the mapping; the child has ended.
-    assert_eq!(unsafe { mapping.as_ptr().read() }, 5);
     let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
     let entry = maps.split_once(&format!("{:x}-", mapping.as_ptr() as usize)).unwrap().1;
     let flags = entry.lines().find(|line| line.starts_with("VmFlags:")).unwrap();
-    assert!(flags.split(' ').any(|flag| flag == "dd"), "it would be in a core dump: {flags}");
+    assert!(flags.split(' ').any(|flag| flag == "dd"), "{flags}");
 }

@@ -77,6 +77,8 @@ fn every_level_of_v2_counts() {
     let room = tree.available();
     assert_eq!(room.bytes, 200_000);
     assert_eq!(room.limit, "the memory cgroup /a is limited to 300000 bytes (memory.max)");
+    let sizes: Vec<_> = limits(&tree.roots()).iter().map(|room| (room.is_cgroup, room.size, room.bytes)).collect();
+    assert_eq!(sizes, [(false, 1050 * 1024, MACHINE), (true, 300_000, 200_000)]);
     let tree = tree
         .v2("/a/b", "150000", 140_000)
         .file("cgroup/a/b/memory.stat", "anon 1\ninactive_file 2000\nactive_file 3000\n");
@@ -86,34 +88,22 @@ fn every_level_of_v2_counts() {
 }
 
 #[test]
-fn a_limit_above_the_machine_does_not_count() {
-    let tree = Tree::new("above").file("proc/self/cgroup", "0::/a\n").file("cgroup/cgroup.controllers", "").v2(
-        "/a",
-        "99999999999",
-        0,
-    );
-    assert_eq!(tree.available().bytes, MACHINE);
-}
-
-#[test]
-fn usage_above_the_limit_leaves_nothing() {
-    let tree = Tree::new("over")
-        .file("proc/self/cgroup", "0::/a\n")
-        .file("cgroup/cgroup.controllers", "")
-        .v2("/a", "1000", 2000);
-    assert_eq!(tree.available().bytes, 0);
-}
-
-#[test]
-fn a_container_sees_its_own_level_as_the_root() {
-    for path in ["/", "/docker/0123", "/../../elsewhere"] {
-        let tree = Tree::new("container")
+fn a_limit_counts_up_to_the_machine_and_a_container_sees_its_own_level_as_the_root() {
+    for (path, level, max, current, bytes) in [
+        ("/a", "/a", "99999999999", 0, MACHINE),
+        ("/a", "/a", "1000", 2000, 0),
+        ("/", "", "5000", 1000, 4000),
+        ("/docker/0123", "", "5000", 1000, 4000),
+        ("/../../elsewhere", "", "5000", 1000, 4000),
+    ] {
+        let tree = Tree::new("level")
             .file("proc/self/cgroup", &format!("0::{path}\n"))
             .file("cgroup/cgroup.controllers", "")
-            .v2("", "5000", 1000);
+            .v2(level, max, current);
         let room = tree.available();
-        assert_eq!(room.bytes, 4000, "{path}");
-        assert_eq!(room.limit, "the memory cgroup / is limited to 5000 bytes (memory.max)");
+        assert_eq!(room.bytes, bytes, "{path} {max}");
+        let root = "the memory cgroup / is limited to 5000 bytes (memory.max)";
+        assert_eq!(room.limit == root, level.is_empty(), "{}", room.limit);
     }
 }
 
@@ -128,16 +118,6 @@ fn v1_has_its_own_files_and_its_own_value_for_no_limit() {
     let room = tree.available();
     assert_eq!(room.bytes, 12_000);
     assert_eq!(room.limit, "the memory cgroup /a is limited to 20000 bytes (memory.limit_in_bytes)");
-}
-
-#[test]
-fn every_limit_has_its_size_and_its_kind() {
-    let tree = Tree::new("all")
-        .file("proc/self/cgroup", "0::/a\n")
-        .file("cgroup/cgroup.controllers", "memory\n")
-        .v2("/a", "300000", 100_000);
-    let sizes: Vec<_> = limits(&tree.roots()).iter().map(|room| (room.is_cgroup, room.size, room.bytes)).collect();
-    assert_eq!(sizes, [(false, 1050 * 1024, MACHINE), (true, 300_000, 200_000)]);
 }
 
 #[test]

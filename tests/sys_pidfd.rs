@@ -1,43 +1,18 @@
 //! How `PidFd` reports the life and end of processes.
 
 use std::os::fd::AsRawFd;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 use rustloader::sys::pidfd::{ExitStatus, PidFd, child_status, has_exited, start_time};
 
-/// Forks a child that does `work` and then exits with code 0.
-fn fork(work: impl FnOnce()) -> i32 {
-    // SAFETY: the child calls only functions that are safe after a fork, and ends with _exit.
-    let pid = unsafe { libc::fork() };
-    assert!(pid >= 0);
-    if pid == 0 {
-        // If the test fails, no process is left behind.
-        // SAFETY: alarm takes a plain number.
-        unsafe { libc::alarm(120) };
-        exit(if catch_unwind(AssertUnwindSafe(work)).is_ok() { 0 } else { 1 });
-    }
-    pid
-}
+#[path = "common/fork.rs"]
+mod fork;
 
-fn exit(code: i32) {
+use fork::Child;
+
+fn exit(code: i32) -> ! {
     // SAFETY: _exit has no precondition.
     unsafe { libc::_exit(code) }
-}
-
-fn sleep_forever() {
-    loop {
-        // SAFETY: pause has no precondition.
-        unsafe { libc::pause() };
-    }
-}
-
-fn reap(pid: i32) -> i32 {
-    let mut status = 0;
-    // SAFETY: `status` is a local variable for the kernel to fill.
-    let answer = unsafe { libc::waitpid(pid, &mut status, 0) };
-    assert_eq!(answer, pid);
-    status
 }
 
 fn await_exit(process: &PidFd) {
@@ -55,12 +30,13 @@ fn keeps_status() -> bool {
     (numbers.next().unwrap(), numbers.next().unwrap_or(0)) >= (6, 15)
 }
 
-fn check(pid: i32, process: &PidFd, expected: ExitStatus) {
+fn check(child: Child, process: &PidFd, expected: ExitStatus) {
+    let pid = child.0;
     await_exit(process);
     assert_eq!(process.status(), Some(expected));
     // Reading the status does not reap it.
     assert_eq!(process.status(), Some(expected));
-    reap(pid);
+    child.wait();
     assert!(process.has_exited().unwrap());
     assert_eq!(process.status(), keeps_status().then_some(expected), "after another waiter reaped it");
     process.send_signal(libc::SIGKILL).unwrap();
@@ -70,34 +46,34 @@ fn check(pid: i32, process: &PidFd, expected: ExitStatus) {
 #[test]
 fn an_exit_code_is_seen_before_and_after_reaping() {
     for code in [0, 1, 255] {
-        let pid = fork(|| exit(code));
-        let process = PidFd::open(pid).unwrap();
-        check(pid, &process, ExitStatus::Code(code));
+        let child = Child::fork(|| exit(code));
+        let process = PidFd::open(child.0).unwrap();
+        check(child, &process, ExitStatus::Code(code));
     }
 }
 
 #[test]
 fn a_signal_is_seen_before_and_after_reaping() {
     for signal in [libc::SIGKILL, libc::SIGTERM, libc::SIGABRT] {
-        let pid = fork(sleep_forever);
-        let process = PidFd::open(pid).unwrap();
+        let child = Child::sleeping();
+        let process = PidFd::open(child.0).unwrap();
         assert!(!process.has_exited().unwrap());
         assert_eq!(process.status(), None);
         process.send_signal(signal).unwrap();
-        check(pid, &process, ExitStatus::Signal(signal));
+        check(child, &process, ExitStatus::Signal(signal));
     }
 }
 
 #[test]
 fn a_stopped_process_lives() {
-    let pid = fork(sleep_forever);
-    let process = PidFd::open(pid).unwrap();
+    let child = Child::sleeping();
+    let process = PidFd::open(child.0).unwrap();
     process.send_signal(libc::SIGSTOP).unwrap();
     std::thread::sleep(Duration::from_millis(20));
     assert!(!process.has_exited().unwrap());
     assert_eq!(process.status(), None);
     process.send_signal(libc::SIGKILL).unwrap();
-    check(pid, &process, ExitStatus::Signal(libc::SIGKILL));
+    check(child, &process, ExitStatus::Signal(libc::SIGKILL));
 }
 
 #[test]
@@ -112,41 +88,42 @@ fn a_process_that_is_not_a_child_can_be_watched() {
 fn a_descriptor_that_other_code_closed_is_an_error_and_not_a_death() {
     let process = PidFd::open(std::process::id() as i32).unwrap();
     // In a child, where no other test can reuse the number.
-    let pid = fork(|| {
+    let child = Child::fork(|| {
         // SAFETY: the number is closed on purpose; the child leaves without dropping `process`.
         unsafe { libc::close(process.as_fd().as_raw_fd()) };
-        exit(if process.has_exited().is_err() && process.status().is_none() { 0 } else { 1 });
+        let is_error = process.has_exited().is_err() && process.status().is_none();
+        exit(i32::from(!is_error))
     });
-    assert_eq!(reap(pid), 0);
+    assert_eq!(child.wait(), 0);
 }
 
 #[test]
 fn start_times_grow() {
     let first = start_time(std::process::id() as i32).unwrap();
-    let pid = fork(sleep_forever);
+    let child = Child::sleeping();
+    let pid = child.0;
     let second = start_time(pid).unwrap();
     assert!(second >= first);
     assert_eq!(start_time(pid).unwrap(), second);
-    PidFd::open(pid).unwrap().send_signal(libc::SIGKILL).unwrap();
-    reap(pid);
+    child.kill();
     assert!(start_time(pid).is_err());
 }
 
 #[test]
 fn without_a_pidfd_the_end_of_a_child_is_known_until_it_is_reaped() {
-    let pid = fork(sleep_forever);
+    let child = Child::sleeping();
+    let pid = child.0;
     let time = start_time(pid).unwrap();
     assert_eq!(child_status(pid), None);
     assert!(!has_exited(pid, time) && !has_exited(pid, 0));
     assert!(has_exited(pid, time + 1), "the pid belongs to another process");
-    // SAFETY: kill takes plain numbers.
-    unsafe { libc::kill(pid, libc::SIGKILL) };
+    child.signal(libc::SIGKILL);
     await_exit(&PidFd::open(pid).unwrap());
     for _ in 0..2 {
         assert_eq!(child_status(pid), Some(ExitStatus::Signal(libc::SIGKILL)));
         assert!(has_exited(pid, time));
     }
-    reap(pid);
+    child.wait();
     assert!(has_exited(pid, time) && has_exited(pid, 0));
     assert_eq!(child_status(pid), None);
     assert_eq!(child_status(std::process::id() as i32), None);

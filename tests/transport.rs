@@ -459,23 +459,23 @@ fn a_batch_that_is_larger_than_the_main_process_has_room_for_is_refused_and_the_
 }
 
 #[test]
-fn a_main_process_that_takes_nothing_holds_no_worker_back() {
+fn a_main_process_that_takes_nothing_holds_no_worker_back_and_gets_all_after_its_end() {
     for transport in TRANSPORTS {
         let (mut main, worker) = open(transport);
-        for task in 0..u64::from(OUTSTANDING) {
-            main.send(task, TaskKind::Plain, b"index");
-        }
-        for task in 0..u64::from(OUTSTANDING) {
+        let tasks = 0..u64::from(OUTSTANDING);
+        tasks.clone().for_each(|task| main.send(task, TaskKind::Plain, b"index"));
+        for task in tasks.clone() {
             assert_eq!(worker.next().unwrap().0.task, task);
             worker.answer(task, b"", &[4 << 20]);
         }
-        for task in 0..u64::from(OUTSTANDING) {
+        worker.leave();
+        for task in tasks {
             let incoming = main.take();
-            assert_eq!(
-                (incoming.entry.task, main.open(&incoming).1),
-                (task, vec![vec![task as u8; 4 << 20]]),
-                "{transport:?}"
-            );
+            let leaves = main.open(&incoming).1;
+            assert_eq!((incoming.entry.task, leaves), (task, vec![vec![task as u8; 4 << 20]]), "{transport:?}");
+        }
+        if main.link.is_some() {
+            assert_eq!(main.ended(), None);
         }
     }
 }
@@ -492,25 +492,6 @@ fn a_worker_learns_of_the_end_of_the_main_process() {
 }
 
 #[test]
-fn a_worker_that_leaves_with_results_sends_them_first() {
-    let (mut main, worker) = open(Transport::Tcp);
-    for task in 0..8 {
-        main.send(task, TaskKind::Plain, b"");
-    }
-    for task in 0..8 {
-        assert_eq!(worker.next().unwrap().0.task, task);
-        worker.answer(task, b"", &[1 << 20]);
-    }
-    worker.leave();
-    for task in 0..8 {
-        let incoming = main.take();
-        assert_eq!(incoming.entry.task, task);
-        assert_eq!(main.open(&incoming).1, [vec![task as u8; 1 << 20]]);
-    }
-    assert_eq!(main.ended(), None);
-}
-
-#[test]
 fn a_kill_reaches_a_worker_that_is_fetching() {
     let (one, other) = sockets(Transport::Tcp);
     let main = Main::linked(one, ARENA);
@@ -519,19 +500,6 @@ fn a_kill_reaches_a_worker_that_is_fetching() {
     main.link.as_ref().unwrap().kill();
     end.recv_timeout(LIMIT).unwrap();
     drop(remote);
-}
-
-#[test]
-fn the_status_page_shows_what_the_worker_is_doing() {
-    let (mut main, worker) = open(Transport::Pair);
-    let state = |main: &Main| main.arena.control(0).status.state();
-    wait_until(|| state(&main) == WorkerState::Idle as u32);
-    main.send(3, TaskKind::Plain, b"");
-    assert_eq!(state(&main), WorkerState::Fetch as u32);
-    worker.next().unwrap();
-    worker.answer(3, b"", &[]);
-    main.take();
-    wait_until(|| state(&main) == WorkerState::Idle as u32);
 }
 
 #[test]

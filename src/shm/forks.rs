@@ -206,32 +206,18 @@ mod tests {
     use super::super::alloc::Allocator;
     use super::super::lease::Lease;
     use super::*;
+    use crate::children::Child;
 
-    /// A child that has closed all its descriptors.
-    struct Child(i32);
-
-    impl Child {
-        fn fork() -> Self {
-            // SAFETY: the child makes only system calls.
-            match unsafe { libc::fork() } {
-                0 => loop {
-                    // SAFETY: as above.
-                    unsafe {
-                        libc::close_range(0, u32::MAX, 0);
-                        libc::pause();
-                    }
-                },
-                pid => Self(pid),
+    /// Forks a child that closes all its descriptors.
+    fn start() -> Child {
+        Child::fork(|| {
+            // SAFETY: the arguments are plain numbers. The child ends without using what it has closed.
+            unsafe { libc::close_range(0, u32::MAX, 0) };
+            loop {
+                // SAFETY: pause has no precondition.
+                unsafe { libc::pause() };
             }
-        }
-
-        fn end(self) {
-            // SAFETY: the process is a child of this process, and nothing else waits for it.
-            unsafe {
-                libc::kill(self.0, libc::SIGKILL);
-                libc::waitpid(self.0, std::ptr::null_mut(), 0);
-            }
-        }
+        })
     }
 
     #[test]
@@ -245,23 +231,23 @@ mod tests {
             arena.table(0)[id as usize].state.load(Ordering::Relaxed) & FORKED != 0
         };
         let lease = Lease::new(&arena, 0, id, 20_000).unwrap();
-        let first = Child::fork();
+        let first = start();
         begin_group();
-        let (second, third) = (Child::fork(), Child::fork());
+        let (second, third) = (start(), start());
         end_group();
         drop(lease);
-        let late = Child::fork();
+        let late = start();
         // Give the children time to close their descriptors.
         for _ in 0..50 {
             assert!(forked());
             std::thread::sleep(Duration::from_millis(1));
         }
-        first.end();
+        first.kill();
         assert!(forked());
-        second.end();
+        second.kill();
         assert!(forked(), "one child of the group still lives");
         assert_ne!(allocator.allocate(20_000, CONSUMER).unwrap(), id);
-        third.end();
+        third.kill();
         // Children that other tests fork at the same time also map the witness for a moment.
         let end = std::time::Instant::now() + Duration::from_secs(60);
         while forked() {
@@ -269,6 +255,6 @@ mod tests {
             std::thread::sleep(Duration::from_millis(1));
         }
         assert_eq!(allocator.allocate(20_000, CONSUMER).unwrap(), id, "the last child never saw the lease");
-        late.end();
+        late.kill();
     }
 }

@@ -60,29 +60,19 @@ mod tests {
     use std::time::Duration;
 
     use super::super::socket::{Socket, Transfer};
+    use crate::children::Child;
 
     #[test]
     fn a_child_does_not_keep_a_connection_open() {
         let (one, other) = UnixStream::pair().unwrap();
         let (one, other) = (Socket::new(one.into()), Socket::new(other.into()));
-        // SAFETY: the child makes only system calls.
-        let pid = match unsafe { libc::fork() } {
-            0 => loop {
-                // SAFETY: as above.
-                unsafe { libc::pause() };
-            },
-            pid => pid,
-        };
+        let child = Child::sleeping();
         drop(one);
         let readiness = other.wait(true, false, None, Some(Duration::from_secs(30))).unwrap();
         let mut byte = 0;
         // SAFETY: `byte` is a local variable, and the second part is empty.
         let received = unsafe { other.receive((&raw mut byte, 1), (std::ptr::dangling_mut(), 0)) };
-        // SAFETY: the process is our own child, and nothing else waits for it.
-        unsafe {
-            libc::kill(pid, libc::SIGKILL);
-            libc::waitpid(pid, std::ptr::null_mut(), 0);
-        }
+        child.kill();
         assert!(readiness.readable);
         assert_eq!(received.unwrap(), Transfer::End);
     }

@@ -77,23 +77,10 @@ impl ForkGate {
 mod tests {
     use std::os::fd::{AsFd, AsRawFd};
 
-    use rustix::process::{Pid, WaitOptions};
-
     use super::super::map::{Mapping, page_size};
     use super::super::memfd;
     use super::*;
-
-    /// Runs `check` in a child and returns its result.
-    fn in_child(check: impl FnOnce() -> bool) -> bool {
-        // SAFETY: the child ends with _exit, and calls nothing that takes a lock.
-        let pid = unsafe { libc::fork() };
-        if pid == 0 {
-            // SAFETY: no exit handler runs.
-            unsafe { libc::_exit(i32::from(!check())) };
-        }
-        let end = || rustix::process::waitpid(Pid::from_raw(pid), WaitOptions::empty());
-        retry_on_intr(end).unwrap().is_some_and(|(_, status)| status.exit_status() == Some(0))
-    }
+    use crate::children::Child;
 
     #[test]
     fn a_private_copy_keeps_the_bytes_and_shares_none() {
@@ -104,7 +91,7 @@ mod tests {
         let byte = |n: usize| unsafe { &mut *map.as_ptr().add(n) };
         *byte(0) = 1;
         *byte(len - 1) = 2;
-        let is_private = in_child(|| {
+        let child = Child::fork(|| {
             // SAFETY: the range is the whole mapping, to which there is no reference.
             unsafe { make_private(map.as_ptr(), len) };
             let same = (*byte(0), *byte(len / 2), *byte(len - 1)) == (1, 0, 2);
@@ -112,7 +99,7 @@ mod tests {
             *byte(len / 2) = 9;
             same && *byte(0) == 9
         });
-        assert!(is_private);
+        assert_eq!(child.wait(), 0);
         assert_eq!((*byte(0), *byte(len / 2), *byte(len - 1)), (1, 0, 2));
     }
 
@@ -121,9 +108,7 @@ mod tests {
         const LONG: Duration = Duration::from_secs(600);
         ForkGate::new().unwrap().wait(LONG);
         let gate = ForkGate::new().unwrap();
-        // SAFETY: the child makes only system calls.
-        let pid = unsafe { libc::fork() };
-        if pid == 0 {
+        let child = Child::fork(|| {
             // SAFETY: the child closes its copies of the gate, and sleeps until the parent ends it.
             unsafe {
                 libc::close(gate.reader.as_raw_fd());
@@ -132,22 +117,12 @@ mod tests {
                     libc::pause();
                 }
             }
-        }
+        });
         gate.wait(LONG);
-        // SAFETY: the process is our own child, and nothing else waits for it.
-        unsafe {
-            libc::kill(pid, libc::SIGKILL);
-            libc::waitpid(pid, std::ptr::null_mut(), 0);
-        }
+        child.kill();
         let gate = ForkGate::new().unwrap();
-        // SAFETY: the child only exits. The process is our own child, and nothing else waits for it.
-        unsafe {
-            let pid = libc::fork();
-            if pid == 0 {
-                libc::_exit(0);
-            }
-            gate.wait(LONG);
-            libc::waitpid(pid, std::ptr::null_mut(), 0);
-        }
+        let child = Child::fork(|| true);
+        gate.wait(LONG);
+        child.wait();
     }
 }

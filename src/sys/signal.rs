@@ -165,6 +165,7 @@ pub fn gettid() -> i32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::children::Child;
 
     #[test]
     fn a_thread_blocks_all_signals_that_can_be_blocked() {
@@ -227,22 +228,18 @@ mod tests {
         }
         assert!(!blocks(i32::MAX, stack_signal()));
         // A test does not run in the main thread, so it can set only the mask of a child's main thread.
-        // SAFETY: the child makes only system calls, and ends when the signal below kills it.
-        let child = unsafe { libc::fork() };
-        if child == 0 {
+        let child = Child::fork(|| {
             block_all_in_this_thread();
             loop {
                 // SAFETY: pause has no precondition.
                 unsafe { libc::pause() };
             }
-        }
+        });
         let mut seen = false;
         while !seen && std::time::Instant::now() < end {
-            seen = blocks(child, stack_signal());
+            seen = blocks(child.0, stack_signal());
         }
-        kill(child, libc::SIGKILL).unwrap();
-        // SAFETY: the process is our own child, and nothing else waits for it.
-        unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) };
+        child.kill();
         assert!(seen);
     }
 

@@ -113,13 +113,17 @@ fn more_tasks_than_may_be_outstanding_end_the_connection() {
 }
 
 #[test]
-fn a_slow_main_process_is_waited_for() {
+fn a_slow_or_silent_main_process_is_waited_for_before_and_inside_a_frame() {
     for transport in SOCKETS {
         let (mut other, worker) = raw(transport);
         assert_eq!(receive(&mut other).0, Kind::Ready);
         for payload in [vec![1; 5], vec![2; 300]] {
-            for byte in frame(7, &payload) {
-                other.write_all(&[byte]).unwrap();
+            for (at, byte) in frame(7, &payload).iter().enumerate() {
+                if [0, 8, 20, 100].contains(&at) {
+                    std::thread::sleep(Duration::from_millis(50));
+                    assert!(worker.port.take_up().unwrap().is_none() && !worker.port.stopping());
+                }
+                other.write_all(&[*byte]).unwrap();
             }
             let (entry, received) = worker.next().unwrap();
             assert_eq!((entry.task, received), (7, payload));
@@ -173,21 +177,6 @@ fn a_main_process_that_sends_no_more_has_ended_and_still_gets_results() {
         assert_eq!(receive(&mut other).0, Kind::Left);
         assert_eq!(other.read(&mut [0]).unwrap(), 0);
         leaving.join().unwrap();
-    }
-}
-
-#[test]
-fn a_silent_main_process_is_waited_for_before_and_inside_a_frame() {
-    for transport in SOCKETS {
-        for silent_at in [0, 8, 20, 100] {
-            let (mut other, worker) = raw(transport);
-            let task = frame(3, &[7; 100]);
-            other.write_all(&task[..silent_at]).unwrap();
-            std::thread::sleep(Duration::from_millis(50));
-            assert!(worker.port.take_up().unwrap().is_none() && !worker.port.stopping());
-            other.write_all(&task[silent_at..]).unwrap();
-            assert_eq!(worker.next().unwrap().1, [7; 100]);
-        }
     }
 }
 

@@ -28,16 +28,6 @@ fn blocks_are_reused_warm_and_last_in_first_out() {
 }
 
 #[test]
-fn a_held_block_is_not_reused_until_the_consumer_returns_it() {
-    let mut a = allocator();
-    let id = a.allocate(20_000, WORKER | CONSUMER).unwrap();
-    a.release(id);
-    assert_ne!(a.allocate(20_000, CONSUMER).unwrap(), id);
-    a.arena.clone().release(0, id, CONSUMER);
-    assert_eq!(a.allocate(20_000, WORKER).unwrap(), id);
-}
-
-#[test]
 fn a_large_block_is_awaited_while_the_loop_holds_one_that_fits() {
     const LEN: u64 = 8 << 20;
     let mut a = allocator();
@@ -121,29 +111,6 @@ fn a_warm_block_of_a_similar_size_is_taken() {
     a.release(near);
     assert_ne!(a.allocate(8 << 20, WORKER).unwrap(), id, "half of it would be idle");
     assert_ne!(a.allocate(17 << 20, WORKER).unwrap(), id);
-}
-
-#[test]
-fn a_new_owner_reuses_free_blocks_and_leaves_held_ones() {
-    let mut a = allocator();
-    let held = a.allocate(50_000, CONSUMER).unwrap();
-    let idle = a.allocate(50_000, WORKER).unwrap();
-    a.release(idle);
-    let arena = a.arena.clone();
-    drop(a);
-    let mut b = Allocator::new(arena.clone(), 0);
-    assert_eq!(b.allocate(50_000, WORKER).unwrap(), idle);
-    assert_ne!(b.allocate(50_000, WORKER).unwrap(), held);
-    arena.release(0, held, CONSUMER);
-    assert_eq!(b.allocate(50_000, WORKER).unwrap(), held);
-}
-
-#[test]
-fn a_full_region_is_an_error_that_names_its_size() {
-    let mut a = allocator();
-    let region = a.arena.geometry().region_len;
-    let error = a.allocate(region + 1, WORKER).unwrap_err();
-    assert!(matches!(error, Error::RegionFull { wanted, .. } if wanted == region + 1));
 }
 
 #[test]

@@ -1,6 +1,7 @@
 use std::sync::Arc;
 
 use super::*;
+use crate::children::Child;
 use crate::error::Error;
 use crate::shm::arena::Arena;
 use crate::shm::block::CONSUMER;
@@ -178,26 +179,19 @@ fn a_child_has_private_copies_and_changes_nothing() {
     let array = array_of(&port, LEN, true).unwrap();
     // SAFETY: an array of LEN bytes that only this thread and its child use.
     let first = || unsafe { array.as_ptr().read_volatile() };
-    // SAFETY: the child exits with _exit, and takes no lock that another thread may hold.
-    let pid = unsafe { libc::fork() };
-    if pid == 0 {
+    let child = Child::fork(|| {
         // SAFETY: the child's private copy of the array.
         unsafe { array.write_bytes(9, LEN) };
         let mut as_expected = first() == 9 && array_of(&port, LEN, false).is_none();
         as_expected &= port.array_len(array.as_ptr()) == LEN && port.array_len(std::ptr::null_mut()) == 0;
         as_expected &= resize(&port, array.as_ptr(), LEN) == Resized::Move(LEN);
         free(&port, array.as_ptr());
-        as_expected &= !port.has_array(0) && !port.note_array(0) && !port.take_freed(0);
-        // SAFETY: no exit handler runs.
-        unsafe { libc::_exit(i32::from(!as_expected)) };
-    }
+        as_expected && !port.has_array(0) && !port.note_array(0) && !port.take_freed(0)
+    });
     // In the parent, the fork returned only after the child had its copy.
     // SAFETY: an array of LEN bytes.
     unsafe { array.write_bytes(5, LEN) };
-    let mut status = -1;
-    // SAFETY: the kernel writes to `status`, a local variable.
-    assert_eq!(unsafe { libc::waitpid(pid, &mut status, 0) }, pid);
-    assert_eq!((status, first()), (0, 5));
+    assert_eq!((child.wait(), first()), (0, 5));
     assert_eq!(port.array_len(array.as_ptr()), LEN);
     free(&port, array.as_ptr());
     assert_eq!(port.array_len(array.as_ptr()), 0);

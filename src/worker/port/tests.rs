@@ -1,16 +1,14 @@
-use std::os::unix::net::UnixStream;
-use std::sync::Arc;
 use std::time::Duration;
 
 use super::*;
+use crate::children::Child;
 use crate::config::{AHEAD, LARGE, RETURN_WAIT};
 use crate::shm::arena::Arena;
 use crate::shm::block::CONSUMER;
-use crate::shm::layout::{StatusPage, WorkerState};
+use crate::shm::layout::WorkerState;
 use crate::shm::ring::{Consumer, Producer};
 use crate::sync::{Ordering, lock};
 use crate::sys;
-use crate::transport::{Link, Remote};
 use crate::wire::{self, Leaf, Load, ResultEntry, ResultKind, TaskEntry, TaskKind, Timings};
 
 fn port(bytes: u64) -> Port {
@@ -20,15 +18,21 @@ fn port(bytes: u64) -> Port {
     Port::open(arena, 0, doorbell).unwrap()
 }
 
-#[test]
-fn an_error_can_be_sent_when_the_region_is_full() {
-    let port = port(64 << 20);
+/// Fills the region. Returns its blocks.
+fn fill(port: &Port) -> Vec<u32> {
     let mut held = Vec::new();
     for len in [1 << 20, 64 << 10, 4096] {
         while let Ok((block, _)) = port.allocate(len) {
             held.push(block);
         }
     }
+    held
+}
+
+#[test]
+fn an_error_can_be_sent_when_the_region_is_full() {
+    let port = port(64 << 20);
+    let held = fill(&port);
     assert!(port.allocate(1).is_err());
     port.send(0, ResultKind::Error, &[], b"no memory", Timings::default()).unwrap();
     // The reserve is used up, and refilled after a release.
@@ -41,12 +45,7 @@ fn an_error_can_be_sent_when_the_region_is_full() {
 #[test]
 fn a_snapshot_without_memory_is_omitted_but_the_first_and_an_error_are_reported() {
     let port = port(64 << 20);
-    let mut held = Vec::new();
-    for len in [1 << 20, 64 << 10, 4096] {
-        while let Ok((block, _)) = port.allocate(len) {
-            held.push(block);
-        }
-    }
+    let mut held = fill(&port);
     let mut results = Consumer::new(port.arena.result_ring(0));
     let mut entry = || results.pop().unwrap().map(|words| ResultEntry::from_words(&words).unwrap());
     assert!(!port.send_snapshot(1, b"state", false).unwrap());
@@ -72,24 +71,11 @@ fn a_snapshot_without_memory_is_omitted_but_the_first_and_an_error_are_reported(
     assert_eq!(snapshot.checksum, wire::checksum(&[7; 500_000]));
 }
 
-#[test]
-fn a_snapshot_does_not_change_the_workers_counters() {
-    let port = port(64 << 20);
-    port.send(0, ResultKind::Plain, &[], &[0; 100], Timings::default()).unwrap();
-    let counters = || {
-        let StatusPage { sent, largest, tasks_done, task, .. } = port.status();
-        [sent, largest, tasks_done, task].map(|word| word.load(Ordering::Relaxed))
-    };
-    let before = counters();
-    assert!(port.send_snapshot(1, &[0; 100_000], false).unwrap());
-    assert_eq!((counters(), before), (before, [1, 108, 1, 0]));
-}
-
 /// Puts a task into the ring, takes it from there, and runs `work` as its fetch. Returns the CPU time and the wall time
 /// that were added to the measured fetches, in nanoseconds.
 fn fetch(port: &Port, kind: TaskKind, work: impl FnOnce()) -> (u64, u64) {
     let entry = TaskEntry::inline(0, kind, &[]).unwrap();
-    let tasks = &mut crate::shm::ring::Producer::new(port.arena.task_ring(0));
+    let tasks = &mut Producer::new(port.arena.task_ring(0));
     tasks.push(&entry.to_words()).unwrap();
     let totals = || crate::metrics::WorkerTotals::of(port.status(), (1, false), 0);
     let before = totals();
@@ -300,32 +286,12 @@ fn a_child_takes_no_lock_that_another_thread_may_hold() {
     let port = port(64 << 20);
     let (block, memory) = port.allocate(40_000).unwrap();
     let held = lock(&port.allocator);
-    // SAFETY: the child exits with _exit, and allocates nothing.
-    let pid = unsafe { libc::fork() };
-    if pid == 0 {
-        let is_none = port.adoptable(memory as usize, 40_000).is_none();
+    let child = Child::fork(|| {
         port.release(block);
-        // SAFETY: no exit handler runs.
-        unsafe { libc::_exit(if is_none { 0 } else { 1 }) };
-    }
-    let mut status = -1;
-    // SAFETY: the kernel writes to `status`, a local variable.
-    let mut has_ended = || unsafe { libc::waitpid(pid, &mut status, libc::WNOHANG) } == pid;
-    let begin = std::time::Instant::now();
-    let ended = loop {
-        match has_ended() {
-            true => break true,
-            false if begin.elapsed() > Duration::from_secs(20) => break false,
-            false => std::thread::sleep(Duration::from_millis(1)),
-        }
-    };
-    if !ended {
-        // SAFETY: a child of this process, not reaped yet.
-        unsafe { libc::kill(pid, libc::SIGKILL) };
-    }
+        port.adoptable(memory as usize, 40_000).is_none()
+    });
+    assert_eq!(child.wait(), 0);
     drop(held);
-    assert!(ended, "the child waits for the lock");
-    assert_eq!(status, 0);
 }
 
 #[test]
@@ -344,81 +310,4 @@ fn a_sent_block_is_not_adopted_again() {
     let (reused, memory) = port.allocate(40_000).unwrap();
     assert_eq!(reused, block);
     assert!(port.adoptable(memory as usize, 40_000).is_some());
-}
-
-/// Returns the arena of a main process, its link, and the port at the other end.
-fn connected() -> (Arc<Arena>, Arc<Link>, Port) {
-    let (one, other) = UnixStream::pair().unwrap();
-    let arena = Arena::create_sized(64 << 20, 1, 8).unwrap();
-    let bell = Arc::new(sys::event::EventFd::new().unwrap());
-    let link = Link::start(&arena, 0, one.into(), bell).unwrap();
-    let port = Port::over(Remote::start(other.into(), 8, 1 << 29, || {}, || {}).unwrap()).unwrap();
-    (arena, link, port)
-}
-
-fn wait_until(done: impl Fn() -> bool) {
-    let end = sys::clock::monotonic() + Duration::from_secs(30);
-    while !done() {
-        assert!(sys::clock::monotonic() < end);
-        std::thread::sleep(Duration::from_millis(1));
-    }
-}
-
-#[test]
-fn a_main_process_on_another_machine_learns_the_current_sample_of_a_task() {
-    let (arena, link, port) = connected();
-    let page = &arena.control(0).status;
-    let shown = || (page.task.load(Ordering::Relaxed), page.place.load(Ordering::Relaxed));
-    // No task is outstanding yet.
-    port.at_sample(7);
-    port.remote().unwrap().ready();
-    let mut tasks = Producer::new(arena.task_ring(0));
-    for task in [5, 6] {
-        tasks.push(&TaskEntry::inline(task, TaskKind::Plain, b"").unwrap().to_words()).unwrap();
-    }
-    link.pump();
-    let next = || wait_until(|| matches!(port.receive().unwrap(), Received::Task(_)));
-    next();
-    for place in [0, 63] {
-        port.at_sample(place);
-        wait_until(|| shown() == (5, place + 1));
-    }
-    // Collation belongs to no sample.
-    port.enter(WorkerState::Collate);
-    wait_until(|| shown() == (5, 0));
-    next();
-    port.at_sample(2);
-    wait_until(|| shown() == (6, 3));
-    // The answer to the previous task may come later.
-    port.send(5, ResultKind::Plain, &[], b"", Timings::default()).unwrap();
-    wait_until(|| arena.bitmap()[0].load(Ordering::Relaxed) != 0);
-    assert_eq!(shown(), (6, 3));
-    assert_eq!(page.state(), WorkerState::Fetch as u32);
-    assert_eq!(page.tasks_done.load(Ordering::Relaxed), 1, "the counters include the answer that they come with");
-    port.leave();
-    assert!(port.remote().unwrap().finish(Duration::from_secs(30)));
-    wait_until(|| link.has_ended());
-    assert_eq!(link.reason(), None);
-}
-
-#[test]
-fn a_main_process_on_another_machine_learns_of_the_batches_of_a_replay() {
-    let (arena, link, port) = connected();
-    let page = &arena.control(0).status;
-    let since = || page.task_since_ns.load(Ordering::Relaxed);
-    port.remote().unwrap().ready();
-    let mut tasks = Producer::new(arena.task_ring(0));
-    tasks.push(&TaskEntry::inline(0, TaskKind::Plain, b"").unwrap().to_words()).unwrap();
-    link.pump();
-    wait_until(|| matches!(port.receive().unwrap(), Received::Task(_)));
-    wait_until(|| page.has_begun());
-    for _ in 0..2 {
-        let before = since();
-        port.progress(false);
-        wait_until(|| since() > before);
-        assert!(!page.has_begun());
-        port.notified_ns.store(0, Ordering::Relaxed);
-    }
-    port.progress(true);
-    wait_until(|| page.has_begun());
 }

@@ -92,22 +92,6 @@ fn fill(a: &mut Allocator, len: u64) -> Vec<u32> {
 }
 
 #[test]
-fn idle_neighbors_become_one_block_and_the_remainder_stays_idle() {
-    let mut a = allocator();
-    let ids = fill(&mut a, 64 * KIB);
-    let (offset, _) = block_of(&a, ids[3]);
-    for &id in &ids[3..7] {
-        a.release(id);
-    }
-    let joined = a.allocate(160 * KIB, WORKER).unwrap();
-    assert_eq!(block_of(&a, joined), (offset, 160 * KIB));
-    check(&a);
-    let remainder = a.allocate(96 * KIB, WORKER).unwrap();
-    assert_eq!(block_of(&a, remainder), (offset + 160 * KIB, 96 * KIB));
-    check(&a);
-}
-
-#[test]
 fn idle_blocks_with_a_held_one_between_them_are_not_joined() {
     for holder in [WORKER, CONSUMER, FORKED, block::WORKER_FORKED, CONSUMER | DELIVERED, RETURNING] {
         let mut a = allocator();
@@ -134,27 +118,6 @@ fn a_full_region_says_what_is_in_use_and_what_is_idle() {
         "cannot get 9 bytes of shared memory for a batch: each worker's region of the shared memory has 20 bytes; in \
          this one, 8 bytes are in use and 12 bytes are idle, at most 8 of them in one piece; use a smaller batch_size"
     ));
-}
-
-#[test]
-fn the_last_block_grows_into_unused_memory() {
-    let mut a = allocator();
-    let len = region_len(&a) * 3 / 4 / PAGE * PAGE;
-    let id = a.allocate(len / 2, WORKER).unwrap();
-    a.release(id);
-    let id = a.allocate(len, WORKER).unwrap();
-    assert_eq!(block_of(&a, id).0, 0);
-    check(&a);
-    a.release(id);
-    // A block of this request's size class would be larger than the region.
-    let id = a.allocate(region_len(&a), WORKER).unwrap();
-    assert_eq!(block_of(&a, id), (0, region_len(&a)));
-    assert!(a.allocate(1, WORKER).is_err());
-    check(&a);
-    let mut a = allocator();
-    let id = a.allocate(region_len(&a), WORKER).unwrap();
-    assert_eq!(block_of(&a, id), (0, region_len(&a)));
-    check(&a);
 }
 
 #[test]
@@ -185,24 +148,6 @@ fn pages_of_joined_blocks_are_released() {
     a.release(id);
     a.trim(0).unwrap();
     assert!(a.warm < KIB * 64 && pages(&a) < before + 128 * KIB, "{} {}", a.warm, pages(&a) - before);
-}
-
-#[test]
-fn entries_of_joined_blocks_are_reused() {
-    let mut a = allocator();
-    let mut entries = 0;
-    for round in 0..20 {
-        let ids = fill(&mut a, 20 * KIB);
-        ids.iter().for_each(|id| a.release(*id));
-        let id = a.allocate(region_len(&a), WORKER).unwrap();
-        assert_eq!(a.arena.usage().blocks, 1);
-        a.release(id);
-        let now = a.arena.block_count(0);
-        // The first round leaves unused bytes at the end of the region. From the second round on, they are a block.
-        assert!(round < 2 || now == entries, "{now}");
-        entries = now;
-        check(&a);
-    }
 }
 
 #[test]
