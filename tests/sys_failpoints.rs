@@ -42,7 +42,7 @@ fn refuse(kind: &str, errno: i32) {
 fn assert_os<T>(result: Result<T, Error>, name: &str, refused: i32) {
     match result.err() {
         Some(Error::Os { call, errno, hint }) => {
-            assert!((call, errno) == (name, refused) && !hint.is_empty(), "{call}")
+            assert!((call, errno) == (name, refused) && !hint.is_empty(), "{call}");
         }
         other => panic!("{name}: {other:?}"),
     }

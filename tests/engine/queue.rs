@@ -94,6 +94,20 @@ fn a_death_loses_the_task_that_the_worker_held_and_the_others_go_on() {
 }
 
 #[test]
+fn without_a_living_worker_the_wait_ends() {
+    for is_held in [false, true] {
+        let mut rig = rig();
+        if is_held {
+            assert_eq!(rig.take(1).task, 0);
+        }
+        (0..3).for_each(|worker| rig.kill(worker));
+        let Step::Dead(death) = rig.step() else { panic!("all are dead") };
+        assert_eq!(rig.engine.report(death).index, is_held.then_some(&0));
+        assert!(!is_held || death.worker.0 == 1);
+    }
+}
+
+#[test]
 fn tasks_of_an_abandoned_epoch_are_taken_back_unless_a_worker_holds_them() {
     let mut rig = rig();
     assert_eq!(rig.take(0).task, 0);

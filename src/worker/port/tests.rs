@@ -1,3 +1,5 @@
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::*;
@@ -9,6 +11,7 @@ use crate::shm::layout::WorkerState;
 use crate::shm::ring::{Consumer, Producer};
 use crate::sync::{Ordering, lock};
 use crate::sys;
+use crate::transport::{Link, Remote};
 use crate::wire::{self, Leaf, Load, ResultEntry, ResultKind, TaskEntry, TaskKind, Timings};
 
 fn port(bytes: u64) -> Port {
@@ -310,4 +313,46 @@ fn a_sent_block_is_not_adopted_again() {
     let (reused, memory) = port.allocate(40_000).unwrap();
     assert_eq!(reused, block);
     assert!(port.adoptable(memory as usize, 40_000).is_some());
+}
+
+/// Returns the arena of a main process, its link, and the port at the other end.
+fn connected() -> (Arc<Arena>, Arc<Link>, Port) {
+    let (one, other) = UnixStream::pair().unwrap();
+    let arena = Arena::create_sized(64 << 20, 1, 8).unwrap();
+    let bell = Arc::new(sys::event::EventFd::new().unwrap());
+    let link = Link::start(&arena, 0, one.into(), bell).unwrap();
+    let port = Port::over(Remote::start(other.into(), 8, 1 << 29, || {}, || {}).unwrap()).unwrap();
+    (arena, link, port)
+}
+
+fn wait_until(done: impl Fn() -> bool) {
+    let end = sys::clock::monotonic() + Duration::from_secs(30);
+    while !done() {
+        assert!(sys::clock::monotonic() < end);
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn a_main_process_on_another_machine_learns_of_the_current_sample_and_of_the_batches_of_a_replay() {
+    let (arena, link, port) = connected();
+    let page = &arena.control(0).status;
+    let since = || page.task_since_ns.load(Ordering::Relaxed);
+    port.remote().unwrap().ready();
+    let mut tasks = Producer::new(arena.task_ring(0));
+    tasks.push(&TaskEntry::inline(0, TaskKind::Plain, b"").unwrap().to_words()).unwrap();
+    link.pump();
+    wait_until(|| matches!(port.receive().unwrap(), Received::Task(_)));
+    wait_until(|| page.has_begun());
+    port.at_sample(63);
+    wait_until(|| page.place.load(Ordering::Relaxed) == 64);
+    for _ in 0..2 {
+        let before = since();
+        port.progress(false);
+        wait_until(|| since() > before);
+        assert!(!page.has_begun());
+        port.notified_ns.store(0, Ordering::Relaxed);
+    }
+    port.progress(true);
+    wait_until(|| page.has_begun());
 }
