@@ -1,6 +1,5 @@
 """States and `stats` through `prefetch_to_device`, and what it logs, on a device without hardware (`standin.py`)."""
 
-import contextlib
 import dataclasses
 import gc
 import logging
@@ -332,8 +331,3 @@ def test_pageable_batches_are_logged_once_per_loader(device, caplog):
         "prefetch_to_device: batches are copied from pageable memory, which delays the program: set pin_memory=True "
         "in the loader"
     ]
-
-
-def test_a_prefetcher_needs_no_engine():
-    with contextlib.closing(prefetch(TorchDataLoader(Numbers(4), batch_size=2), device="cpu")) as batches:
-        assert values(batches) == [[0, 1], [2, 3]]

@@ -16,7 +16,6 @@ import pytest
 import torch
 from sample_data import Failing, Held, Numbers, Shards
 from support import DataLoader, gone, in_time, outcome, run_script, rustloader, waits_in_next, while_next_waits
-from torch.utils.data import IterableDataset
 
 pytestmark = pytest.mark.ours
 
@@ -122,13 +121,6 @@ def test_a_signal_that_came_before_the_sampler_is_asked_does_not_end_its_generat
     assert (status, out, err) == (0, "interrupted []\n", "")
 
 
-class Endless(IterableDataset):
-    def __iter__(self):
-        worker = torch.utils.data.get_worker_info().id
-        while True:
-            yield worker
-
-
 @pytest.mark.parametrize("resumes", [True, False])
 def test_a_batch_that_a_handler_interrupted_belongs_to_its_epoch(resumes):
     class Raises(list):
@@ -148,18 +140,6 @@ def test_a_batch_that_a_handler_interrupted_belongs_to_its_epoch(resumes):
     else:
         iterator = iter(loader)
     assert [batch.tolist() for batch in iterator] == whole
-
-
-def test_a_death_is_detected_although_other_results_never_run_out():
-    loader = DataLoader(Endless(), num_workers=2, batch_size=None, in_order=False)
-    iterator = iter(loader)
-    next(iterator)
-    os.kill(iterator._workers[0].pid, signal.SIGKILL)
-    end = time.monotonic() + 120
-    with pytest.raises(RuntimeError, match="is killed by signal: Killed"):
-        while time.monotonic() < end:
-            next(iterator)
-            time.sleep(0.002)
 
 
 def test_a_start_that_fails_half_way_is_an_error_and_the_next_one_works(monkeypatch):

@@ -158,39 +158,6 @@ def test_an_address_space_that_shrinks_between_epochs():
     assert len(report["log"]) == 1 and report["log"][0].startswith(HANDED_OVER)
 
 
-class Growing(torch.utils.data.Dataset):
-    """Tensors of `steps` sizes from 100 kB to `largest` bytes in a given order, each filled with its index."""
-
-    def __init__(self, steps, largest, order):
-        self.sizes = [100_000 + i * (largest - 100_000) // (steps - 1) for i in order(steps)]
-
-    def __len__(self):
-        return len(self.sizes)
-
-    def __getitem__(self, i):
-        return torch.full((self.sizes[i],), i % 251, dtype=torch.uint8)
-
-
-def is_intact(batch, size, i):
-    return len(batch) == size and bool((batch[::4096] == i % 251).all()) and int(batch[-1]) == i % 251
-
-
-def shuffled(steps):
-    return torch.randperm(steps, generator=torch.Generator().manual_seed(1)).tolist()
-
-
-@pytest.mark.parametrize("order", [range, lambda steps: reversed(range(steps)), shuffled], ids=["up", "down", "any"])
-def test_batches_of_many_sizes_fit_into_a_small_address_space(order):
-    """Blocks of all sizes together are several times as large as a region; those in use take up half of one."""
-
-    def body():
-        data = Growing(200, 20 * 10**6, order)
-        batches = DataLoader(data, batch_size=None, num_workers=8)
-        return [i for i, batch in enumerate(batches) if not is_intact(batch, data.sizes[i], i)]
-
-    served_by_engine(limited({resource.RLIMIT_AS: address_space() + (3 << 30)}, body), 200)
-
-
 def test_a_program_that_locks_its_memory_locks_no_arena():
     """After mlockall(MCL_FUTURE), which real-time programs call, the kernel populates every new mapping. An arena is
     many times as large as the machine's memory."""

@@ -101,24 +101,6 @@ def test_a_signal_to_all_workers_is_survived_and_a_second_one_is_not(handled, pa
     assert handled == []
 
 
-def test_a_signal_to_one_of_several_workers_ends_it(handled):
-    iterator, pids = served(3)
-    terminate(pids[1])
-    # Far below the 30 s that it would have if all had received a signal.
-    with within(25), pytest.raises(RuntimeError, match=rf"\(pid {pids[1]}\) {KILLED}"):
-        batches_for(iterator, 40)
-    assert handled == []
-
-
-def test_a_lone_worker_keeps_working_for_a_while():
-    iterator, [pid] = served(1)
-    start = time.monotonic()
-    terminate(pid)
-    with within(40), pytest.raises(RuntimeError, match=KILLED):
-        batches_for(iterator, 60)
-    assert time.monotonic() - start > 1.5
-
-
 class EndsItself(Numbers):
     """Sends itself a SIGTERM at item 1; creates a file if it survives."""
 

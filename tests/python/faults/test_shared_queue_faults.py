@@ -1,4 +1,4 @@
-"""dispatch="shared_queue" with deaths, signals and random programs: a task is delivered once, or its loss is named."""
+"""dispatch="shared_queue" with deaths: the loss of a task is named (tests/engine_queue.rs has the engine's part)."""
 
 import os
 import signal
@@ -46,24 +46,6 @@ def test_a_death_names_the_task_that_the_worker_held(workers):
     assert wait_until(lambda: all(map(gone, pids)))
 
 
-def test_tasks_of_other_workers_and_waiting_tasks_are_completed(tmp_path):
-    dataset = Recorded(40, tmp_path / "sample", held=(0, 1))
-    iterator = iter(shared(dataset, 3, batch_size=None, prefetch_factor=2))
-    assert wait_until(lambda: dataset.reached(0) and dataset.reached(1))
-    info = iterator._task_info
-    victim = info[1][0]
-    assert victim != info[0][0]
-    os.kill(worker_pids(iterator)[victim], signal.SIGKILL)
-    # The third worker completes the other four; then sample 0 is released.
-    assert wait_until(lambda: sorted(dataset.made()) == list(range(6)))
-    dataset.let_go(0)
-    assert next(iterator).item() == 0
-    error = lasting_error(iterator)
-    assert (error.worker_id, error.index) == (victim, 1)
-    completed = dataset.made()
-    assert len(completed) == len(set(completed)) and set(range(6)) <= set(completed)
-
-
 def test_out_of_order_every_batch_but_the_lost_one_comes_first(tmp_path):
     dataset = Recorded(40, tmp_path / "sample", held=(2,))
     iterator = iter(shared(dataset, 2, batch_size=None, in_order=False, prefetch_factor=3))
@@ -75,23 +57,6 @@ def test_out_of_order_every_batch_but_the_lost_one_comes_first(tmp_path):
     delivered += [o[1] for o in rest if o[0] == "value"]
     assert 2 not in delivered and len(set(delivered)) == len(delivered) >= 12
     assert rest[-1][0] == "error" and "is killed by signal: Killed" in rest[-1][2]
-
-
-@pytest.mark.parametrize("at", ["start", "work", "idle"])
-def test_the_death_of_all_workers_is_an_error_and_no_hang(at, tmp_path):
-    dataset = Recorded(40, tmp_path / "sample", held=(2, 3) if at == "work" else ())
-    iterator = iter(shared(dataset, 2, batch_size=None, persistent_workers=True))
-    if at == "work":
-        assert [next(iterator).item() for _ in range(2)] == [0, 1]
-        assert wait_until(lambda: dataset.reached(2) and dataset.reached(3))
-    elif at == "idle":
-        assert wait_until(lambda: len(dataset.made()) == 4)
-    for pid in worker_pids(iterator):
-        os.kill(pid, signal.SIGKILL)
-    with within(SOON):
-        results = outcomes(iterator, 45)
-    assert [o[0] for o in results].count("value") <= 4 and results[-1][0] == "error"
-    assert "is killed by signal: Killed" in results[-1][2]
 
 
 def test_a_death_while_a_new_epoch_begins_is_named(tmp_path):

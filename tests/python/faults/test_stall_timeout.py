@@ -12,8 +12,8 @@ import types
 
 import pytest
 from resume_support import Workers
-from sample_data import Numbers, Slow, untouched, worker_id
-from support import STARTED, DataLoader, finish, gone, start_script, values, wait_until, within, worker_pids
+from sample_data import Numbers, Slow, untouched
+from support import STARTED, DataLoader, gone, values, wait_until, within, worker_pids
 from torch.utils.data import IterableDataset
 
 import rustloader
@@ -184,51 +184,7 @@ def test_a_stopped_worker_that_does_not_take_its_task_is_killed(lines):
         iter(loader)
 
 
-# Workers that are left alone
-
-
-class OneStream(IterableDataset):
-    """Only the stream of worker 0 has samples. Together they take longer than the limit."""
-
-    def __iter__(self):
-        for i in range(10 if worker_id() == 0 else 0):
-            time.sleep(0.3)
-            yield i
-
-
-class SlowStart:
-    """A worker_init_fn."""
-
-    def __call__(self, _):
-        time.sleep(2 * LIMIT)
-
-
-class SlowIter(IterableDataset):
-    def __iter__(self):
-        time.sleep(2 * LIMIT)
-        return iter(range(2))
-
-
-# Each takes longer than the limit, but no single batch does.
-LEFT_ALONE = {
-    "slow batches": (lambda: Slow(10, dict.fromkeys(range(10), 0.3)), dict(), 10),
-    "a worker without a task": (OneStream, dict(num_workers=2, persistent_workers=True), 10),
-    "a start": (lambda: Numbers(2), dict(worker_init_fn=SlowStart()), 2),
-    "a spawned start": (lambda: Numbers(2), dict(worker_init_fn=SlowStart(), multiprocessing_context="spawn"), 2),
-    "the start of a later epoch": (SlowIter, dict(persistent_workers=True), 2),
-}
-
-
-@pytest.mark.parametrize("what", LEFT_ALONE)
-def test_no_worker_is_killed_for(what, lines):
-    dataset, options, count = LEFT_ALONE[what]
-    loader = DataLoader(dataset(), **dict(batch_size=None, num_workers=1, stall_timeout=LIMIT) | options)
-    assert [values(loader) for _ in range(2 if "persistent_workers" in options else 1)][-1] == [*range(count)]
-    iterator = iter(loader)
-    assert next(iterator) == 0
-    if what == "a worker without a task":
-        time.sleep(LIMIT + 0.5)  # the program itself takes longer than the limit
-    assert values(iterator) == [*range(1, count)] and lines(KILLED) == []
+# Replays
 
 
 class SlowStream(IterableDataset):
@@ -273,32 +229,6 @@ def test_a_batch_of_a_replay_has_its_limit(lines, workers, kind, tmp_path):
     stalled_error(iter(DataLoader(dataset, batch_size=None, num_workers=1, stall_timeout=LIMIT)))
     [line] = lines(KILLED)
     assert f"(state: {'starting' if kind == 'map' else 'fetch'})" in line
-
-
-SUSPENDED = """
-import time
-from pathlib import Path
-class Busy:
-    def __len__(self): return 1
-    def __getitem__(self, i):
-        Path({file!r}).touch()
-        # The process may be stopped in the middle of this.
-        for _ in range(20):
-            time.sleep(0.05)
-        return i
-print(list(DataLoader(Busy(), batch_size=None, num_workers=1, stall_timeout={limit})))
-"""
-
-
-def test_a_job_that_was_suspended_as_a_whole_continues(tmp_path):
-    """After that, the worker has half of the limit to finish its batch."""
-    file, limit = tmp_path / "began", 8
-    script = start_script(SUSPENDED.format(file=str(file), limit=limit))
-    assert wait_until(file.exists, STARTED)
-    os.killpg(script.pid, signal.SIGSTOP)
-    time.sleep(limit + 1)
-    os.killpg(script.pid, signal.SIGCONT)
-    assert finish(script) == (0, "[0]\n", "")
 
 
 # Restarts

@@ -12,7 +12,6 @@ import sys
 import time
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +21,6 @@ from support import config_of, run_script, same
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import rustloader
-from rustloader._core import Port
 from rustloader.auto import tuner
 from rustloader.errors import WorkerDiedError
 from rustloader.remote import handshake
@@ -125,28 +123,6 @@ def test_batches_are_those_of_local_workers(tmp_path, dataset, options):
         return both
 
     assert same(run(LoopbackContext(tmp_path)), run("fork"))
-
-
-def short_of_room(path, call):
-    """Serves with a small region, as if the main process had less room than it has."""
-    opened = Port.remote
-
-    def remote_port(fd, ring_slots, region_len, load_index):
-        assert region_len > 1 << 29
-        return opened(fd, ring_slots, 4 << 20, load_index)
-
-    remote.Port = SimpleNamespace(remote=remote_port)
-    serve_file(path, call)
-
-
-def test_a_batch_that_the_main_process_has_no_room_for_is_an_error_in_its_place(tmp_path):
-    dataset = [torch.zeros(1000), torch.zeros(2_000_000), torch.ones(1000)]
-    context = LoopbackContext(tmp_path, short_of_room)
-    batches = iter(rustloader.DataLoader(dataset, num_workers=1, multiprocessing_context=context))
-    assert torch.equal(next(batches)[0], dataset[0])
-    with pytest.raises(MemoryError, match="each worker's region of the shared memory has 4"):
-        next(batches)
-    assert torch.equal(next(batches)[0], dataset[2])
 
 
 def test_an_error_of_the_dataset_has_the_same_text(tmp_path):

@@ -2,14 +2,13 @@
 
 import logging
 import os
-import threading
 
 import numpy as np
 import pytest
 import torch
 from cached_rows import COMPARED, Rows, cached, is_correct
 from support import rustloader
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset
 
 pytestmark = pytest.mark.ours
 
@@ -21,30 +20,8 @@ def path(tmp_path):
     return str(tmp_path / "samples.cache")
 
 
-def halves():
-    """Two datasets of one class and length."""
-    return Subset(Rows(), range(100)), Subset(Rows(), range(100, 200))
-
-
 def numbers(data, **options):
     return [number for batch in rustloader.DataLoader(data, batch_size=5, **options) for number in batch[1].tolist()]
-
-
-def test_threads_find_the_difference(path):
-    first, second = (cached(path, half) for half in halves())
-    numbers(first)
-    errors = []
-
-    def read(start):
-        for index in range(start, 100):
-            try:
-                second[index]
-            except ValueError as error:
-                errors.append(str(error))
-
-    threads = [threading.Thread(target=read, args=(start,)) for start in (0, 50)]
-    [thread.start() for thread in threads], [thread.join() for thread in threads]
-    assert len(errors) == 150 and len(set(errors)) <= 2
 
 
 def test_a_dataset_that_stores_a_sample_of_another_one_is_refused(path):
