@@ -129,19 +129,6 @@ print("done")
     assert status == 0 and out.endswith("done\n"), err[-3000:]
 
 
-def test_t30_a_dynamo_without_this_function_is_left_alone():
-    status, out, err = run_script(
-        GIVEN
-        + """
-with_dynamo()
-del sys.modules["torch._dynamo.trace_rules"].add
-import rustloader
-print(len(list(rustloader.DataLoader(Rows(), **given(num_workers=1)))))
-"""
-    )
-    assert (status, out) == (0, "4\n"), err[-3000:]
-
-
 def test_t30_programs_without_torch_compile_do_not_import_dynamo():
     status, out, err = run_script(
         GIVEN

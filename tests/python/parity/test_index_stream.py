@@ -21,6 +21,7 @@ from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
     RandomSampler,
+    SequentialSampler,
     SubsetRandomSampler,
 )
 
@@ -224,6 +225,35 @@ def test_a_dataset_that_changes_its_length(at, to, given):
 
     same_steps(Plan("random", 10, given=given), disturb=disturb)
     same_steps(Plan("random", 10, given=given, num_samples=17), disturb=disturb)
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 9, 12])
+@pytest.mark.parametrize("rank", range(3))
+def test_a_shard_whose_dataset_changes_its_length(size, rank):
+    def disturb(step, batches):
+        if step == 1:
+            batches.sampler.dataset.size = size
+
+    for cut in (False, True):
+        same_steps(Plan("distributed", 10, num_replicas=3, rank=rank, cut=cut), disturb=disturb)
+
+
+@pytest.mark.parametrize("change", [dict(num_samples=7), dict(rank=5), dict(rank=-1), dict(total_size=12.0)], ids=str)
+def test_a_shard_whose_numbers_change(change):
+    def disturb(step, batches):
+        if step == 1:
+            vars(batches.sampler).update(change)
+
+    same_steps(Plan("distributed", 10, num_replicas=3, rank=1), disturb=disturb)
+
+
+@pytest.mark.parametrize("other", [[7, 8, 9, 1], SequentialSampler(Sized(5)), RandomSampler(Sized(7))])
+def test_a_sampler_that_is_replaced_before_the_first_call(other):
+    def disturb(step, batches):
+        if step == 1:
+            batches.sampler = other
+
+    assert same_steps(Plan("random", 10), disturb=disturb)
 
 
 # Errors

@@ -318,13 +318,3 @@ def test_next_after_an_iter_that_failed_is_an_error(tmp_path):
     # The workers are kept.
     assert iter(loader) is iterator and [worker.pid for worker in iterator._workers] == pids
     assert next(iterator).tolist() == whole[0] and position(loader.state_dict()) == 1
-
-
-def test_a_worker_init_fn_that_hangs_is_a_timeout(tmp_path):
-    def init(worker_id):
-        while worker_id:
-            time.sleep(0.01)
-
-    loader = StatefulDataLoader(Stuck(tmp_path), num_workers=2, timeout=6, worker_init_fn=init)
-    with pytest.raises(LoaderTimeoutError):
-        iter(loader)

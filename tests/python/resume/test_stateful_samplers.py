@@ -17,6 +17,7 @@ from rustloader.stateful_dataloader import recording
 from rustloader.stateful_dataloader.compatibility import check
 from rustloader.stateful_dataloader.next_epoch import run_out
 from rustloader.stateful_dataloader.sampler import BatchSampler, RandomSampler, StatefulDistributedSampler
+from rustloader.stateful_dataloader.sampling import sampling
 from rustloader.stateful_dataloader.schema import SamplerState, copied
 
 pytestmark = pytest.mark.ours
@@ -176,6 +177,22 @@ def test_running_out_a_sampler_without_an_end():
     other = Endless()
     run_out(other, SamplerState("stateful", state_position=3, index_sampler_state={"at": 3}), 5)
     assert other.at == 6
+
+
+def test_state_during_the_start_of_the_sampler_is_the_loaded_one():
+    """A signal handler may ask for one then."""
+    states = []
+
+    class Asking(Counted):
+        def __iter__(self):
+            states.append(first.state(1))
+            return super().__iter__()
+
+    first = begin(TorchBatchSampler(Asking(9), 2, False))
+    whole = [*first.iterator]
+    saved = merged(first.state(1))
+    first = sampling(TorchBatchSampler(Asking(9), 2, False), iter(()), typed(saved), 1, (), 1, map_style=True)
+    assert [*first.iterator] == whole[1:] and merged(states[-1]) == saved
 
 
 def test_a_torchdata_state_in_torchs_sampler():

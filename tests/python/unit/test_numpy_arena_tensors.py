@@ -217,19 +217,6 @@ def test_what_the_program_changes_is_respected(name):
     assert stats.copies.adopted == 0 or batch is np.ndarray
 
 
-def refuse(tensor):
-    raise ValueError("no tensors")
-
-
-def register_refusal(worker_id):
-    ForkingPickler.register(torch.Tensor, refuse)
-
-
-def test_an_error_names_the_type_that_the_batch_has():
-    with pytest.raises(ValueError, match=r"could not send its batch of type torch\.Tensor"):
-        batches_of(Made(fresh), collate_fn=default_convert, worker_init_fn=register_refusal)
-
-
 # Options
 
 

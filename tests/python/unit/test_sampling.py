@@ -237,6 +237,14 @@ def test_the_state_of_one_rank_resumes_all():
         assert [*resumed.iterator] == [*plan.make()[0]][1:]
 
 
+def test_shards_whose_settings_are_no_numbers():
+    sampler = DistributedSampler(Sized(9), 2, 0, shuffle=False)
+    sampler.set_epoch(None)
+    epoch = begin(BatchSampler(sampler, 2, False))
+    assert epoch.state(0).own["start"] is None
+    assert [*epoch.iterator] == [[0, 2], [4, 6], [8]]
+
+
 # The draws of the next epoch
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, _DatasetKind
 
 from rustloader.fetch.seeds import Seeding, Seeds
 from rustloader.workers import by_value, snapshots
-from rustloader.workers.snapshots import Publisher, SnapshotPolicy, Snapshots, WorkerStart, is_stateful
+from rustloader.workers.snapshots import Publisher, SnapshotPolicy, Snapshots, is_stateful
 
 pytestmark = pytest.mark.ours
 
@@ -375,13 +375,6 @@ def test_a_tensor_comes_back_by_value(number):
         assert same(tensor.detach().clone(), before)
 
 
-def test_attributes_of_a_tensor_come_back():
-    tensor = torch.ones(3)
-    tensor.note = {"a": 1}
-    result = pickle.loads(by_value.dumps(tensor))
-    assert result.note == {"a": 1} and same(result, tensor)
-
-
 def test_a_view_has_its_own_bytes_alone():
     view = torch.zeros(1 << 20)[7:9]
     assert len(by_value.dumps(view)) < 500
@@ -412,11 +405,3 @@ def test_reducers_for_multiprocessing_have_no_effect(monkeypatch):
     monkeypatch.setitem(copyreg.dispatch_table, torch.Tensor, lambda tensor: (len, ("abc",)))
     monkeypatch.setitem(copyreg.dispatch_table, Own, lambda own: (len, ("ab",)))
     assert pickle.loads(by_value.dumps([torch.ones(2), Own()])) == [3, 2]
-
-
-def test_the_start_of_a_worker_travels_by_value():
-    start = WorkerStart({"t": torch.ones(3)}, [4], True, [[1, 2], [3]], 5, 6)
-    result = pickle.loads(ForkingPickler.dumps(start))
-    assert torch.equal(result.dataset_state["t"], start.dataset_state["t"]) and not start.dataset_state["t"].is_shared()
-    result.dataset_state = start.dataset_state
-    assert result == start

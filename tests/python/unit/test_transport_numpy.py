@@ -56,14 +56,6 @@ def test_p25_objects_with_buffers(kind, n):
     assert kept[-10:].tobytes() == b"abcdefghij"
 
 
-@pytest.mark.ours
-@pytest.mark.parametrize("n", [10, 100_000])
-@pytest.mark.forks
-def test_a_bare_buffer(n):
-    (got,) = send(pickle.PickleBuffer(bytearray(b"abcdefghij" * (n // 10))))
-    assert bytes(got) == b"abcdefghij" * (n // 10)
-
-
 # Other libraries
 
 
