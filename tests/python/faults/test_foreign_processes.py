@@ -7,7 +7,6 @@ import multiprocessing.context
 import multiprocessing.process
 import os
 import queue
-import re
 import threading
 import time
 
@@ -22,7 +21,6 @@ from support import (
     from_engine,
     gone,
     outcome,
-    run_script,
     values,
     wait_until,
     worker_pids,
@@ -255,30 +253,6 @@ def test_descends_is_true_of_descendants_only():
         iterator._shutdown_workers()
         # The fork server may be slow to reap its children.
         assert wait_until(lambda iterator=iterator: not any(map(_core.descends, worker_pids(iterator))))
-
-
-@pytest.mark.ours
-@pytest.mark.parametrize("pid", ["os.getpid()", "0", "-1", "-os.getpid()"])
-def test_the_engine_rejects_a_pid_that_is_no_child(pid):
-    status, out, err = run_script(f"""
-        from rustloader import _core
-        from rustloader.system import interrupts
-        from rustloader.settings.limits import StallLimits
-        from support import config_of
-        from rustloader.supervision import stalls
-        from rustloader.workers import serialize
-        callbacks = serialize.loads, serialize.dumps_alone, interrupts.is_interrupt, stalls.warn
-        engine = _core.Engine(config_of(num_workers=1), StallLimits(0.0, 0.0, 0.0), *callbacks)
-        try:
-            engine.started(0, {pid})
-        except RuntimeError as error:
-            print(error)
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            engine.signal_all(number)
-        print(engine.alive())
-    """)
-    assert status == 0, err
-    assert re.search(r"worker 0 has pid -?\d+, which is not a separate process\n0\n$", out), out
 
 
 @pytest.mark.ours

@@ -85,24 +85,6 @@ def test_the_third_death_at_a_batch_is_final(tmp_path, where):
     assert rustloader.stats(loader).faults.failures == ()
 
 
-class Bad(Mortal):
-    """Sample 5 raises an exception, and every later sample ends its process."""
-
-    def __getitem__(self, i):
-        if i == 5:
-            raise OSError("broken")
-        if i > 5:
-            os._exit(7)
-        return super().__getitem__(i)
-
-
-def test_a_replacement_that_kills_is_not_retried_forever():
-    loader = loader_of(Bad(4000), sampler=[0, 1, 5], num_workers=1, max_restarts=50, on_error="replace")
-    with within(90), pytest.raises(WorkerDiedError) as caught:
-        list(loader)
-    assert caught.value.restarts <= 4
-
-
 def test_deaths_in_a_replay_do_not_count_against_the_batch_after_it(tmp_path):
     dataset = DiesAgain([10, 10], tmp_path)
     assert epochs(loader_of(dataset)) == epochs(loader_of(MortalStream([10, 10])))

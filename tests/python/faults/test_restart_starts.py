@@ -49,13 +49,6 @@ def refusing(times, error):
     return mock.patch.object(process, "start", start)
 
 
-def test_a_refused_start_is_retried(tmp_path, lines):
-    iterator = iter(loader_of(Mortal(N, Deaths(tmp_path, {3: 1})), max_restarts=3))
-    with refusing(2, OSError(errno.EAGAIN, "none left")):
-        delivered = list(iterator)
-    assert len(delivered) == N // 2 and len(lines("was restarted")) == 1
-
-
 def test_a_start_that_is_always_refused_raises_the_death(tmp_path):
     iterator = iter(loader_of(Mortal(N, Deaths(tmp_path, {3: 1})), max_restarts=3))
     # The first call of next() may already find the death.

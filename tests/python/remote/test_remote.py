@@ -245,35 +245,6 @@ def test_a_sample_that_kills_three_workers_is_passed_over(tmp_path, on_error, di
     assert (faults.restarts, faults.skipped + faults.replaced) == (3, 1)
 
 
-class StuckOnce(IterableDataset):
-    """All samples take some time, and sample 40 never comes from the first process."""
-
-    def __init__(self, folder):
-        self.mark = folder / "stuck"
-
-    def __iter__(self):
-        for at in range(42):
-            time.sleep(0.15)
-            if at == 40 and not self.mark.exists():
-                self.mark.touch()
-                time.sleep(1000)
-            yield at
-
-
-@pytest.mark.warns
-def test_a_replay_may_take_longer_than_a_batch(tmp_path):
-    loader = rustloader.DataLoader(
-        StuckOnce(tmp_path),
-        batch_size=None,
-        num_workers=1,
-        multiprocessing_context=LoopbackContext(tmp_path),
-        stall_timeout=5.0,
-        max_restarts=1,
-    )
-    assert [int(sample) for sample in loader] == [*range(42)]
-    assert rustloader.stats(loader).faults.stalls == 1
-
-
 def dies_twice(path, call):
     """The first replacement ends before it connects, the second one in the handshake."""
     if call.generation == 0:

@@ -108,20 +108,6 @@ def test_the_next_program_retries_samples_that_could_not_be_kept(path):
         Elsewhere.refuses = True
 
 
-def test_a_larger_limit_enlarges_a_file(path):
-    data = Rows()
-    samples = cached(path, data, "200KiB")
-    assert is_correct(samples) and samples.usage().samples_bytes < 200 << 10
-    larger = cached(path, data, "16MiB")
-    data.built = 0
-    assert is_correct(larger) and 100 < data.built < 200
-    data.built = 0
-    # Two openings have stored samples.
-    assert is_correct(cached(path, data)) and data.built == 2 * COMPARED
-    # The first program keeps using what it can see.
-    assert is_correct(samples)
-
-
 def test_more_than_the_disk_has_is_refused(path):
     system = os.statvfs(os.path.dirname(path))
     left = system.f_bavail * system.f_frsize

@@ -681,25 +681,3 @@ def test_a_report_on_a_loader_without_workers_comes_at_the_end():
     with rustloader.report(loader, seen.append, every=1e-6):
         trained(loader)
     assert len(seen) == 1
-
-
-def test_an_iterator_that_has_ended_tells_nothing_of_who_has_its_arena_now():
-    def observed(iterator):
-        return iterator._core.memory(), [iterator._core.worker_status(worker) for worker in range(2)]
-
-    def start():
-        return iter(DataLoader(Images(24, (3, 80, 80)), batch_size=2, num_workers=2))
-
-    first = start()
-    assert len(list(first)) == 12
-    ended = observed(first)
-    assert ended[0] == (0, 0)
-    assert [(status["state"], status["pid"]) for status in ended[1]] == [("left", pid) for pid in worker_pids(first)]
-    assert sum(status["tasks_done"] for status in ended[1]) == 12
-    second = start()
-    kept = next(second)
-    assert observed(second)[0][1] > 0
-    assert {status["pid"] for status in observed(second)[1]} <= {0, *worker_pids(second)}
-    assert observed(first) == ended
-    del kept
-    second._shutdown_workers()
