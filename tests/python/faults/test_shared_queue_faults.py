@@ -1,4 +1,4 @@
-"""dispatch="shared_queue" with deaths: the loss of a task is named (tests/engine_queue.rs has the engine's part)."""
+"""dispatch="shared_queue" with deaths: the loss of a task is named (tests/engine/queue.rs has the engine's part)."""
 
 import os
 import signal
