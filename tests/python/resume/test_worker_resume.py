@@ -53,19 +53,6 @@ def test_a_start_has_its_order_and_the_replay_is_not_collated(workers):
     assert states == [(count, {"mark": 3}, {"i": i}, ended) for count, i, ended in i]
 
 
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("batch_size", [2, None])
-@pytest.mark.forks
-def test_a_worker_whose_dataset_had_ended_makes_nothing(workers, count, batch_size):
-    last = WorkerStart({"mark": 1}, {"i": 2})
-    workers.set(WorkerStart({"mark": 0}, {"i": 2}, ended=True), *[last] * (count - 1))
-    loader = make(Tail(4), count, batch_size=batch_size, collate_fn=untouched)
-    assert list(loader) == [[[2, 3]], [2, 3]][batch_size is None] * (count - 1)
-    # It takes one step, in which a generator function would apply its loaded state. A step that yields is undone.
-    sent = [(count, state.iterator_state, state.ended) for count, state, _ in workers.sent(0)]
-    assert sent == [(0, {"i": 2}, True), (1, {"i": 2}, True)]
-
-
 # Batches of a resumed epoch
 
 
