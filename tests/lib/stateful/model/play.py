@@ -271,8 +271,7 @@ class Player:
                 return
             raise Wrong(f"state_dict(back={back}) succeeded after {len(self.place.log) - self.place.first} answers")
         state, other = (self.loader.state_dict(back=back) if back else self.loader.state_dict() for _ in range(2))
-        if self.settings.sampler not in ("batch sampler budget", "batch sampler packs"):  # their settings are shared
-            spoil(other)
+        spoil(other)
         self.compare(state if not back else None)
         self.compare_with_earlier(state, place)
         if self.place.finished and self.settings.is_drawing:
