@@ -1,5 +1,5 @@
 //! What `tests/scheduler_model.rs`, which compares random programs with a reference model, does not contain: refused
-//! settings and events, the span of a shared queue, and early epochs.
+//! settings and events, new tasks before others are sent again, the span of a shared queue, and early epochs.
 
 mod early;
 
@@ -114,6 +114,54 @@ fn impossible_events_are_refused_and_change_nothing() {
     at(&mut machine, 0, death(1, &[]));
     assert_refused(&mut machine, true, [completed(1, 0)]);
     at(&mut machine, 0, death(1, &[9]));
+}
+
+#[test]
+fn new_tasks_wait_for_those_that_are_to_be_sent_again() {
+    let window = Some(Window { batches: 100, bytes: None });
+    let mut machine = machine(Settings { window, restarts: true, ..Settings::torch(2, 2, true) });
+    at(&mut machine, 0, death(1, &[]));
+    at(&mut machine, 0, Event::WorkerReplaced(WorkerId(1)));
+    done(&mut machine, 0, 0);
+    assert_eq!(machine.submit(4), to(4, 0));
+    done(&mut machine, 0, 2);
+    assert_eq!(machine.submit(5), Ok((TaskId(5), Placement::Later)));
+    for task in [1, 3, 5] {
+        assert_eq!(machine.next(true), Decision::Resend);
+        assert_eq!(machine.unsent().map(|(worker, task, _)| (worker.0, task.0)), Some((1, task)));
+        machine.resent();
+    }
+    assert_eq!(machine.unsent(), None);
+    done(&mut machine, 1, 1);
+    assert_eq!(machine.submit(6), to(6, 0));
+    done(&mut machine, 1, 3);
+    assert_eq!(machine.submit(7), to(7, 1));
+}
+
+#[test]
+fn tasks_that_a_worker_of_the_shared_queue_held_are_bound_to_it_in_order() {
+    let shared = Settings { dispatch: Dispatch::SharedQueue, restarts: true, ..Settings::torch(2, 2, true) };
+    let mut machine = machine(shared);
+    at(&mut machine, 0, death(1, &[2, 0]));
+    assert!(machine.tasks_of(WorkerId(1)).map(|(task, _)| task.0).eq([0, 2]));
+    assert_refused(&mut machine, true, [completed(0, 2), completed(1, 0), completed(1, 1)]);
+    at(&mut machine, 0, Event::WorkerReplaced(WorkerId(1)));
+    machine.resent();
+    done(&mut machine, 1, 0);
+    done(&mut machine, 1, 1);
+    assert_eq!(machine.unsent(), Some((WorkerId(1), TaskId(2), &2)));
+}
+
+#[test]
+fn a_dataset_that_ends_again_drops_the_unsent_tasks() {
+    let (worker, task) = (WorkerId(1), TaskId(1));
+    let mut machine = machine(Settings { restarts: true, ..Settings::torch(2, 2, true) });
+    at(&mut machine, 0, death(1, &[]));
+    at(&mut machine, 0, Event::WorkerReplaced(worker));
+    machine.resent();
+    at(&mut machine, 0, Event::Exhausted { worker, task });
+    assert_eq!((machine.unsent(), machine.tasks_of(worker).count()), (None, 0));
+    assert_ne!(machine.next(true), Decision::Resend);
 }
 
 #[test]
