@@ -303,6 +303,32 @@ def test_only_real_processes_are_killed_after_a_failed_start():
 # The first error
 
 
+@pytest.mark.handover
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # from torch's half-built iterator
+def test_the_error_of_a_start_that_torchs_iterator_cannot_clean_up():
+    started = []
+
+    class SecondFails(AsThread):
+        terminate = None  # no way to end it
+
+        def __init__(self, target, args):
+            super().__init__(target=target, args=args)
+            self.indices = args[2]
+
+        def start(self):
+            started.append(self)
+            if len(started) == 2:
+                raise OverflowError("no second thread")
+            super().start()
+
+    loader = DataLoader(Numbers(4), num_workers=2, multiprocessing_context=context(SecondFails, Threads))
+    with pytest.raises(OverflowError, match="no second thread"):
+        iter(loader)
+    # torch leaves its thread waiting for an index.
+    started[0].indices.put(None)
+    started[0].join()
+
+
 class Broken(LoaderIter):
     has_failed = False
 
