@@ -3,7 +3,7 @@
 #![cfg(feature = "failpoints")]
 
 use std::io::Read;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
@@ -17,6 +17,7 @@ use rustloader::sys::fork_witness::ForkWitness;
 use rustloader::sys::map::{Mapping, page_size};
 use rustloader::sys::memfd;
 use rustloader::sys::pidfd::PidFd;
+use rustloader::sys::poll::{PollSet, WaitOutcome};
 use rustloader::transport::Remote;
 use rustloader::worker::port::Port;
 
@@ -93,6 +94,86 @@ fn children_that_cannot_be_watched_count_as_alive() {
     refuse("fstat", libc::EPERM);
     assert!(!witness.all_ended());
     assert!(witness.all_ended());
+}
+
+#[test]
+fn pages_are_touched_if_an_old_kernel_or_a_sandbox_cannot_populate_them() {
+    let _alone = alone();
+    refuse("ftruncate", libc::EINTR);
+    let fd = memfd::create("a", 4 * page_size() as u64).unwrap();
+    let mapping = Mapping::new(fd.as_fd(), 4 * page_size()).unwrap();
+    refuse("populate", libc::EINVAL);
+    mapping.populate(0..2 * page_size()).unwrap();
+    refuse("populate", libc::EPERM);
+    mapping.populate(2 * page_size()..4 * page_size()).unwrap();
+    refuse("populate", libc::EINTR);
+    mapping.populate(0..2 * page_size()).unwrap();
+}
+
+#[test]
+fn processes_may_be_hidden() {
+    let _alone = alone();
+    let me = std::process::id() as i32;
+    refuse("pidfd_open", libc::ENOSYS);
+    assert_os(PidFd::open(me), "pidfd_open", libc::ENOSYS);
+    let process = PidFd::open(me).unwrap();
+    refuse("waitid", libc::EINTR);
+    assert_eq!(process.status(), None);
+    refuse("waitid", libc::ECHILD);
+    refuse("pidfd_get_info", libc::ENOTTY);
+    assert_eq!(process.status(), None);
+    refuse("pidfd_send_signal", libc::ESRCH);
+    process.send_signal(0).unwrap();
+    refuse("pidfd_send_signal", libc::EPERM);
+    assert_os(process.send_signal(0), "pidfd_send_signal", libc::EPERM);
+}
+
+#[test]
+fn doorbells_go_on_after_a_signal() {
+    let _alone = alone();
+    refuse("eventfd", libc::EMFILE);
+    assert_os(EventFd::new(), "eventfd", libc::EMFILE);
+    let event = EventFd::new().unwrap();
+    refuse("eventfd_write", libc::EINTR);
+    event.ring().unwrap();
+    refuse("eventfd_read", libc::EINTR);
+    event.drain().unwrap();
+}
+
+#[test]
+fn without_an_epoll_many_are_polled() {
+    let _alone = alone();
+    failpoint::set_from("epoll_create", 1, Effect::Errno(libc::EMFILE)).unwrap();
+    let events: Vec<EventFd> = (0..50).map(|_| EventFd::new().unwrap()).collect();
+    let mut set = PollSet::new();
+    for (token, event) in events.iter().enumerate() {
+        set.add(event.as_fd().as_raw_fd(), token as u64).unwrap();
+    }
+    events[40].ring().unwrap();
+    let (before, mut ready) = (failpoint::calls("ppoll"), Vec::new());
+    assert_eq!(set.wait(Some(Duration::from_secs(60)), &mut ready).unwrap(), WaitOutcome::Ready);
+    assert_eq!((ready.as_slice(), failpoint::calls("ppoll")), ([40].as_slice(), before + 1));
+    set.remove(40).unwrap();
+}
+
+#[test]
+fn ppoll_replaces_an_epoll_that_fails() {
+    let _alone = alone();
+    let events: Vec<EventFd> = (0..50).map(|_| EventFd::new().unwrap()).collect();
+    for refused in ["epoll_ctl", "epoll_wait"] {
+        let mut set = PollSet::new();
+        for (token, event) in events.iter().enumerate() {
+            if token == 40 {
+                failpoint::set_from(refused, 1, Effect::Errno(libc::ENOSPC)).unwrap();
+            }
+            set.add(event.as_fd().as_raw_fd(), token as u64).unwrap();
+        }
+        events[45].ring().unwrap();
+        let mut ready = Vec::new();
+        assert_eq!(set.wait(Some(Duration::from_secs(60)), &mut ready).unwrap(), WaitOutcome::Ready);
+        assert_eq!(ready, [45], "{refused}");
+        failpoint::clear();
+    }
 }
 
 #[test]

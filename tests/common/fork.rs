@@ -15,7 +15,7 @@ impl Child {
             assert!(pid >= 0);
             if pid == 0 {
                 // If the test fails, no process is left behind.
-                libc::alarm(60);
+                libc::alarm(600);
                 libc::_exit(i32::from(!catch_unwind(AssertUnwindSafe(work)).unwrap_or(false)));
             }
             Self(pid)

@@ -242,15 +242,22 @@ fn the_channel_is_bounded_and_a_consumer_that_comes_late_gets_all() {
     until(|| link.events.len() == most && prepared.load(SeqCst) == most + 1);
     std::thread::sleep(Duration::from_millis(600));
     assert_eq!((link.events.len(), prepared.load(SeqCst)), (most, most + 1));
-    for expected in 0..20 {
+    for expected in 0..40 {
         match link.events.recv_timeout(LIMIT).unwrap() {
             PinEvent::Result(_, Some(ready)) => assert_eq!(number_of(&ready), expected),
             other => panic!("{other:?}"),
         }
     }
-    // A full channel does not keep the thread from ending, nor does one that is no longer read.
+    end(&handle);
+}
+
+#[test]
+fn a_full_channel_does_not_keep_the_thread_from_ending() {
+    let (handle, link, ports, _) = start(1, 2, accept_all());
+    (0..40).for_each(|number| publish(&ports[0], number));
     until(|| link.events.is_full());
     end(&handle);
+    // Neither does a channel that is no longer read.
     drop(link);
 }
 

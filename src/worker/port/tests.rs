@@ -334,7 +334,44 @@ fn wait_until(done: impl Fn() -> bool) {
 }
 
 #[test]
-fn a_main_process_on_another_machine_learns_of_the_current_sample_and_of_the_batches_of_a_replay() {
+fn a_main_process_on_another_machine_learns_the_current_sample_of_a_task() {
+    let (arena, link, port) = connected();
+    let page = &arena.control(0).status;
+    let shown = || (page.task.load(Ordering::Relaxed), page.place.load(Ordering::Relaxed));
+    // No task is outstanding yet.
+    port.at_sample(7);
+    port.remote().unwrap().ready();
+    let mut tasks = Producer::new(arena.task_ring(0));
+    for task in [5, 6] {
+        tasks.push(&TaskEntry::inline(task, TaskKind::Plain, b"").unwrap().to_words()).unwrap();
+    }
+    link.pump();
+    let next = || wait_until(|| matches!(port.receive().unwrap(), Received::Task(_)));
+    next();
+    for place in [0, 63] {
+        port.at_sample(place);
+        wait_until(|| shown() == (5, place + 1));
+    }
+    // Collation belongs to no sample.
+    port.enter(WorkerState::Collate);
+    wait_until(|| shown() == (5, 0));
+    next();
+    port.at_sample(2);
+    wait_until(|| shown() == (6, 3));
+    // The answer to the previous task may come later.
+    port.send(5, ResultKind::Plain, &[], b"", Timings::default()).unwrap();
+    wait_until(|| arena.bitmap()[0].load(Ordering::Relaxed) != 0);
+    assert_eq!(shown(), (6, 3));
+    assert_eq!(page.state(), WorkerState::Fetch as u32);
+    assert_eq!(page.tasks_done.load(Ordering::Relaxed), 1, "the counters include the answer that they come with");
+    port.leave();
+    assert!(port.remote().unwrap().finish(Duration::from_secs(30)));
+    wait_until(|| link.has_ended());
+    assert_eq!(link.reason(), None);
+}
+
+#[test]
+fn a_main_process_on_another_machine_learns_of_the_batches_of_a_replay() {
     let (arena, link, port) = connected();
     let page = &arena.control(0).status;
     let since = || page.task_since_ns.load(Ordering::Relaxed);

@@ -22,6 +22,7 @@ from support import (
     within,
     worker_pids,
 )
+from torch.utils.data import _utils
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 THREAD_EXITED = ("error", RuntimeError, "Pin memory thread exited unexpectedly")
@@ -222,5 +223,24 @@ def test_an_iterator_that_is_collected_on_its_own_pin_thread_ends(host, acts):
         gc.enable()
     assert all(map(gone, pids))
     assert collected[0][0] == "rl_pin"
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+@pytest.mark.ours
+def test_a_stuck_type_does_not_hold_up_the_shutdown(host, acts, monkeypatch):
+    """torch's shutdown joins its thread without a timeout."""
+    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.5)
+    stuck, release = threading.Event(), threading.Event()
+    acts[0] = lambda: stuck.set() or release.wait()
+    iterator = iter(loader_of(Acts(9)))
+    pids, thread = worker_pids(iterator), iterator._pin_memory_thread
+    assert stuck.wait(60)
+    with within(10):
+        iterator._shutdown_workers()
+    assert all(map(gone, pids)) and thread.is_alive()
+    assert outcome(next, iterator) == ("end",)
+    del iterator
+    release.set()
     thread.join(60)
     assert not thread.is_alive()

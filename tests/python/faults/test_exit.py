@@ -252,6 +252,22 @@ def test_a_daemon_thread_does_not_mistake_the_exit_for_the_end_of_its_epoch():
     assert (status, out, err) == (0, "False True []\n", "")
 
 
+def test_a_shutdown_does_not_wait_on_a_file_that_reuses_the_number_of_a_sentinel():
+    """multiprocessing would wait for it, without a timeout."""
+    status, out, err = run_script("""
+        from sample_data import Numbers
+        loader = DataLoader(Numbers(8), num_workers=2, batch_size=None, multiprocessing_context="forkserver")
+        iterator = iter(loader)
+        next(iterator)
+        silent, _ = os.pipe()
+        for worker in iterator._workers:
+            os.dup2(silent, worker.sentinel)
+        iterator._shutdown_workers()
+        print("through")
+    """)
+    assert (status, out, err) == (0, "through\n", "")
+
+
 def test_a_foreign_sigterm_that_is_pending_at_the_shutdown_does_not_hide_mains(tmp_path):
     """Two pending SIGTERMs merge into one, with the sender of the first."""
     status, out, err = run_script(

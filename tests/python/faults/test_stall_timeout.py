@@ -187,6 +187,33 @@ def test_a_stopped_worker_that_does_not_take_its_task_is_killed(lines):
 # Replays
 
 
+class SlowStart:
+    """A worker_init_fn."""
+
+    def __call__(self, _):
+        time.sleep(2 * LIMIT)
+
+
+class SlowIter(IterableDataset):
+    def __iter__(self):
+        time.sleep(2 * LIMIT)
+        return iter(range(2))
+
+
+# Each takes longer than the limit, but no single batch does.
+LEFT_ALONE = {
+    "a start": (lambda: Numbers(2), dict(worker_init_fn=SlowStart())),
+    "the start of a later epoch": (SlowIter, dict(persistent_workers=True)),
+}
+
+
+@pytest.mark.parametrize("what", LEFT_ALONE)
+def test_no_worker_is_killed_for(what, lines):
+    dataset, options = LEFT_ALONE[what]
+    loader = DataLoader(dataset(), batch_size=None, num_workers=1, stall_timeout=LIMIT, **options)
+    assert [values(loader) for _ in range(2)] == [[0, 1]] * 2 and lines(KILLED) == []
+
+
 class SlowStream(IterableDataset):
     def __iter__(self):
         for i in range(12):

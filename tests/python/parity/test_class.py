@@ -3,6 +3,8 @@
 import copy
 import inspect
 import pickle
+import typing
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -19,6 +21,8 @@ def test_p1_is_a_pure_python_subclass():
     assert type(DataLoader) is type(TorchDataLoader)
     assert "__slots__" not in vars(DataLoader)
     assert loader.__dict__ is vars(loader)
+    # torch imports this name for type checkers only.
+    assert "dataset" in typing.get_type_hints(DataLoader, localns={"Iterable": Iterable})
 
 
 def test_p2_signature_is_torchs():

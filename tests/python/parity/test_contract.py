@@ -4,6 +4,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import multiprocessing
 import types
 
 import pytest
@@ -330,9 +331,11 @@ def test_t4_a_namespace_of_nothing_but_the_table_serves():
         "prefetch_factor timeout worker_init_fn"
     )
     real = DataLoader(Numbers(6), num_workers=2, batch_size=2, shuffle=True)
-    for iterator_class in {LoaderIter, TorchIter}:
+    # fastai's loader has the module as its context.
+    for iterator_class, context in itertools.product({LoaderIter, TorchIter}, [None, multiprocessing]):
+        given = {name: getattr(real, name) for name in names.split()} | {"multiprocessing_context": context}
         torch.manual_seed(4)
         with from_engine(3 if iterator_class is LoaderIter else 0):
-            batches = values(iterator_class(types.SimpleNamespace(**{n: getattr(real, n) for n in names.split()})))
+            batches = values(iterator_class(types.SimpleNamespace(**given)))
         torch.manual_seed(4)
         assert batches == values(epoch(real))

@@ -55,7 +55,7 @@ def other_system(request, bare):
 
     def run(source="", *arguments, **variables):
         # From Python 3.14 on, its tracker may call the semaphores of torch's iterator leaked after they were unlinked.
-        unleaked = {"PYTHONWARNINGS": "ignore:resource_tracker:UserWarning"}
+        unleaked = {"PYTHONWARNINGS": "ignore:resource_tracker:UserWarning"} if sys.version_info >= (3, 14) else {}
         variables = {"PYTHONPATH": os.pathsep.join([str(bare), HERE]), **unleaked, **variables}
         if arguments:
             command = [sys.executable, *arguments]

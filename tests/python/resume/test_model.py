@@ -98,14 +98,19 @@ OPTIONS = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("dataset", ["map", "stateful map", "iterable", "stateful iterable", "generator"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(settings, id=f"{dataset}-{name}")
+        for name, options in OPTIONS.items()
+        for dataset in ("map", "stateful map", "iterable", "stateful iterable", "generator")
+        if why_invalid(settings := Settings(dataset, (25, 15, 0, 0), num_workers=2, **options)) is None
+    ],
+)
 @pytest.mark.parametrize("taken", [0, 3])
-def test_state_after_death_of_worker_counts_delivered_batches(dataset, options, taken):
-    settings = Settings(dataset, (25, 15, 0, 0), num_workers=2, **OPTIONS[options])
-    if why_invalid(settings) is None:
-        steps = (ITER, ("next", taken), SAVE, ("kill", 1), SAVE, SAVE, ("save", "now", 1), SAVE, RESUME, END)
-        play.run(Program(settings, steps))
+def test_state_after_death_of_worker_counts_delivered_batches(settings, taken):
+    steps = (ITER, ("next", taken), SAVE, ("kill", 1), SAVE, SAVE, ("save", "now", 1), SAVE, RESUME, END)
+    play.run(Program(settings, steps))
 
 
 @pytest.mark.parametrize("every", [0, 3])

@@ -11,12 +11,6 @@ from rustloader.workers.snapshots import WorkerStart
 
 pytestmark = pytest.mark.ours
 
-# Modules that use attributes of torch with the same names.
-
-
-# Keys of this package's part that other dicts have too, such as a start.
-
-
 STARTS = [
     WorkerStart({"at": 1}, {"i": 2}, ended=True, batches=3, samples=4, delivered=5),
     WorkerStart(None, {"i": 3}, replay=2),
