@@ -89,6 +89,15 @@ def a_sample_made_twice(record):
     calls.append(get)
 
 
+def another_index(record):
+    drawn = [event for event in record["main"] if event[:2] == ["sampler", "next"]]
+    drawn[3][2] = {"": {"value": 99}}
+
+
+def put(value, to, key):
+    to[key] = value
+
+
 def add(value, to, key):
     to[key] += value
 
@@ -101,8 +110,8 @@ DAMAGE = {
     "a moved generator": lambda record: add(1, one(record, "rng", 2), 2),
     "a sampler asked too early": a_sampler_asked_too_early,
     "a warning more": lambda record: record["main"].insert(9, ["warning", "UserWarning", "text", "user"]),
-    "a worker alive": lambda record: one(record, "alive")[1].__setitem__(0, True),
-    "an attribute": lambda record: one(record, "the iterator has")[3][0].__setitem__(1, "1"),
+    "a worker alive": lambda record: put(True, one(record, "alive")[1], 0),
+    "an attribute": lambda record: put("1", one(record, "the iterator has")[3][0], 1),
     "a worker with another seed": lambda record: add(1, record["workers"]["1-1"][0][1], 2),
     "a call left out": lambda record: record["workers"]["2-0"].pop(),
     "a batch of torch's iterator": lambda record: record.update(missing=1),
@@ -112,9 +121,7 @@ DAMAGE = {
 # Only in programs with options.
 WITH_OPTIONS = DAMAGE | {
     "a sample made twice": a_sample_made_twice,
-    "another index": lambda record: [event for event in record["main"] if event[:2] == ["sampler", "next"]][
-        3
-    ].__setitem__(2, {"": {"value": 99}}),
+    "another index": another_index,
     "a window too full": lambda record: add(9, one(record, "counters", 2), 1),
     "another generator at the end": lambda record: add(1, one(record, "rng", -1), 1),
 }
