@@ -10,7 +10,7 @@ use rustloader::sys::pidfd::ExitStatus;
 use rustloader::wire::{ResultKind, TaskKind, read_epoch};
 use rustloader::worker::port::Received;
 
-use super::rig::{LIMIT, Rig, held};
+use super::rig::{LIMIT, Rig, held, until};
 
 const SETTINGS: Settings = Settings::torch(2, 2, true);
 
@@ -68,6 +68,7 @@ fn what_a_worker_had_published_comes_before_its_death() {
     answer(&rig, 0);
     // The process is not reaped, so the kernel still has its status.
     rig.processes[0].kill().unwrap();
+    until(|| rig.engine.handle().process(0).unwrap().has_exited());
     // The first step checks for deaths before it reads any result.
     assert_eq!((rig.batch(), rig.batch()), (0, 1));
     let Step::Dead(death) = rig.step() else { panic!("the death is not reported") };
