@@ -8,12 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from rustloader.order.base import Order
 from rustloader.order.stream import from_position, stream
 from rustloader.stateful_dataloader.recording import Recorder, after_batches, may_be_stateful, resumable
-from rustloader.stateful_dataloader.schema import INNER_ITER_STATE, SamplerState
+from rustloader.stateful_dataloader.schema import INNER_ITER_STATE, SamplerState, copied
 
 
 class Sampling:
@@ -57,9 +55,7 @@ class _FromStart(Sampling):
         self._order.begin()
 
     def state(self, position: int) -> SamplerState:
-        start = self._order.begin()
-        if start is not None:
-            start = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in start.items()}
+        start = copied(self._order.begin())
         return after_batches(self._order, replace(self._unstarted, start=start), position)
 
 

@@ -169,7 +169,7 @@ class SamplerState:
         entries = {name: getattr(self, name) for name in ("kind", "length", "batch_size", "drop_last")}
         if self.kind in ("random", "weighted"):
             entries |= {"data_length": self.data_length, "replacement": self.replacement}
-        entries["start"] = copied(self.start)
+        entries["start"] = self.start
         return entries if self.state_position is None else entries | {"state_position": self.state_position}
 
     @property

@@ -444,14 +444,7 @@ def test_memory_of_two_million_indices():
         """
         import tracemalloc
         import torch, rustloader
-
-        class Sized:
-            def __init__(self, size):
-                self.size = size
-            def __len__(self):
-                return self.size
-            def __getitem__(self, index):
-                return index
+        from sampler_plans import Sized
 
         def resident():
             return int(open("/proc/self/statm").read().split()[1]) * 4096
