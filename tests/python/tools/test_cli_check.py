@@ -1,26 +1,28 @@
 """`python -m rustloader check`: what it compares, where it stops, what it prints, and that it leaves nothing behind."""
 
-import contextlib
 import os
 import re
 import signal
 import textwrap
+from pathlib import Path
 
 import ending_commands
 import pytest
-from support import SOON, in_session, rustloader
+from support import SOON, rustloader
 
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(600)]
 
 if rustloader is not None:
+    from forked_probes import fork_probes
+
     from rustloader.tools import cli
     from rustloader.tools.cli.check import _CheckProbe
     from rustloader.tools.probe import deaths
 
 # Time limit of tests whose processes import torch, on a busy machine.
 LONG = 400.0
-# `--timeout` of tests of hangs, and of all others.
-LIMIT, PATIENT = "40", "300"
+# `--timeout`, except in tests of hangs.
+PATIENT = "300"
 
 # A file of shared memory that these loaders create. Each run of the tests has its own.
 SHM = f"check-test-{os.getpid()}"
@@ -157,8 +159,11 @@ LOADERS = """
         return loader(collate_fn=lambda samples: lambda: samples, multiprocessing_context="fork")
     def hanging():
         return loader(at=5, act=hangs)
+    def hangs_in_c(i):
+        open("working", "w").close()
+        ctypes.PyDLL(None).sleep(10000)
     def hanging_in_c_on_us():
-        return loader(at=5, act=lambda i: ctypes.PyDLL(None).sleep(10000) if on_us() else None)
+        return loader(at=5, act=lambda i: hangs_in_c(i) if on_us() else None)
     def hanging_in_a_sampler():
         def sampler():
             yield from range(8)
@@ -188,59 +193,48 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def check(folder, capfd):
-    """A function that runs the command on a loader and returns (exit status, stdout, stderr)."""
+def check(folder, capfd, monkeypatch):
+    """A function that runs the command on a loader and returns (exit status, stdout, stderr). By default, its processes
+    are forks of this one."""
 
-    def run(name, *arguments):
-        patient = () if "--timeout" in arguments else ("--timeout", PATIENT)
-        status = cli.main(["check", f"loaders_of_mine.py:{name}", *arguments, *patient])
+    def run(name, *arguments, timeout=PATIENT, fork=True):
+        target = name if ":" in name else f"loaders_of_mine.py:{name}"
+        with monkeypatch.context() as patch:
+            if fork:
+                fork_probes(patch)
+            status = cli.main(["check", target, *arguments, "--timeout", timeout])
         captured = capfd.readouterr()
         return status, captured.out, captured.err
 
-    yield run
-    assert not list(children())
-
-
-@pytest.fixture
-def patient(monkeypatch):
-    """Limits only the factory and the batches: imports are slow on a busy machine."""
-    limit = _CheckProbe.limit
-    monkeypatch.setattr(
-        _CheckProbe, "limit", lambda self, awaited: limit(self, awaited) if awaited in ("about", "next") else 300.0
-    )
-    monkeypatch.setattr(deaths, "_STACK_SECONDS", SOON)
-
-
-def children():
-    """The probe processes that this process has started."""
-    me = os.getpid()
-    for pid in in_session(os.getsid(0)):
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
-            if int(file.read().rpartition(")")[2].split()[1]) == me:
-                with open(f"/proc/{pid}/cmdline") as file:
-                    if "rustloader.tools.probe.side" in file.read():
-                        yield pid
+    return run
 
 
 # Same
 
 
-@pytest.mark.parametrize("name", ["shuffled", "ours", "installing", "with_state_of_the_module", "sets", "odd"])
-def test_loaders_that_agree(name, check):
-    status, out, err = check(name)
+def assert_agree(status, out, err, batches=3):
     assert (status, err) == (0, "")
-    batches = "2 batches" if name == "odd" else "3 batches"
     assert out.splitlines()[-2:] == [
-        f"same: {batches} compared, bit for bit; the main process's random state is also the same",
-        f"{batches} came from the Rust engine",
+        f"same: {batches} batches compared, bit for bit; the main process's random state is also the same",
+        f"{batches} batches came from the Rust engine",
     ]
 
 
-def test_a_part_of_an_endless_epoch_out_of_a_module(folder, capfd):
+@pytest.mark.parametrize("name", ["shuffled", "ours", "installing", "with_state_of_the_module", "odd"])
+def test_loaders_that_agree(name, check):
+    assert_agree(*check(name), batches=2 if name == "odd" else 3)
+
+
+def test_both_sides_iterate_over_sets_in_one_order(check):
+    """It depends on the seed of hashes, which each process gets from the command."""
+    assert_agree(*check("sets", fork=False))
+
+
+def test_a_part_of_an_endless_epoch_out_of_a_module(check, folder):
     (folder / "sub").mkdir()
     (folder / "loaders_of_mine.py").rename(folder / "sub" / "my-loaders.py")
-    assert cli.main(["check", "sub/my-loaders.py:endless", "--batches", "1", "--seed", "7", "--timeout", PATIENT]) == 0
-    assert capfd.readouterr().out.endswith("\n1 batch came from the Rust engine\n")
+    status, out, _ = check("sub/my-loaders.py:endless", "--batches", "1", "--seed", "7")
+    assert status == 0 and out.endswith("\n1 batch came from the Rust engine\n")
 
 
 @pytest.mark.parametrize(
@@ -366,19 +360,29 @@ def test_a_batch_that_cannot_be_pickled_is_named_and_not_the_wait_for_it(check):
 
 
 @pytest.mark.parametrize(
-    "name, told",
+    ("name", "batch", "text", "place"),
     [
-        ("hanging", r"torch: batch 1 did not arrive within 40 s\n  worker 1 \(pid \d+\) is at loaders.*:\d+ in hangs"),
-        ("hanging_in_c_on_us", r"rustloader: batch 1 did not .*\n  worker 1 \(pid \d+\) is at loaders_of"),
-        ("hanging_in_a_sampler", r"torch: batch 0 did not .*\n  the main process \(pid \d+\) is at .* in hangs\n"),
-        ("hanging_with_spawn", r"torch: batch \d did not arrive within 40 s\n"),
-        ("hanging_factory", r"torch: calling \S+:hanging_factory took more than 40 s\n  the main process"),
+        ("hanging", 1, "torch: batch 1 did not arrive within 1 s", r"worker 1 \(pid \d+\) is at \S+:\d+ in hangs"),
+        ("hanging_in_c_on_us", 1, "rustloader: batch 1 did not", r"worker 1 \(pid \d+\) is at loaders_of"),
+        ("hanging_in_a_sampler", 0, "torch: batch 0 did not", r"the main process \(pid \d+\) is at .* in hangs\n"),
+        ("hanging_with_spawn", 1, "torch: batch 1 did not", ""),
+        ("hanging_factory", 0, r"torch: calling \S+:hanging_factory took more than 1 s", "the main process"),
     ],
 )
-def test_a_hang_is_named_and_ended(name, told, check, patient):
-    status, out, err = check(name, "--timeout", LIMIT)
+def test_a_hang_is_named_and_ended(name, batch, text, place, check, monkeypatch):
+    def limit(self, awaited, limit=_CheckProbe.limit):
+        """The time limit holds from the hang on: what comes before it is slow on a busy machine."""
+        hangs = self._batch == batch and Path("working").exists()
+        return limit(self, awaited) if hangs else 300.0
+
+    monkeypatch.setattr(_CheckProbe, "limit", limit)
+    monkeypatch.setattr(deaths, "_STACK_SECONDS", SOON)
+    is_real = name in ("hanging", "hanging_with_spawn")
+    status, out, err = check(name, timeout="1", fork=not is_real)
     assert status == 2 and "same" not in out
-    assert re.match(f"rustloader check: {told}", err), err
+    # In forks, the stack of each process has frames of this file.
+    others = "" if is_real else r"(  \w.*\n)*?"
+    assert re.match(rf"rustloader check: {text}.*\n{others}  {place}", err), err
     assert err.endswith("\n  if it is slow rather than stuck, pass a larger --timeout\n")
     assert SHM not in os.listdir("/dev/shm")
 
