@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import json
 import os
 import pty
 import re
@@ -51,121 +52,121 @@ for batch in iterator: print("step\\n", end="", flush=True)
 # A notebook
 
 
-@pytest.fixture
-def notebook(tmp_path):
-    """A function that runs a script that may use a kernel, and returns its output."""
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory):
+    """A function that runs cells in a new kernel. A cell is a text, or a text and options of `Kernel.run`. Returns the
+    [status, stdout, stderr, error names] of each."""
     for name in ("ipykernel", "jupyter_client"):
         if importlib.util.find_spec(name) is None:
             reason = f"{name} is not installed; the extra dev has it"
             (pytest.fail if os.environ.get("RUSTLOADER_REQUIRE_ALL") else pytest.skip)(reason)
-    home = {name: str(tmp_path) for name in ("HOME", "IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR")}
+    folder = str(tmp_path_factory.mktemp("jupyter"))
+    names = ("HOME", "IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
 
-    def run(source):
-        head = f"from notebooks import kernel\nDEFINE, ITERATE = {DEFINE!r}, {ITERATE!r}\n"
-        status, out, err = run_script(source, head=head, environment=home | {"JUPYTER_RUNTIME_DIR": str(tmp_path)})
+    def run(*cells):
+        source = f"""
+            with kernel() as it:
+                print(json.dumps([it.run(*cell) for cell in {[[c] if isinstance(c, str) else c for c in cells]!r}]))
+        """
+        head = "import json\nfrom notebooks import kernel\n"
+        status, out, err = run_script(source, head=head, environment=dict.fromkeys(names, folder))
         assert (status, err) == (0, ""), err
-        return out
+        return json.loads(out)
 
     return run
 
 
-def test_classes_and_functions_of_cells_reach_the_workers(notebook):
-    out = notebook("""
-        with kernel() as it:
-            assert it.run(DEFINE) == ("ok", "", "", [])
-            print(it.run("print(list(loader), rustloader.engine_batches())")[1], end="")
-            it.run('''
-                class Squares(Squares):
-                    def __getitem__(self, i):
-                        return torch.tensor(-i)
-                loader = DataLoader(Squares(), batch_size=4, num_workers=2, collate_fn=flat)
-            ''')
-            print(it.run("print(list(loader), rustloader.engine_batches())")[1], end="")
-    """)
-    assert out == f"{SQUARES} 3\n[[0, -1, -2, -3], [-4, -5, -6, -7], [-8, -9, -10, -11]] 6\n"
+LIST = "print(list(loader), rustloader.engine_batches())"
+NEGATIVE = """
+class Squares(Squares):
+    def __getitem__(self, i):
+        return torch.tensor(-i)
+loader = DataLoader(Squares(), batch_size=4, num_workers=2, collate_fn=flat)
+"""
+TALK = """
+from tqdm import tqdm
+class Talks(Squares):
+    def __getitem__(self, i):
+        print(f"sample {i}\\n", end="", flush=True)
+        return i
+for batch in tqdm(DataLoader(Talks(), batch_size=4, num_workers=1), ncols=40, mininterval=0, miniters=1):
+    time.sleep(0.15)
+"""
+# The workers receive an interrupt as well, as with torch.
+ENDED = "print([worker.join(30) or worker.is_alive() for worker in iterator._workers])"
+HELD = "iterator = iter(DataLoader(Slow(), batch_size=1, num_workers=2)); batch = next(iterator)"
+PIDS = "print(*(worker.pid for worker in iterator._workers))"
+
+
+@pytest.fixture(scope="module")
+def session(notebook):
+    """The results of the cells of several tests. They share a kernel, since its start takes seconds."""
+    cells = {"define": DEFINE, "first": LIST, "redefine": NEGATIVE, "second": LIST, "talk": (TALK, None, 12)}
+    cells |= {"interrupted": (ITERATE, "step"), "third": LIST, "ended": ENDED, "held": HELD, "pids": PIDS}
+    return dict(zip(cells, notebook(*cells.values()), strict=True))
+
+
+def test_classes_and_functions_of_cells_reach_the_workers(session):
+    assert session["define"] == ["ok", "", "", []] and session["first"][1] == f"{SQUARES} 3\n"
+    assert session["second"][1] == "[[0, -1, -2, -3], [-4, -5, -6, -7], [-8, -9, -10, -11]] 6\n"
+
+
+def test_progress_and_prints_of_workers_show_in_the_cell(session):
+    status, out, err, errors = session["talk"]
+    assert (status, errors) == ("ok", []), err
+    bars = err.split("\r")
+    assert any("0/3" in bar for bar in bars) and any("2/3" in bar for bar in bars) and "3/3" in bars[-1]
+    # A forked process opens a connection of its own for each write. The kernel reads connections in any order, perhaps
+    # after the cell has ended.
+    assert sorted(line for line in out.splitlines() if line) == sorted(f"sample {i}" for i in range(12))
+
+
+def test_interrupting_a_kernel_is_one_keyboard_interrupt_and_loaders_work_on(session):
+    status, out, err, errors = session["interrupted"]
+    assert (status, out.replace("step\n", ""), err, errors) == ("error", "", "", ["KeyboardInterrupt"])
+    assert session["third"][0] == "ok" and session["third"][1].startswith("[[0, -1, -2, -3], ")
+    assert session["ended"] == ["ok", "[False, False]\n", "", []]
+
+
+def test_the_workers_end_with_the_kernel(session):
+    pids = [int(pid) for pid in session["pids"][1].split()]
+    assert len(pids) == 2 and all(wait_until(lambda pid=pid: gone(pid)) for pid in pids)
+
+
+SAMPLES = """
+class Sample:
+    def __init__(self, i):
+        self.i = i
+class Samples(Squares):
+    def __getitem__(self, i):
+        return Sample(-i) if i < 12 else 1 / 0  # past the end
+given = dict(num_workers=2, collate_fn=lambda samples: samples)
+loader = DataLoader(Samples(), batch_size=4, **given)
+print([sample.i for batch in loader for sample in batch if type(sample) is Sample])
+try:
+    list(DataLoader(Samples(), sampler=[12], **given))
+except ZeroDivisionError as error:
+    print("1 / 0  # past the end" in str(error))
+"""
 
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_t32_classes_of_cells_reach_workers_that_are_not_forked(notebook, method):
     """By value. Samples are instances of the cells' classes, also of one that is defined again. Tracebacks of workers
     show the cells' lines."""
-    out = notebook(f"""
-        with kernel() as it:
-            assert it.run(DEFINE) == ("ok", "", "", [])
-            it.run("torch.multiprocessing.set_start_method('{method}', force=True)")
-            print(it.run("print(list(loader), rustloader.engine_batches())")[1], end="")
-            for number in range(2):
-                status, out, err, errors = it.run('''
-                    class Sample:
-                        def __init__(self, i):
-                            self.i = i
-                    class Samples(Squares):
-                        def __getitem__(self, i):
-                            return Sample(-i) if i < 12 else 1 / 0  # past the end
-                    given = dict(num_workers=2, collate_fn=lambda samples: samples)
-                    loader = DataLoader(Samples(), batch_size=4, **given)
-                    print([sample.i for batch in loader for sample in batch if type(sample) is Sample])
-                    try:
-                        list(DataLoader(Samples(), sampler=[12], **given))
-                    except ZeroDivisionError as error:
-                        print("1 / 0  # past the end" in str(error))
-                ''')
-                print(out, err, errors, end="")
-    """)
-    negatives = f"{[-i for i in range(12)]}\nTrue\n  []"
-    assert out == f"{SQUARES} 3\n" + negatives * 2
+    choose = f"torch.multiprocessing.set_start_method('{method}', force=True)"
+    _, _, squares, *negatives = notebook(DEFINE, choose, LIST, SAMPLES, SAMPLES)
+    assert squares[1] == f"{SQUARES} 3\n"
+    assert negatives == [["ok", f"{[-i for i in range(12)]}\nTrue\n", "", []]] * 2
 
 
-def test_progress_and_prints_of_workers_show_in_the_cell(notebook):
-    out = notebook("""
-        with kernel() as it:
-            it.run(DEFINE)
-            status, out, err, errors = it.run('''
-                from tqdm import tqdm
-                class Talks(Squares):
-                    def __getitem__(self, i):
-                        print(f"sample {i}\\\\n", end="", flush=True)
-                        return i
-                loader = DataLoader(Talks(), batch_size=4, num_workers=1)
-                for batch in tqdm(loader, ncols=40, mininterval=0, miniters=1):
-                    time.sleep(0.15)
-            ''', lines=12)
-            assert (status, errors) == ("ok", []), err
-            bars = err.split("\\r")
-            print(any("0/3" in bar for bar in bars), any("2/3" in bar for bar in bars), "3/3" in bars[-1])
-            print(out)
-    """)
-    # A forked process opens a connection of its own for each write. The kernel reads connections in any order, perhaps
-    # after the cell has ended.
-    bars, *samples = out.splitlines()
-    assert bars == "True True True"
-    assert sorted(line for line in samples if line) == sorted(f"sample {i}" for i in range(12))
-
-
-def test_interrupting_a_kernel_is_one_keyboard_interrupt_and_loaders_work_on(notebook):
-    out = notebook("""
-        with kernel() as it:
-            it.run(DEFINE)
-            print(it.run(ITERATE, interrupt_at="step"))
-            print(it.run("print(list(loader))"))
-            # The workers received the interrupt as well, as with torch.
-            print(it.run("print([worker.join(30) or worker.is_alive() for worker in iterator._workers])"))
-    """)
-    first, second, third = out.splitlines()
-    assert first.replace("step\\n", "") == repr(("error", "", "", ["KeyboardInterrupt"]))
-    assert second == repr(("ok", f"{SQUARES}\n", "", []))
-    assert third == repr(("ok", "[False, False]\n", "", []))
-
-
-def test_the_workers_end_with_the_kernel(notebook):
-    out = notebook("""
-        with kernel() as it:
-            it.run(DEFINE)
-            it.run("iterator = iter(DataLoader(Slow(), batch_size=1, num_workers=2)); batch = next(iterator)")
-            print(it.run("print(*(worker.pid for worker in iterator._workers))")[1])
-    """)
-    pids = [int(pid) for pid in out.split()]
-    assert len(pids) == 2 and all(wait_until(lambda pid=pid: gone(pid)) for pid in pids)
+def test_the_quick_start_runs_twice_in_a_notebook(notebook):
+    """Every Python block of the page as a cell; then all of them again, in the same kernel."""
+    page = (ROOT / "docs" / "index.md").read_text()
+    cells = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(cells) > 1
+    for cell, (status, _, _, errors) in zip(cells * 2, notebook(*cells * 2), strict=True):
+        assert status == "ok", (cell, errors)
 
 
 # The REPL
@@ -235,16 +236,3 @@ def test_the_repl_has_classes_of_main_and_ctrl_c(repl):
     assert len(pids) == 2
     repl.type("exit()\n")
     assert all(wait_until(lambda pid=pid: gone(pid)) for pid in pids)
-
-
-def test_the_quick_start_runs_twice_in_a_notebook(notebook):
-    """Every Python block of the page as a cell; then all of them again, in the same kernel."""
-    page = (ROOT / "docs" / "index.md").read_text()
-    cells = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    assert len(cells) > 1
-    notebook(f"""
-        with kernel() as it:
-            for cell in {cells * 2!r}:
-                status, _, _, errors = it.run(cell)
-                assert status == "ok", (cell, errors)
-    """)
