@@ -251,3 +251,16 @@ def test_other_options_need_no_copy_either(kw):
         assert [int(tensor.max()) for tensor in batches] == [*range(8)]
         assert {type(tensor) for tensor in batches} == {torch.Tensor}
     assert rustloader.stats(loader).copies.count == 0
+
+
+def refuse(tensor):
+    raise ValueError("no tensors")
+
+
+def register_refusal(worker_id):
+    ForkingPickler.register(torch.Tensor, refuse)
+
+
+def test_an_error_names_the_type_of_the_batch():
+    with pytest.raises(ValueError, match=r"could not send its batch of type torch\.Tensor"):
+        batches_of(Made(fresh), collate_fn=default_convert, worker_init_fn=register_refusal)
