@@ -4,30 +4,32 @@ They are for machines with a GPU, and must not break at their first use there.
 """
 
 import json
-import os
 import random
-import subprocess
-import sys
 import xml.etree.ElementTree
 from unittest import mock
 
 import pytest
 import torch
-from support import HERE, ROOT, rustloader
+from support import HERE, ROOT, run_script, rustloader
 
 pytestmark = [pytest.mark.ours, pytest.mark.timeout(600)]
 
 BENCHES = ROOT / "benches"
 
 
-def run(*command, folder=HERE):
-    arguments = [sys.executable, *map(str, command)]
-    path = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    environment = dict(os.environ, PYTHONPATH=path)
-    process = subprocess.run(
-        arguments, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=550
-    )
-    return process.returncode, process.stdout, process.stderr
+def run(*arguments):
+    """Runs a program, or a module after `-m`, as Python does. It is a fork of a process that has imported torch."""
+    is_module, arguments = arguments[0] == "-m", [str(argument) for argument in arguments if argument != "-m"]
+    call = "run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+    if not is_module:
+        call = "run_path(sys.argv[0], run_name='__main__')"
+    source = f"""
+        import os, runpy, sys
+        sys.argv = {arguments!r}
+        sys.path[0] = os.path.dirname(sys.argv[0])
+        runpy.{call}
+    """
+    return run_script(source, 550, cwd=HERE)
 
 
 @pytest.mark.parametrize("program", ["gpu.py", "to_device.py"])
@@ -41,15 +43,6 @@ def test_a_comparison_runs_as_a_whole_without_a_card(program, tmp_path):
     assert json.loads((tmp_path / "out.tokens.json").read_text())["traceEvents"]
     rows = ["cudaMemcpyAsync", "memcpy", "torch pageable", "torch pinned", "ours pageable", "ours"]
     assert all(row in out for row in rows) if program == "to_device.py" else "ratio" in out
-
-
-def test_registering_runs_as_a_whole_without_a_card():
-    arguments = ["--device", "cpu", "--mib", "4", "--grain", "2", "--sizes", "0.5,1", "--rounds", "1"]
-    status, out, err = run(BENCHES / "registered.py", *arguments)
-    assert status == 0, out + err
-    assert "do not quote the results" in out and "ms per 2 MiB" in out and "unregister" in out
-    status, _, err = run(BENCHES / "registered.py", "--device", "cpu", "--sizes", "100")
-    assert status == 2 and "a batch must fit into a grain" in err
 
 
 def test_a_profile_is_drawn(tmp_path):
@@ -77,11 +70,8 @@ def test_a_profile_is_drawn(tmp_path):
     assert status == 2 and "has no copies and no kernels" in err
 
 
-NEED_A_GPU = [*(BENCHES / name for name in ("gpu.py", "to_device.py", "registered.py")), "faults/device_stress.py"]
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a CUDA device")
-@pytest.mark.parametrize("program", NEED_A_GPU, ids=str)
+@pytest.mark.parametrize("program", [BENCHES / "gpu.py", BENCHES / "to_device.py", f"{HERE}/faults/device_stress.py"])
 def test_without_a_card_they_say_that_they_need_one(program):
     status, out, err = run(program)
     assert (status, out) == (2, "") and err.startswith("no CUDA device: this measurement needs one")

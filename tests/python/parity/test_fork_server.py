@@ -115,9 +115,12 @@ process.join()
     assert lines == ["True True", "3", "True", "[['Threads:', '1']]", "['__main__']", "[]"]
 
 
-def test_the_programs_own_list_counts_before_and_after(tmp_path):
+def test_running_servers_the_programs_list_and_the_environment_count(tmp_path):
     lines = script(
         """
+forkserver.ensure_running()
+print(is_preloaded())
+forkserver._forkserver._stop()
 multiprocessing.set_forkserver_preload(["__main__", "json"])
 print(is_preloaded(), forkserver._forkserver._preload_modules)
 forkserver._forkserver._stop()
@@ -127,21 +130,14 @@ multiprocessing.set_forkserver_preload([])
 print(is_preloaded())
 forkserver._forkserver._stop()
 print(is_preloaded())
+forkserver._forkserver._stop()
+multiprocessing.set_forkserver_preload(["__main__"])
+os.environ["RUSTLOADER_FORKSERVER_PRELOAD"] = "0"
+print(is_preloaded(), forkserver._forkserver._preload_modules)
 """,
         tmp_path,
     )
-    assert lines == ["False ['__main__', 'json']", "True", "True", "False"]
-
-
-def test_a_server_that_runs_already_stays(tmp_path):
-    lines = script("forkserver.ensure_running()\nprint(is_preloaded())", tmp_path)
-    assert lines == ["False"]
-
-
-def test_the_environment_turns_it_off(tmp_path):
-    environment = {FORKSERVER_PRELOAD.name: "0"}
-    lines = script("print(is_preloaded(), forkserver._forkserver._preload_modules)", tmp_path, environment=environment)
-    assert lines == ["False ['__main__']"]
+    assert lines == ["False", "False ['__main__', 'json']", "True", "True", "False", "False ['__main__']"]
 
 
 def test_files_in_the_working_directory_are_not_taken_for_modules(tmp_path):
