@@ -96,22 +96,26 @@ class Training:
         return run
 
 
-def stop_and_resume(command, folder, *, kill_at, epoch, ranks=1, resume=None, mid_epoch=True):
+def stop_and_resume(command, folder, *, kill_at, epoch, ranks=1, then=(), mid_epoch=True):
     """Runs a training to its end, and again with a kill after step `kill_at`. An epoch has `epoch` steps.
 
-    Each step of the killed and of the resumed run must print what it prints in the uninterrupted run, and together they
-    must do all steps. `resume` is the command of the resumed run, if it differs.
+    Each step of a killed and of a resumed run must print what it prints in the uninterrupted run, and together they
+    must do all steps. `then` are the resumed runs, if they differ: their commands, and the steps of further kills.
     """
-    whole = Training([*command, "--folder", folder / "whole"]).run()
-    stopped = Training([*command, "--folder", folder / "stopped", "--step-seconds", "0.2"]).run(kill_at, ranks)
-    resumed = Training([*(resume or command), "--folder", folder / "stopped"]).run()
+    whole, done, last = Training([*command, "--folder", folder / "whole"]).run(), set(), None
     steps = whole.last
     assert whole.steps.keys() == {(rank, step + 1) for rank in range(ranks) for step in range(steps)}, whole.output
-    assert stopped.first == 1 and kill_at <= stopped.last < steps, "it was not killed in time"
-    assert 1 < resumed.first <= stopped.last + 1 and bool((resumed.first - 1) % epoch) == mid_epoch, resumed.first
-    for run in (stopped, resumed):
+    for part, end in [(command, kill_at), *(then or [(command, None)])]:
+        slowly = [] if end is None else ["--step-seconds", "0.2"]
+        run = Training([*part, "--folder", folder / "stopped", *slowly]).run(end, ranks)
+        assert end is None or end <= run.last < steps, "it was not killed in time"
+        if last is None:
+            assert run.first == 1
+        else:
+            assert 1 < run.first <= last + 1 and bool((run.first - 1) % epoch) == mid_epoch, run.first
         different = sorted(
             (key, text, whole.steps.get(key)) for key, text in run.steps.items() if whole.steps.get(key) != text
         )
         assert not different, f"{len(different)} of {len(run.steps)} steps differ, first {different[0]}"
-    assert stopped.steps.keys() | resumed.steps.keys() == whole.steps.keys()
+        done, last = done | run.steps.keys(), run.last
+    assert done == whole.steps.keys()

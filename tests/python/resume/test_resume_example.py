@@ -12,15 +12,12 @@ EXAMPLE = [sys.executable, ROOT / "examples/resuming/resume_train.py"]
 STEPS = 16  # per epoch; there are three epochs
 
 
-@pytest.mark.parametrize("kill_at", [7, 23, 30])
-def test_the_losses_of_both_runs_are_those_of_one(tmp_path, kill_at):
-    stop_and_resume(EXAMPLE, tmp_path, kill_at=kill_at, epoch=STEPS)
+def test_the_losses_are_those_of_one_run_whatever_the_number_of_workers(tmp_path):
+    def with_workers(number):
+        return [*EXAMPLE, "--workers", number]
 
-
-@pytest.mark.parametrize("workers", [(0, 2), (2, 0), (3, 1)])
-def test_another_number_of_workers_resumes_it(tmp_path, workers):
-    first, second = ([*EXAMPLE, "--workers", number] for number in workers)
-    stop_and_resume(first, tmp_path, kill_at=23, epoch=STEPS, resume=second)
+    then = [(with_workers(2), 23), (with_workers(3), 30), (with_workers(1), None)]
+    stop_and_resume(with_workers(0), tmp_path, kill_at=7, epoch=STEPS, then=then)
 
 
 def test_a_checkpoint_after_the_last_batch_of_an_epoch(tmp_path):
