@@ -84,7 +84,9 @@ class Recorder:
 def short(cases, seconds):
     """Returns the cases of a test function for a short run: as many as there is time for, at least one. Quick cases
     use each value of each parameter at least once, even if that takes longer. If a single case takes too long, there
-    are none, or one if the function is marked `random`."""
+    are none, or one if the function is marked `random`. There are none if the set-up takes long."""
+    if cases[0].get_closest_marker("long_setup"):
+        return []
     if seconds > SECONDS_OF_A_CASE:
         return cases[:1] if cases[0].get_closest_marker("random") else []
     count = max(1, int(SECONDS_OF_A_FUNCTION / seconds))

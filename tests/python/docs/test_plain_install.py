@@ -19,8 +19,7 @@ from script_server import Server
 from support import HEAD, HERE, ROOT, finish, gone, wait_until
 from test_docs import PAGES, blocks, page_script
 
-pytestmark = [pytest.mark.ours, pytest.mark.timeout(600)]
-
+pytestmark = [pytest.mark.ours, pytest.mark.long_setup, pytest.mark.timeout(600)]
 
 # Pages whose Python needs an extra, which a plain installation lacks.
 WITH_EXTRAS = {"docs/caching.md", "docs/metrics.md"}

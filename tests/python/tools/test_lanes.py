@@ -38,9 +38,10 @@ def test_quick_cases_use_each_value_even_if_that_takes_longer():
     assert len(lanes.short(rows, 0.21)) == 9
 
 
-def test_what_is_marked_random_stays_in_a_short_run():
+def test_marks_of_short_runs():
     cases = [Case({"a": 1}, "random"), Case({"a": 2}, "random")]
     assert lanes.short(cases, 100) == cases[:1]
+    assert lanes.short([Case({"a": 1}, "long_setup")], 0.1) == []
 
 
 def test_shares_have_each_function_once_and_take_about_as_long():
