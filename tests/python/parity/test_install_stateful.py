@@ -117,6 +117,7 @@ def test_without_torchdata_install_raises_import_error_and_installs_nothing(torc
     rustloader.uninstall()
     """,
         head="",
+        fresh=False,
     )
     assert status == 0, err
     line = (
@@ -170,6 +171,7 @@ def test_a_torchdata_that_cannot_be_imported_is_an_error_and_installs_nothing(at
     assert not rustloader.is_installed() and rustloader.settings.options.current() == {{}}
     """,
         head="",
+        fresh=False,
     )
     assert status == 0, err
     assert out == (
@@ -236,5 +238,6 @@ def test_import_of_the_package_and_install_without_the_option_do_not_import_it()
     print([name for name in sys.modules if "torchdata" in name or name.startswith("rustloader.stateful_dataloader")])
     """,
         head="",
+        fresh=False,  # the parent imports the package
     )
     assert (status, out, err) == (0, "[]\n", "")

@@ -127,8 +127,9 @@ def batches_of(slices):
     return sorted((event["args"]["epoch"], event["args"]["batch"]) for event in slices)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    ("method", "persistent"), [("fork", False), ("fork", True), ("spawn", True), ("forkserver", False)]
+)
 def test_slices_are_counted_against_batches_and_samples(method, persistent, tmp_path):
     options = dict(batch_size=3, num_workers=2, multiprocessing_context=method, persistent_workers=persistent)
     loader = DataLoader(slow(12, 0.001), name="Sleepy", **options)
@@ -312,12 +313,12 @@ def test_a_saved_state(tmp_path):
 
 
 def test_only_the_last_seconds(tmp_path):
-    loader = DataLoader(slow(60, 0.06), batch_size=1, num_workers=1)
-    _, _, rows = traced(loader, tmp_path / "run.json", seconds=1.5)
+    loader = DataLoader(slow(60, 0.03), batch_size=1, num_workers=1)
+    _, _, rows = traced(loader, tmp_path / "run.json", seconds=1.0)
     kept = [event["args"]["batch"] for event in named(rows, "batch")]
-    assert kept == list(range(kept[0], 60)) and 1 <= len(kept) <= 30
+    assert kept == list(range(kept[0], 60)) and 1 <= len(kept) <= 40
     ends = [event["ts"] + event["dur"] for row in rows.values() for event in row]
-    assert max(ends) - min(ends) <= 1_500_001
+    assert max(ends) - min(ends) <= 1_000_001
 
 
 @pytest.mark.warns
@@ -333,11 +334,10 @@ def test_what_a_full_ring_loses_is_in_the_file(tmp_path):
 
 def test_a_compressed_file_and_the_size_of_events(tmp_path):
     loader = DataLoader(Numbers(2000), batch_size=2, num_workers=2)
-    for name in ("run.json", "run.json.gz"):
-        assert len(named(traced(loader, tmp_path / name)[2], "batch")) == 1000
+    assert len(named(traced(loader, tmp_path / "run.json.gz")[2], "batch")) == 1000
     # 100,000 batches take 30 MB at most when compressed.
-    assert (tmp_path / "run.json.gz").stat().st_size <= 300 * 1000
-    assert (tmp_path / "run.json").stat().st_size <= 1100 * 1000
+    compressed = (tmp_path / "run.json.gz").read_bytes()
+    assert len(compressed) <= 300 * 1000 and len(gzip.decompress(compressed)) <= 1100 * 1000
 
 
 @pytest.mark.warns
@@ -586,9 +586,13 @@ if __name__ == "__main__":
 
 
 def run_trace(folder, *arguments, **options):
-    """Runs the command in a folder. Returns its status, output and errors."""
-    program = ["-m", "rustloader", "trace", *arguments]
-    source = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, *{program!r}]).returncode)"
+    """Runs the command in a folder, in a fork of a process that has imported torch. Returns its status, output and
+    errors."""
+    source = f"""
+        import runpy, sys
+        sys.argv[1:] = {["trace", *arguments]!r}
+        runpy.run_module("rustloader", run_name="__main__", alter_sys=True)
+    """
     return run_script(source, head="", fresh=False, cwd=folder, **options)
 
 
