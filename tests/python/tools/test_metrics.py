@@ -238,13 +238,13 @@ def test_counters_never_go_backwards(server):
 
 
 def test_a_loader_for_each_epoch_leaves_one_account(server):
-    for _ in range(20):
+    for _ in range(5):
         list(numbers("each", workers=1))
     (accounts,) = [opening.__self__ for opening in ledger.new_ledger_hooks]
     # Only the last one may still be open, although nothing has asked for the metrics.
     ((_, account),) = [item for item in accounts._by_name.items() if item[0] == "each"]
     assert len(account.entries) == 1
-    assert Metrics(server.port).of("batches_total", "each") == 80
+    assert Metrics(server.port).of("batches_total", "each") == 20
 
 
 def test_hits_of_a_cache_that_is_gone_count(server, tmp_path):
@@ -768,7 +768,7 @@ class Items(torch.utils.data.Dataset):
     def __init__(self, seconds):
         self.seconds = seconds
     def __len__(self):
-        return 40
+        return 24
     def __getitem__(self, i):
         time.sleep(self.seconds)
         return torch.tensor(i)
@@ -788,7 +788,7 @@ if __name__ == "__main__":
     except TypeError:
         assert failing
     some = rustloader.report_ranks(loader, group=dist.new_group([0]))
-    assert [it.rank for it in some.ranks] == [rank] and some.ranks[0].batches == 40
+    assert [it.rank for it in some.ranks] == [rank] and some.ranks[0].batches == 24
     if rank == 0:
         print(repr([report.slowest.rank, report.slowest.kind, [it.batches for it in report.ranks], str(report)]))
     dist.destroy_process_group()
@@ -808,7 +808,7 @@ def test_a_report_names_the_slowest_of_two_ranks():
             kill(process)
     assert [process.returncode for process in ranks] == [0, 0], outs
     slowest, kind, batches, text = ast.literal_eval(outs[0][0])
-    assert (slowest, kind, batches) == (1, "storage", [40, 40])
+    assert (slowest, kind, batches) == (1, "storage", [24, 24])
     heading, first, second, sentence = text.splitlines()
     assert heading.split()[:3] == ["rank", "host", "loader"] and first.split()[2] == second.split()[2] == "train"
     assert sentence.startswith(f"Rank 1 on {socket.gethostname()} is the slowest: its loop spends ")
