@@ -6,6 +6,7 @@ tests run. A function that is not listed counts as quick. `--record-durations` w
 
 import itertools
 import json
+import math
 from collections import defaultdict
 from pathlib import Path
 
@@ -16,6 +17,8 @@ FILE = Path(__file__).resolve().parents[1] / "durations.json"
 # In a short run, the limit for all cases of a function, and the limit for one case, above which a function is left out.
 SECONDS_OF_A_FUNCTION = 2.0
 SECONDS_OF_A_CASE = 5.0
+# The share of a function's cases that may take longer than that in all: a table stands for many functions.
+SHARE_OF_CASES = 0.1
 # The limit for one case up to which a function may take longer, to use each value of each parameter.
 SECONDS_OF_A_QUICK_CASE = 0.2
 # The file lists functions whose cases take at least `RECORDED` seconds; others count as `QUICK`.
@@ -89,7 +92,7 @@ def short(cases, seconds):
         return []
     if seconds > SECONDS_OF_A_CASE:
         return cases[:1] if cases[0].get_closest_marker("random") else []
-    count = max(1, int(SECONDS_OF_A_FUNCTION / seconds))
+    count = max(int(SECONDS_OF_A_FUNCTION / seconds), math.ceil(SHARE_OF_CASES * len(cases)))
     if len(cases) <= count:
         return cases
     values = [{name: distinct(value) for name, value in parameters(case).items()} for case in cases]
