@@ -165,6 +165,8 @@ struct Config {
     deaths: bool,
     /// Whether workers that die may be replaced.
     restarts: bool,
+    /// Whether epochs may begin before the last one has ended.
+    overlaps: bool,
     /// Settings beyond torch's, for which only the invariants are checked.
     free: Option<Free>,
     choices: Vec<u8>,
@@ -194,9 +196,10 @@ impl Config {
         Settings { persistent: self.persistent, timeout, restarts: self.restarts, ..settings }
     }
 
-    /// Whether the reference applies.
+    /// Whether the reference applies. It knows neither early epochs nor the deaths of workers that have only their
+    /// tasks.
     fn has_reference(&self) -> bool {
-        !self.eager && self.free.is_none()
+        !self.eager && self.free.is_none() && !(self.overlaps && self.deaths)
     }
 
     /// Whether no worker runs out of batches.
@@ -250,6 +253,19 @@ impl Process {
     }
 }
 
+/// The next epoch, which has begun before the end of the current one.
+#[derive(Debug, Default)]
+struct Early {
+    first: u64,
+    /// How many indices its sampler still yields.
+    indices: usize,
+    /// Whether its sampler has reported its end.
+    ended: bool,
+    arrivals: VecDeque<Arrival>,
+    ready: Vec<u64>,
+    sent: Vec<(u64, usize)>,
+}
+
 struct World<'a> {
     config: &'a Config,
     settings: Settings,
@@ -279,6 +295,7 @@ struct World<'a> {
     first: usize,
     arrivals: VecDeque<Arrival>,
     sent: Vec<(u64, usize)>,
+    early: Option<Early>,
     is_shut_down: bool,
     /// For each task, the number of times its tag was returned.
     ended: Vec<u32>,
@@ -341,9 +358,13 @@ impl World<'_> {
     /// Records a worker's result for a task, and returns its event.
     fn result(&mut self, worker: WorkerId, task: u64) -> Event<u64> {
         let failed = task % 5 == 3;
-        self.arrivals.push_back(Arrival::Result { task, failed });
+        let (arrivals, ready) = match &mut self.early {
+            Some(early) if task >= early.first => (&mut early.arrivals, &mut early.ready),
+            _ => (&mut self.arrivals, &mut self.ready),
+        };
+        arrivals.push_back(Arrival::Result { task, failed });
         if task >= self.epoch {
-            self.ready.push(task);
+            ready.push(task);
             self.largest = self.largest.max(size_of(task));
         }
         let (task, result, bytes) = (TaskId(task), task * 3, size_of(task));
@@ -367,9 +388,8 @@ impl World<'_> {
             }
             if let Some(task) = process.held.take() {
                 process.bound.retain(|bound| *bound != task);
-                self.clock = self.clock.map(|_| self.now);
                 let event = self.result(worker, task);
-                self.event(event);
+                self.report(event);
                 return true;
             }
             while let Some(message) = process.ring.pop_front() {
@@ -392,12 +412,23 @@ impl World<'_> {
                         self.result(worker, task)
                     }
                 };
-                self.clock = self.clock.map(|_| self.now);
-                self.event(event);
+                self.report(event);
                 return true;
             }
         }
         false
+    }
+
+    /// Reports a worker's message. Each restarts the clock, except the results of an early epoch.
+    fn report(&mut self, event: Event<u64>) {
+        let is_early = match &event {
+            Event::Completed { task, .. } | Event::Failed { task, .. } => task.0 >= self.end(),
+            _ => false,
+        };
+        if !is_early {
+            self.clock = self.clock.map(|_| self.now);
+        }
+        self.event(event);
     }
 
     fn kill(&mut self) {
@@ -501,12 +532,45 @@ impl World<'_> {
         })
     }
 
-    /// Whether one more task may be outstanding.
+    /// Returns the first number after the tasks of the current epoch.
+    fn end(&self) -> u64 {
+        self.early.as_ref().map_or(self.ended.len() as u64, |early| early.first)
+    }
+
+    /// Returns the worker of the oldest task that is lost, and the task; if none is lost, the first worker that died.
+    fn first_lost(&self) -> Option<(usize, Option<u64>)> {
+        let lost = self.dead.iter().filter(|(_, lost)| lost.is_some()).min_by_key(|(_, lost)| *lost);
+        lost.or(self.dead.first()).copied()
+    }
+
+    /// Whether the current epoch can end: no worker has died, or tasks are lost, but only early ones.
+    fn may_end(&self) -> bool {
+        self.first_lost().is_none_or(|(_, lost)| lost.is_some_and(|task| task >= self.end()))
+    }
+
+    /// Whether the early epoch can become the current one.
+    fn may_take_up(&self) -> bool {
+        let delivered = |task| self.ended[task as usize] == 1;
+        self.early.is_some() && (self.epoch..self.end()).all(delivered) && self.may_end()
+    }
+
+    /// Whether a task of the next epoch may be submitted.
+    fn may_be_early(&self) -> bool {
+        let is_due = match &self.early {
+            Some(early) => !early.ended && early.sent.len() < self.scheduler.max_tasks(),
+            None => self.sampler_ended && self.config.persistent && !self.config.restarts,
+        };
+        is_due && self.has_room()
+    }
+
+    /// Whether one more task may be outstanding. Tasks of the early epoch count, too.
     fn has_room(&self) -> bool {
-        let (outstanding, most) = (self.scheduler.outstanding(), self.scheduler.max_tasks());
-        let held = outstanding + self.ready.len();
+        let early = self.early.as_ref();
+        let outstanding = self.scheduler.outstanding() + early.map_or(0, |early| early.sent.len() - early.ready.len());
+        let all = || self.ready.iter().chain(early.into_iter().flat_map(|early| &early.ready));
+        let (held, most) = (outstanding + all().count(), self.scheduler.max_tasks());
         let window = self.settings.window.unwrap_or(Window { batches: most, bytes: None });
-        let ready: u64 = self.ready.iter().map(|task| size_of(*task)).sum();
+        let ready: u64 = all().map(|task| size_of(*task)).sum();
         let expected = ready + (outstanding as u64 + 1) * self.largest;
         let fits = held == 0 || window.bytes.is_none_or(|limit| expected <= limit);
         outstanding < most && held < window.batches && fits && self.scheduler.death().is_none()
@@ -522,22 +586,55 @@ impl World<'_> {
     }
 
     fn submit(&mut self) {
+        if self.early.is_some() {
+            return self.submit_early();
+        }
         if self.indices == 0 {
             self.sampler_ended = true;
+            self.event(Event::SamplerEnded);
+            return self.submit_early();
+        }
+        self.indices -= 1;
+        self.send();
+    }
+
+    /// Submits a task of the next epoch, if that may begin early.
+    fn submit_early(&mut self) {
+        self.check_early();
+        if !self.scheduler.may_be_early() || !self.config.overlaps {
+            return;
+        }
+        if self.early.is_none() {
+            if self.choice() < 100 {
+                return;
+            }
+            let first = self.ended.len() as u64;
+            assert_eq!(self.scheduler.begin_early().unwrap(), TaskId(first));
+            self.early = Some(Early { first, indices: self.config.indices, ..Early::default() });
+        }
+        let fails = self.choice() < 5;
+        let early = self.early.as_mut().unwrap();
+        if early.indices == 0 || fails {
+            early.ended = true;
             return self.event(Event::SamplerEnded);
         }
-        let takes = self.has_room() && self.has_taker();
-        self.indices -= 1;
+        early.indices -= 1;
+        self.send();
+    }
+
+    /// Submits a task.
+    fn send(&mut self) {
+        let takes = self.has_room() && (self.early.is_some() || self.has_taker());
         let tag = self.ended.len() as u64;
         match self.scheduler.submit(tag) {
             Ok((task, placement)) => {
                 assert!(takes, "there is no room for it");
                 assert_eq!(task.0, tag, "task numbers continue across epochs");
-                assert!(self.scheduler.undelivered().iter().any(|(number, _)| *number == task));
                 self.ended.push(0);
                 let worker = match placement {
                     Placement::Queue => {
                         assert_eq!(self.settings.dispatch, Dispatch::SharedQueue);
+                        self.early.iter_mut().for_each(|early| early.sent.push((task.0, 0)));
                         return self.queue.push_back(task.0);
                     }
                     Placement::Worker(worker) => worker,
@@ -546,10 +643,16 @@ impl World<'_> {
                         all.iter().find(|(number, _)| *number == task).and_then(|(_, worker)| *worker).unwrap()
                     }
                 };
-                if self.settings.dispatch == Dispatch::RoundRobin && self.config.is_map_style() {
-                    assert_eq!(worker.index(), (self.first + self.sent.len()) % self.config.workers);
+                let goes_around = self.settings.dispatch == Dispatch::RoundRobin && self.config.is_map_style();
+                let goes_around = goes_around || self.early.is_some();
+                let (first, sent) = match &mut self.early {
+                    Some(early) => (0, &mut early.sent),
+                    None => (self.first, &mut self.sent),
+                };
+                if goes_around {
+                    assert_eq!(worker.index(), (first + sent.len()) % self.config.workers);
                 }
-                self.sent.push((task.0, worker.index()));
+                sent.push((task.0, worker.index()));
                 let process = &mut self.processes[worker.index()];
                 process.bound.push(task.0);
                 let waits = process.vacant || !process.unsent.is_empty();
@@ -588,6 +691,7 @@ impl World<'_> {
         }
         if self.scheduler.death().is_none() && !self.scheduler.resuming() {
             assert_eq!(self.held(), self.scheduler.outstanding() + self.ready.len());
+            assert_eq!(self.scheduler.is_blocked(), !self.ready.is_empty());
             self.check_tasks();
         }
         let asks = *step == Decision::Submit;
@@ -595,12 +699,26 @@ impl World<'_> {
         assert!(matches!(step, Decision::Vacant(_)) || !self.is_vacancy_due(), "{step:?}");
         let is_unsent = self.processes.iter().any(|process| !process.unsent.is_empty());
         assert!(replaces || !is_unsent || self.scheduler.death().is_some(), "{step:?}");
-        let is_blocked = self.sampler_ended || self.sampler_failed || !self.has_taker();
+        let is_open = match self.early {
+            Some(_) => self.may_be_early(),
+            None => self.has_room() && !self.sampler_ended && self.has_taker(),
+        };
         match self.settings.fills() {
             true if replaces || *step == Decision::TimedOut || self.scheduler.resuming() => assert!(!asks),
-            true => assert_eq!(asks, self.has_room() && !is_blocked, "{step:?}"),
+            true => assert_eq!(asks, is_open && !self.sampler_failed, "{step:?}"),
             false => assert!(!asks || self.has_room(), "there is no room for a task"),
         }
+    }
+
+    /// Checks whether the next epoch may begin early, or become the current one.
+    fn check_early(&mut self) {
+        let (may_begin, may_take_up) = (self.may_be_early(), self.may_take_up());
+        // The index batches of exhausted workers come first.
+        assert!(!self.config.is_map_style() || self.scheduler.may_be_early() == may_begin);
+        assert_eq!(self.scheduler.may_take_up(), may_take_up);
+        assert!(may_begin && self.early.is_none() || self.scheduler.begin_early().is_err());
+        assert!(may_take_up || self.scheduler.take_up().is_err());
+        assert_eq!(self.scheduler.dispatched(), self.end() - self.epoch);
     }
 
     /// Checks which tasks each worker has to answer.
@@ -609,9 +727,12 @@ impl World<'_> {
             let tasks = self.scheduler.tasks_of(worker).map(|(task, tag)| (task.0, *tag));
             assert!(tasks.eq(process.bound.iter().map(|task| (*task, *task))), "{worker:?}");
             assert_eq!(self.scheduler.oldest_task_of(worker), self.scheduler.tasks_of(worker).next());
-            let counts_bound = self.settings.fills() && self.settings.dispatch != Dispatch::SharedQueue;
-            if counts_bound && self.scheduler.is_active(worker) {
-                assert_eq!(self.scheduler.load_of(worker), process.bound.len());
+            let is_counted =
+                |task| Some(task) != self.staged && (!self.settings.fills() || !self.ready.contains(&task));
+            let load = self.scheduler.undelivered().into_iter();
+            let load = load.filter(|(task, holder)| *holder == Some(worker) && is_counted(task.0)).count();
+            if self.settings.dispatch != Dispatch::SharedQueue && self.scheduler.is_active(worker) {
+                assert_eq!(self.scheduler.load_of(worker), load);
             }
         }
     }
@@ -649,6 +770,7 @@ impl World<'_> {
         self.clock = None;
         self.sampler_failed = false;
         loop {
+            self.check_early();
             let step = self.scheduler.next(!self.sampler_failed);
             self.perform();
             self.check(&step);
@@ -726,21 +848,36 @@ impl World<'_> {
             self.first = self.choice() as usize % self.config.workers;
             self.scheduler.begin_with(WorkerId(self.first as u32)).unwrap();
         }
-        let mut asked = 0;
+        self.prime(0);
+    }
+
+    /// Submits tasks at the start of an epoch, of which `asked` index batches have been drawn.
+    fn prime(&mut self, mut asked: usize) {
         while self.scheduler.primes(asked) {
             self.submit();
             asked += 1;
         }
         let fills = self.settings.fills() && !self.sampler_ended;
-        assert!(asked == self.scheduler.max_tasks() || self.settings.fills());
-        assert!(!fills || !self.has_room());
+        let is_full = asked == self.scheduler.max_tasks();
+        assert!(is_full || self.settings.fills());
+        assert!(is_full || !fills || !self.has_room());
+    }
+
+    /// Makes the early epoch the current one.
+    fn take_up(&mut self) {
+        self.scheduler.take_up().unwrap();
+        let early = self.early.take().unwrap();
+        assert_eq!(self.scheduler.first_task(), TaskId(early.first));
+        (self.epoch, self.indices, self.sampler_ended, self.first) = (early.first, early.indices, false, 0);
+        (self.arrivals, self.ready, self.sent) = (early.arrivals, early.ready, early.sent);
+        self.prime(self.scheduler.dispatched() as usize);
     }
 
     /// Runs the handshake of a persistent loader, which may be abandoned and repeated. Returns false if a death ends
     /// it.
     fn reset(&mut self) -> bool {
         self.epoch = self.ended.len() as u64;
-        (self.ready, self.staged) = (Vec::new(), None);
+        (self.ready, self.staged, self.early) = (Vec::new(), None, None);
         for process in &mut self.processes {
             (process.stale, process.bound) = (true, Vec::new());
             process.unsent.clear();
@@ -765,6 +902,7 @@ impl World<'_> {
                 other => panic!("{other:?} while resuming"),
             }
         }
+        assert!(self.ended.iter().all(|count| *count == 1), "a task of an abandoned epoch is left");
         self.begin_epoch();
         true
     }
@@ -798,6 +936,7 @@ fn run(config: &Config) {
         first: 0,
         arrivals: VecDeque::new(),
         sent: Vec::new(),
+        early: None,
         is_shut_down: false,
         ended: Vec::new(),
     };
@@ -814,11 +953,13 @@ fn run(config: &Config) {
                 world.kill();
             }
         }
+        let before = world.arrivals.len();
         let outcome = world.next();
         if config.has_reference() {
             let arrivals = &mut world.arrivals;
+            let has_waited = arrivals.len() > before;
             assert_eq!(outcome, torch.next(|| arrivals.pop_front().expect("torch would wait longer")));
-            assert!(arrivals.is_empty(), "torch would have waited less");
+            assert!(arrivals.is_empty() || !has_waited, "torch would have waited less");
             assert_eq!(world.sent, torch.sent);
         }
         let alive = match outcome {
@@ -837,14 +978,14 @@ fn run(config: &Config) {
             }
             Outcome::End => {
                 assert_eq!((world.next(), world.scheduler.outstanding()), (Outcome::End, 0));
+                assert!(world.may_end());
                 assert!(!config.is_map_style() || (batches, world.indices) == (config.indices, 0));
                 true
             }
             Outcome::Dead { worker, lost } => {
+                assert!(!world.may_end());
+                assert_eq!(Some((worker, lost)), world.first_lost());
                 if world.settings.dispatch == Dispatch::SharedQueue {
-                    let held = world.dead.iter().filter_map(|(worker, held)| Some(((*held)?, *worker)));
-                    let first = held.min().map_or((world.dead[0].0, None), |(task, it)| (it, Some(task)));
-                    assert_eq!((worker, lost), first);
                     let is_next = |task: &u64| last.max(world.epoch.checked_sub(1)) == task.checked_sub(1);
                     assert!(world.settings.delivery == DeliveryOrder::AsCompleted || !world.ready.iter().any(is_next));
                 }
@@ -857,7 +998,12 @@ fn run(config: &Config) {
             }
         };
         (epochs, batches) = (epochs + 1, 0);
-        if !config.persistent || epochs == 4 || !alive || !world.reset() {
+        if !config.persistent || epochs == 4 || !alive {
+            break;
+        }
+        if world.may_take_up() && (!world.dead.is_empty() || world.choice() >= 50) {
+            world.take_up();
+        } else if !world.reset() {
             break;
         }
         torch = Torch::new(config, world.epoch, world.first);
@@ -867,7 +1013,7 @@ fn run(config: &Config) {
     }
     world.is_shut_down = true;
     world.event(Event::Shutdown);
-    assert_eq!(world.scheduler.next(true), Decision::Shutdown);
+    assert_eq!((world.scheduler.next(true), world.scheduler.outstanding()), (Decision::Shutdown, 0));
     assert_eq!(world.scheduler.submit(0), Err(0));
     while world.a_worker_acts() {}
     assert!(world.ended.iter().all(|count| *count == 1), "each task ends once: {:?}", world.ended);
@@ -880,12 +1026,14 @@ fn config() -> impl Strategy<Value = Config> {
     let delivery = prop_oneof![Just(DeliveryOrder::InOrder), Just(DeliveryOrder::AsCompleted)];
     let free = (dispatch, delivery, window);
     let free = free.prop_map(|(dispatch, delivery, window)| Free { dispatch, delivery, window });
-    let shape = (1_usize..7, 1_usize..4, any::<[bool; 7]>(), 0_usize..40, proptest::option::of(free));
+    let shape = (1_usize..7, 1_usize..4, any::<[bool; 8]>(), 0_usize..40, proptest::option::of(free));
     shape.prop_flat_map(|(workers, prefetch, flags, indices, free)| {
-        let [in_order, persistent, timeout, iterable, eager, deaths, restarts] = flags;
+        let [in_order, persistent, timeout, iterable, eager, deaths, restarts, overlaps] = flags;
         let is_shared = free.as_ref().is_some_and(|free| free.dispatch == Dispatch::SharedQueue);
         let iterable = iterable && !is_shared;
         let longest = if iterable { 12_usize } else { 0 };
+        let overlaps = overlaps && !iterable && !restarts;
+        let persistent = persistent || overlaps;
         let lengths = proptest::collection::vec(0_usize..=longest, workers);
         (lengths, proptest::collection::vec(any::<u8>(), 0..400)).prop_map(move |(lengths, choices)| Config {
             free: free.clone(),
@@ -899,6 +1047,7 @@ fn config() -> impl Strategy<Value = Config> {
             eager,
             deaths,
             restarts,
+            overlaps,
             choices,
         })
     })

@@ -1,7 +1,5 @@
 //! What `tests/scheduler_model.rs`, which compares random programs with a reference model, does not contain: refused
-//! settings and events, new tasks before others are sent again, the span of a shared queue, and early epochs.
-
-mod early;
+//! settings and events, new tasks before others are sent again, and the span of a shared queue.
 
 use super::*;
 
@@ -34,10 +32,6 @@ fn death(worker: u32, held: &[u64]) -> Event<&'static str> {
 
 fn batch(task: u64, worker: u32) -> Decision<u64, &'static str> {
     Decision::Deliver { task: TaskId(task), worker: WorkerId(worker), tag: task, result: "data" }
-}
-
-fn dead(worker: u32, lost: Option<u64>) -> Decision<u64, &'static str> {
-    Decision::Dead(Death { worker: WorkerId(worker), lost: lost.map(TaskId) })
 }
 
 /// Returns the expected result of `submit` for a task that is sent to `worker`.
