@@ -24,9 +24,6 @@ fn table(lib: &str) -> Layers {
     layers
 }
 
-/// The module of a file, as names from the crate's root.
-type Module = Vec<String>;
-
 /// A use of a module: the line number, from 1, and the module.
 type Used = (usize, String);
 
@@ -41,7 +38,7 @@ fn name(text: &str) -> &str {
 }
 
 /// Returns the paths after a prefix such as `super::`, one for each branch between braces.
-fn paths(rest: &str) -> Vec<Module> {
+fn paths(rest: &str) -> Vec<Vec<String>> {
     if let Some(inside) = rest.strip_prefix('{') {
         let (mut depth, mut begin, mut all) = (0, 0, Vec::new());
         for (at, c) in inside.char_indices() {
@@ -63,8 +60,8 @@ fn paths(rest: &str) -> Vec<Module> {
         return all;
     }
     let first = name(rest);
-    let deeper = rest[first.len()..].strip_prefix("::").map_or_else(|| vec![Module::new()], paths);
-    let prepend = |path: Module| [vec![first.to_owned()], path].concat();
+    let deeper = rest[first.len()..].strip_prefix("::").map_or_else(|| vec![Vec::new()], paths);
+    let prepend = |path: Vec<String>| [vec![first.to_owned()], path].concat();
     deeper.into_iter().map(prepend).collect()
 }
 
@@ -173,161 +170,4 @@ fn uses_of_higher_layers_are_found() {
         assert_eq!(check(text, 2), want, "{text}");
     }
     assert!(check("use pyo3::prelude::*;", 1).contains("src/left.rs:1: `left` uses `pyo3`"));
-}
-
-/// Modules whose files still form cycles: children use what their `mod.rs` defines.
-const CYCLES: &[&str] = &["codec", "scheduler", "shm", "store", "sys", "tree"];
-
-/// A module, and those that it uses or declares.
-type Arrows = BTreeMap<Module, BTreeSet<Module>>;
-
-/// Adds the `modules` that the file of `module` uses or declares. Tests do not count.
-fn add_arrows(arrows: &mut Arrows, modules: &BTreeSet<Module>, module: &Module, text: &str) {
-    let text = code(text);
-    let mut own = BTreeSet::new();
-    // Modules within the file, with the indentation of their ends.
-    let mut inner: Vec<(usize, String)> = Vec::new();
-    let mut used = |from: Module, path: &Module| {
-        let full = [from, path.iter().filter(|name| *name != "self").cloned().collect()].concat();
-        let to = (1..=full.len()).rev().map(|len| full[..len].to_vec()).find(|to| modules.contains(to));
-        own.extend(to.filter(|to| to[0] == module[0] && to != module));
-    };
-    for (at, line) in text.split_inclusive('\n').scan(0, |at, line| {
-        *at += line.len();
-        Some((*at - line.len(), line))
-    }) {
-        let indent = line.len() - line.trim_start().len();
-        if inner.last().is_some_and(|(end, _)| *end == indent) && line.trim_start().starts_with('}') {
-            inner.pop();
-        }
-        let words: Vec<&str> = line.split_whitespace().collect();
-        if let Some([.., "mod", child]) = words.strip_suffix(&["{"]) {
-            inner.push((indent, child.to_string()));
-        } else if let [.., "mod", child] = words[..]
-            && let Some(child) = child.strip_suffix(';')
-        {
-            used(module.clone(), &vec![child.to_owned()]);
-        }
-        if inner.iter().any(|(_, name)| name == "tests") {
-            continue;
-        }
-        let here = [module.clone(), inner.iter().map(|(_, name)| name.clone()).collect()].concat();
-        for (start, _) in line.match_indices(['s', 'c']) {
-            let before = &line[..start];
-            if before.ends_with(|c: char| c == ':' || c == '_' || c.is_ascii_alphanumeric())
-                || before.ends_with("pub(in ")
-            {
-                continue;
-            }
-            let mut rest = &text[at + start..];
-            let mut from = here.clone();
-            if let Some(after) = rest.strip_prefix("crate::") {
-                (from, rest) = (Module::new(), after);
-            } else if rest.starts_with("super::") {
-                while let Some(after) = rest.strip_prefix("super::") {
-                    from.pop();
-                    rest = after;
-                }
-            } else {
-                continue;
-            }
-            paths(rest).iter().for_each(|path| used(from.clone(), path));
-        }
-    }
-    own.retain(|module| module.last().is_none_or(|name| name != "tests"));
-    arrows.insert(module.clone(), own);
-}
-
-/// Returns a cycle of arrows, if there is one.
-fn cycle(arrows: &Arrows) -> Option<Vec<Module>> {
-    fn follow(arrows: &Arrows, done: &mut BTreeSet<Module>, way: &mut Vec<Module>) -> bool {
-        let last = way.last().unwrap().clone();
-        for next in arrows.get(&last).into_iter().flatten() {
-            if let Some(at) = way.iter().position(|module| module == next) {
-                way.drain(..at);
-                return true;
-            }
-            if !done.contains(next) {
-                way.push(next.clone());
-                if follow(arrows, done, way) {
-                    return true;
-                }
-                way.pop();
-            }
-        }
-        done.insert(last);
-        false
-    }
-    let mut done = BTreeSet::new();
-    arrows.keys().find_map(|first| {
-        let mut way = vec![first.clone()];
-        follow(arrows, &mut done, &mut way).then_some(way)
-    })
-}
-
-/// Names the files of a cycle, in the order of their arrows.
-fn named(cycle: &[Module]) -> String {
-    cycle.iter().map(|module| module.join("::")).collect::<Vec<_>>().join(" -> ")
-}
-
-#[test]
-fn the_files_of_a_module_use_each_other_in_one_direction() {
-    let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
-    let files = files(&src);
-    let sources: BTreeMap<Module, &PathBuf> =
-        files.iter().map(|path| (modules_of(path.strip_prefix(&src).unwrap()), path)).collect();
-    let modules: BTreeSet<Module> = sources.keys().cloned().collect();
-    let mut by_top: BTreeMap<String, Arrows> = BTreeMap::new();
-    for (module, path) in sources {
-        if module != ["lib"] && module.last().is_none_or(|name| name != "tests") && !module.contains(&"tests".into()) {
-            let text = std::fs::read_to_string(path).unwrap();
-            add_arrows(by_top.entry(module[0].clone()).or_default(), &modules, &module, &text);
-        }
-    }
-    for (top, arrows) in &by_top {
-        let found = cycle(arrows).map(|cycle| named(&cycle));
-        match CYCLES.contains(&&**top) {
-            true => assert!(found.is_some(), "`{top}` has no cycle any more: remove it from CYCLES"),
-            false => assert_eq!(found, None, "move what both need into a file of its own"),
-        }
-    }
-    let engine: usize = by_top["engine"].values().map(BTreeSet::len).sum();
-    assert!(engine > 60, "only {engine} arrows are found in `engine`");
-}
-
-#[test]
-fn a_cycle_of_files_is_found() {
-    let modules: BTreeSet<Module> = [&["a"][..], &["a", "x"], &["a", "y"], &["a", "y", "z"], &["b"]]
-        .map(|module| module.iter().map(|name| name.to_string()).collect())
-        .into();
-    let check = |sources: &[(&[&str], &str)]| {
-        let mut arrows = Arrows::new();
-        for (module, text) in sources {
-            let module = module.iter().map(|name| name.to_string()).collect();
-            add_arrows(&mut arrows, &modules, &module, text);
-        }
-        cycle(&arrows).map(|cycle| named(&cycle))
-    };
-    let root: (&[&str], &str) = (&["a"], "mod x;\npub mod y;\npub use x::X;\n");
-    for (x, y, want) in [
-        ("use super::y::Y;", "pub struct Y;", None),
-        ("use super::y::Y;", "// use super::x::X;\nuse crate::b::x;", None),
-        ("use super::y::Y;", "#[cfg(test)]\nmod tests {\n    use crate::a::X;\n}\n", None),
-        ("use super::X;", "", Some("a -> a::x")),
-        ("fn f() -> crate::a::X;", "", Some("a -> a::x")),
-        ("use super::y::Y;", "use super::x::X;", Some("a::x -> a::y")),
-        ("use super::{\n    y::{self, Y},\n};", "use crate::{a::{x::X}, b};", Some("a::x -> a::y")),
-        ("mod inner {\n    use super::super::y;\n}", "fn f(x: super::x::X);", Some("a::x -> a::y")),
-    ] {
-        assert_eq!(check(&[root, (&["a", "x"], x), (&["a", "y"], y)]).as_deref(), want, "{x} {y}");
-    }
-    let child: (&[&str], &str) = (&["a", "y", "z"], "use super::Y;");
-    assert_eq!(check(&[(&["a", "y"], "mod z;"), child]).as_deref(), Some("a::y -> a::y::z"));
-}
-
-#[test]
-fn a_module_with_a_folder_is_its_mod_rs() {
-    let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
-    let misplaced: Vec<PathBuf> = files(&src).into_iter().filter(|file| file.with_extension("").is_dir()).collect();
-    assert!(misplaced.is_empty(), "move each of these into its folder, as mod.rs: {misplaced:?}");
 }
