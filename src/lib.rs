@@ -64,5 +64,5 @@ pub mod worker;
 mod python;
 
 #[cfg(test)]
-#[path = "../tests/common/fork.rs"]
+#[path = "../tests/common/children.rs"]
 pub(crate) mod children;

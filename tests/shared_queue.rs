@@ -19,10 +19,10 @@ use rustloader::sys::futex;
 use rustloader::wire::{ResultKind, TaskEntry, TaskKind, Timings};
 use rustloader::worker::port::{Port, Received};
 
-#[path = "common/fork.rs"]
-mod fork;
+#[path = "common/children.rs"]
+mod children;
 
-use fork::Child;
+use children::Child;
 
 const WORKERS: u32 = 3;
 const OUTSTANDING: u32 = 12;

@@ -21,10 +21,10 @@ use rustloader::sys::poll::{PollSet, WaitOutcome};
 use rustloader::transport::Remote;
 use rustloader::worker::port::Port;
 
-#[path = "common/fork.rs"]
-mod fork;
+#[path = "common/children.rs"]
+mod children;
 
-use fork::Child;
+use children::Child;
 
 /// Failpoints belong to the process, so tests run one at a time.
 static ONE: Mutex<()> = Mutex::new(());

@@ -13,7 +13,7 @@ use rustloader::sys::map::Mapping;
 use rustloader::sys::poll::PollSet;
 use rustloader::sys::{fork, memfd};
 
-#[path = "common/fork.rs"]
+#[path = "common/children.rs"]
 mod children;
 
 use children::Child;

@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 
 use rustloader::sys::pidfd::{ExitStatus, PidFd, child_status, has_exited, start_time};
 
-#[path = "common/fork.rs"]
-mod fork;
+#[path = "common/children.rs"]
+mod children;
 
-use fork::Child;
+use children::Child;
 
 fn exit(code: i32) -> ! {
     // SAFETY: _exit has no precondition.

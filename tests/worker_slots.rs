@@ -18,10 +18,10 @@ use rustloader::sys::event::EventFd;
 use rustloader::wire::{Leaf, Load, ResultEntry, ResultKind, TaskEntry, TaskKind, Timings};
 use rustloader::worker::port::{Keep, Port, Received};
 
-#[path = "common/fork.rs"]
-mod fork;
+#[path = "common/children.rs"]
+mod children;
 
-use fork::Child;
+use children::Child;
 
 /// Bytes of a leaf: enough for a block of its own.
 const LEAF: usize = 40_000;
