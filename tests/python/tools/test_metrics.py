@@ -1,16 +1,13 @@
-"""Metrics: what `serve_metrics` serves, how its counters grow, and how Prometheus reads it; `scalars()`."""
+"""Metrics: what `serve_metrics` serves, how its counters grow, and that Prometheus's parser reads it; `scalars()`."""
 
 import ast
 import contextlib
 import dataclasses
 import gc
 import json
-import math
 import os
 import re
-import shutil
 import socket
-import subprocess
 import sys
 import time
 import urllib.parse
@@ -51,6 +48,8 @@ class Metrics(dict):
 
     def __init__(self, port):
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as response:
+            # Prometheus refuses a response without it.
+            assert response.headers["Content-Type"].startswith("text/plain; version=")
             self.text = response.read().decode()
         self.families = {family.name: family for family in parser.text_string_to_metric_families(self.text)}
         for family in self.families.values():
@@ -627,30 +626,7 @@ def test_the_page_has_all_scalars():
     assert plain.keys() == {name for name in scalars if not name.startswith("cache_")} and not any(plain.values())
 
 
-# A real Prometheus
-
-TRAINING = """
-import time
-import torch
-import rustloader
-
-class Images(torch.utils.data.Dataset):
-    def __len__(self):
-        return 32
-    def __getitem__(self, i):
-        time.sleep(0.002)
-        return torch.zeros(4)
-
-if __name__ == "__main__":
-    server = rustloader.serve_metrics(port=0)
-    print(server.port, flush=True)
-    cached = rustloader.cache(Images(), memory="1MiB")
-    while True:  # a loader for each epoch
-        for _ in rustloader.DataLoader(cached, batch_size=4, num_workers=2, max_restarts=1, name="train"):
-            time.sleep(0.002)
-        for _ in rustloader.DataLoader(range(16), batch_size=4, name="validate"):
-            time.sleep(0.002)
-"""
+# Queries
 
 
 def queries():
@@ -670,90 +646,6 @@ def test_the_queries_name_metrics_of_the_table():
     assert len(queries()) == 5
     for query in [*queries(), *dashboard()]:
         assert set(re.findall(r"rustloader_\w+", query)) <= known, query
-
-
-@pytest.fixture
-def prometheus(tmp_path):
-    """A function that starts a Prometheus to scrape a port, and returns a function that queries it."""
-    program = shutil.which("prometheus")
-    if program is None:
-        pytest.skip("prometheus is not on PATH (on Debian: apt-get install prometheus)")
-    processes = []
-
-    def start(port):
-        config = {
-            "job_name": "training",
-            "scrape_interval": "1s",
-            "static_configs": [{"targets": [f"127.0.0.1:{port}"]}],
-        }
-        (tmp_path / "prometheus.yml").write_text(json.dumps({"scrape_configs": [config]}))  # JSON is YAML
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            own = free.getsockname()[1]
-        command = [program, f"--config.file={tmp_path / 'prometheus.yml'}", f"--storage.tsdb.path={tmp_path / 'data'}"]
-        command.append(f"--web.listen-address=127.0.0.1:{own}")
-        with open(tmp_path / "log", "w") as log:
-            processes.append(subprocess.Popen(command, stdout=log, stderr=log, cwd=tmp_path))
-
-        def ask(path, **parameters):
-            url = f"http://127.0.0.1:{own}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
-            with urllib.request.urlopen(url, timeout=30) as response:
-                reply = json.loads(response.read())
-            assert reply["status"] == "success" and not reply.get("warnings"), reply
-            return reply["data"]
-
-        return ask
-
-    yield start
-    for process in processes:
-        process.terminate()
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-@pytest.mark.timeout(300)
-def test_a_prometheus_scrapes_a_training_and_answers_the_queries(prometheus, tmp_path):
-    """The queries of the page and of the dashboard. On Debian, `apt-get install prometheus` installs the program."""
-    training = start_script(TRAINING, tmp_path / "train.py", head="")
-    try:
-        ask = prometheus(int(training.stdout.readline()))
-
-        def samples():
-            with contextlib.suppress(OSError, ValueError):  # it is starting, or has no sample
-                (series,) = ask("query", query='rustloader_batches_total{loader="train"}[5m]')["result"]
-                return series["values"]
-            return []
-
-        def values(query):
-            """The result of a query, by loader."""
-            return {it["metric"]["loader"]: float(it["value"][1]) for it in ask("query", query=query)["result"]}
-
-        assert wait_until(lambda: len(samples()) >= 5, 120), (tmp_path / "log").read_text()
-        counts = [float(value) for _, value in samples()]
-        assert counts == sorted(counts) and counts[-1] > counts[0]
-        (target,) = ask("targets")["activeTargets"]
-        assert (target["health"], target["lastError"]) == ("up", "")
-        for query in [*queries(), *dashboard()]:
-            # Between two loaders there is no batch size, for example.
-            assert wait_until(lambda query=query: values(query).get("train", math.nan) >= 0, 60), query
-        of_loop, _, _, _, longest = queries()
-        assert values(of_loop).keys() == values(longest).keys() == {"train", "validate"}
-        waits, slowest, restarts, hits, longest = (values(query)["train"] for query in queries())
-        # A step takes at least 2 ms, and the cache soon has all samples.
-        assert 0 <= waits < 1 and slowest > 0 and restarts == 0 and 0.5 < hits <= 1 and 0 <= longest < 60
-        verdicts = ask("query", query="rustloader_verdict")["result"]
-        assert {series["metric"]["rank"] for series in verdicts} == {"0"} and all(
-            series["value"][1] == "1" for series in verdicts
-        )
-        metadata = ask("metadata")
-        for name, (kind, _) in documented().items():
-            known = metadata.get(name) or metadata[name.removesuffix("_total")]
-            assert known[0]["type"] == kind, name
-    finally:
-        kill(training)
 
 
 # Ranks
