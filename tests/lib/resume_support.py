@@ -6,8 +6,6 @@ import pickle
 import types
 
 import torch
-from generators import drawn
-from sample_data import Numbers
 from support import DataLoader
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -119,7 +117,8 @@ def log_init(worker_id):
 class Logged:
     """Has a state, and logs the calls that read or set it."""
 
-    def __init__(self):
+    def __init__(self, *args):
+        super().__init__(*args)
         self.log = []
         self.mark = None
 
@@ -167,38 +166,3 @@ class TailIterator:
     def load_state_dict(self, state):
         self.dataset.log.append(f"load iterator {state}")
         self.i = state["i"]
-
-
-class Recalling(Numbers):
-    """Sample i is (i, the samples made before it, its random numbers). The list of samples made is the state."""
-
-    def __init__(self, n):
-        super().__init__(n)
-        self.made = []
-
-    def __getitem__(self, i):
-        before = list(self.made)
-        self.made.append(int(i))
-        return int(i), before, drawn()
-
-    def state_dict(self):
-        return {"made": sorted(self.made)}
-
-    def load_state_dict(self, state):
-        self.made = list(state["made"])
-
-
-class Faulty(Recalling):
-    """Samples 2 and 9 fail."""
-
-    error = KeyError
-
-    def __getitem__(self, i):
-        sample = super().__getitem__(i)
-        if i in (2, 9):
-            raise self.error(f"sample {int(i)}")
-        return sample
-
-
-def with_draws(samples):
-    return samples, drawn()

@@ -21,11 +21,13 @@ def record(i, worker=0):
     return {"id": i, "name": f"sample {i}", "numbers": [i, i + 1, i + 2], "worker": worker}
 
 
-# Map-style
+# Map-style. Derived classes may have another `sample`, also of the iterable datasets.
 
 
 class Records(Dataset):
     """Sample i is record(i)."""
+
+    sample = staticmethod(record)
 
     def __init__(self, size):
         self.size = size
@@ -34,7 +36,7 @@ class Records(Dataset):
         return self.size
 
     def __getitem__(self, i):
-        return record(int(i))
+        return self.sample(int(i))
 
 
 class DrawingRecords(Records):
@@ -62,7 +64,10 @@ class CountingRecords(Records):
 
     def __getitem__(self, i):
         self.made += 1
-        return int(i), self.made - 1
+        return self.sample(int(i), self.made)
+
+    def sample(self, i, made):
+        return i, made - 1
 
     def state_dict(self):
         return {"made": self.made}
@@ -77,8 +82,8 @@ class CountingRecords(Records):
 class RecordIterator:
     """An iterator with a state over `size` records, which are random if `draws` is true."""
 
-    def __init__(self, size, draws, with_generator):
-        self.size, self.draws, self.with_generator = size, draws, with_generator
+    def __init__(self, size, draws=False, with_generator=False, sample=record):
+        self.size, self.draws, self.with_generator, self.sample = size, draws, with_generator, sample
         self.worker, self.i = worker_id(), 0
 
     def __iter__(self):
@@ -89,7 +94,7 @@ class RecordIterator:
             raise StopIteration
         i = int(torch.randint(self.size, ())) if self.draws else self.i
         self.i += 1
-        return record(i, self.worker)
+        return self.sample(i, self.worker)
 
     def state_dict(self):
         state = {"i": self.i}
@@ -106,15 +111,19 @@ class RecordIterator:
 class Shards(IterableDataset):
     """Worker i yields sizes[i] records; the iterator has the state."""
 
+    sample = staticmethod(record)
+
     def __init__(self, sizes, draws=False, with_generator=True):
         self.sizes, self.draws, self.with_generator = sizes, draws, with_generator
 
     def __iter__(self):
-        return RecordIterator(self.sizes[worker_id()], self.draws, self.with_generator)
+        return RecordIterator(self.sizes[worker_id()], self.draws, self.with_generator, self.sample)
 
 
 class GeneratorShards(IterableDataset):
     """Like Shards, with a generator; the dataset has the state, and resumes from it once."""
+
+    sample = staticmethod(record)
 
     def __init__(self, sizes):
         self.sizes, self.i, self.resumed = sizes, 0, None
@@ -127,7 +136,7 @@ class GeneratorShards(IterableDataset):
         worker = worker_id()
         for i in range(self.i, self.sizes[worker]):
             self.i = i + 1
-            yield record(i, worker)
+            yield self.sample(i, worker)
 
     def state_dict(self):
         return {"i": self.i}
@@ -155,12 +164,14 @@ class Restarting(GeneratorShards):
 class StatelessShards(IterableDataset):
     """Like Shards, without a state."""
 
+    sample = staticmethod(record)
+
     def __init__(self, sizes):
         self.sizes = sizes
 
     def __iter__(self):
         worker = worker_id()
-        return (record(i, worker) for i in range(self.sizes[worker]))
+        return (self.sample(i, worker) for i in range(self.sizes[worker]))
 
 
 class OwnIterator(IterableDataset):
@@ -212,7 +223,7 @@ class BothStateful(IterableDataset):
 
     def __iter__(self):
         self.epochs += 1
-        return RecordIterator(self.size, draws=False, with_generator=False)
+        return RecordIterator(self.size)
 
     def state_dict(self):
         return {"epochs": self.epochs}

@@ -66,9 +66,10 @@ KINDS = [
     every=[0, 1, 3],
     persistent=[False, True],
     seed_by=["worker", "batch", "sample"],
+    errors=[(), (3, 8, 9)],
     begin=[(ITER,), (SAVE, ITER), (SAVE, RESUME)],
 )
-def test_each_kind_resumes(kind, num_workers, batch_size, every, persistent, seed_by, begin):
+def test_each_kind_resumes(kind, num_workers, batch_size, every, persistent, seed_by, errors, begin):
     """Once, again after a batch, at the end of the epoch, and after it; a state between epochs changes nothing, and a
     position has one state, however it was reached."""
     dataset, sampler = kind
@@ -78,6 +79,8 @@ def test_each_kind_resumes(kind, num_workers, batch_size, every, persistent, see
         settings = changed(settings, {"batch_size": batch_size})
     if settings.is_drawing:
         settings = changed(settings, {"num_workers": 0, "persistent": False, "seed_by": "worker"})
+    elif settings.is_map:
+        settings = changed(settings, {"errors": errors})
     if why_invalid(settings) is not None:
         return
     if sampler == "torchdata random":

@@ -9,16 +9,8 @@ import time
 
 import pytest
 import torch
-from resume_support import (
-    Faulty,
-    Logged,
-    Recalling,
-    Tail,
-    Workers,
-    log_init,
-    make,
-)
-from sample_data import Numbers, as_list, untouched
+from resume_support import Logged, Tail, Workers, log_init, make
+from sample_data import Failing, Numbers, as_list, untouched
 from support import POLLS, STARTED, call_of, config_of, outcome, wait_until, within
 from torch.utils.data import IterableDataset, _DatasetKind
 from torch.utils.data._utils import fetch
@@ -82,25 +74,6 @@ def test_a_job_goes_to_a_worker_without_the_starts_of_others():
 # Errors
 
 
-class Ending(Faulty):
-    """Fails with StopIteration, which is an ordinary error in a map-style dataset."""
-
-    error = StopIteration
-
-
-@pytest.mark.parametrize("cls", [Faulty, Ending])
-@pytest.mark.forks
-def test_errors_in_the_replay_are_dropped_and_later_ones_are_not(workers, cls):
-    workers.set(WorkerStart(replay=[[0, 1], [2, 3], [4, 5]]), first_ordinal=3)
-    loader = make(cls(12), sampler=range(6, 12), collate_fn=as_list, seed_by="batch")
-    iterator = iter(loader)
-    assert [sample[1] for sample in next(iterator)] == [[0, 1, 2, 4, 5], [0, 1, 2, 4, 5, 6]]
-    assert outcome(next, iterator)[0] == ("error" if cls is Faulty else "end")
-    assert [sample[0] for sample in next(iterator)] == [10, 11]
-    # An error counts as an answer.
-    assert [count for count, _, _ in workers.sent()] == [0, 1, 2, 3]
-
-
 def test_a_stream_that_failed_goes_on_as_it_did(workers):
     class Broken(Tail):
         def __iter__(self):
@@ -123,20 +96,18 @@ def test_a_fetcher_that_a_library_replaced_fetches_in_full(workers, monkeypatch)
         return self.collate_fn([self.dataset[i] for i in indices])
 
     class Marked(Logged, Numbers):
-        def __init__(self):
-            Logged.__init__(self)
-            Numbers.__init__(self, 9)
+        pass
 
     monkeypatch.setattr(fetch._MapDatasetFetcher, "fetch", foreign)
     workers.set(WorkerStart(replay=[[0, 1], [2, 3]]))
-    (samples, before), *_ = make(Marked(), sampler=range(4, 8))
+    (samples, before), *_ = make(Marked(9), sampler=range(4, 8))
     assert torch.tensor(samples).tolist() == [4, 5] and before.count("collate") == 2
 
 
 # Epochs, and the end
 
 
-class Stuck(Recalling):
+class Stuck(Numbers):
     def __getitem__(self, i):
         self.reached.touch()
         threading.Event().wait(0.01)
@@ -168,6 +139,10 @@ def test_a_shutdown_ends_a_replay(workers, cls, batch_size, tmp_path):
 # Snapshots
 
 
+class Faulty(Logged, Failing):
+    pass
+
+
 class Unreadable:
     def __reduce__(self):
         return _raise, ()
@@ -180,10 +155,11 @@ def _raise():
 @pytest.mark.forks
 def test_every_kind_of_answer_counts(workers):
     def unsendable(samples):
-        return threading.Lock() if samples[0][0] == 1 else samples
+        return threading.Lock() if samples == [1] else samples
 
     batches = [[0], Unreadable(), [1], [2], [3]]
-    iterator = iter(make(Faulty(5), batch_size=1, batch_sampler=batches, collate_fn=unsendable, seed_by="batch"))
+    dataset = Faulty(5, {2: KeyError})
+    iterator = iter(make(dataset, batch_size=1, batch_sampler=batches, collate_fn=unsendable))
     kinds = [outcome(next, iterator)[0] for _ in range(6)]
     assert kinds == ["value", "error", "error", "error", "value", "end"]
     assert [count for count, _, _ in workers.sent()] == [0, 1, 2, 3, 4, 5]
@@ -253,10 +229,6 @@ def test_state_may_be_large(engine):
 
 class Marking(Logged, Numbers):
     """Each sample is the number of times that the worker has changed its mark."""
-
-    def __init__(self, n):
-        Logged.__init__(self)
-        Numbers.__init__(self, n)
 
     def __getitem__(self, i):
         self.mark += 1

@@ -1,23 +1,17 @@
 """Datasets, samplers and loaders of the programs."""
 
+import functools
 import time
 
 import torch
-from torch.utils.data import (
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    get_worker_info,
-)
+from torch.utils.data import DistributedSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 import rustloader
 from rustloader.fetch import seeds
 from rustloader.stateful_dataloader import StatefulDataLoader
 from rustloader.stateful_dataloader.sampler import RandomSampler as StatefulRandomSampler
-from stateful.datasets import IteratorWithState, SamplerWithState, WithoutState
+from stateful import datasets
+from stateful.datasets import IteratorWithState, SamplerWithState, WithoutState, unchanged
 
 
 class SampleError(Exception):
@@ -35,131 +29,47 @@ def draw(generator):
     return int(torch.randint(1 << 40, (), generator=generator))
 
 
-def worker_id():
-    info = get_worker_info()
-    return 0 if info is None else info.id
+class Made:
+    """Makes a sample [i, mark, noise]. The mark is the worker of an iterable dataset, or the number of samples that a
+    copy of a map-style one has made, if known."""
 
-
-class Mapped(Dataset):
-    """Sample i is [i, count, noise]; `count` is how many samples this copy of the dataset has made, if known."""
-
-    def __init__(self, settings):
+    def __init__(self, settings, **options):
+        super().__init__(settings.length if settings.is_map else settings.sizes, **options)
         self.settings = settings
 
-    def __len__(self):
-        return self.settings.length
-
-    def __getitem__(self, i):
+    def sample(self, i, mark=None):
         if i in self.settings.slow:
             time.sleep(0.002)
         if i in self.settings.errors:
             raise SampleError(f"sample {i}")
-        return [int(i), self.count(), noise()]
-
-    def count(self):
-        return None
+        return [i, mark, noise()]
 
 
-class StatefulMapped(Mapped):
-    made = 0
-
-    def __getitem__(self, i):
-        self.made += 1
-        return super().__getitem__(i)
-
-    def count(self):
-        return self.made
-
-    def state_dict(self):
-        return {"made": self.made}
-
-    def load_state_dict(self, state):
-        self.made = state["made"]
+class Mapped(Made, datasets.Records):
+    pass
 
 
-class Streamed(IterableDataset):
-    """Sample i of worker w is [i, w, noise]."""
-
-    def __init__(self, settings):
-        self.settings = settings
-
-    def __iter__(self):
-        return self.samples(0)
-
-    def samples(self, start):
-        worker = worker_id()
-        for i in range(start, self.settings.sizes[worker]):
-            yield self.sample(i, worker)
-
-    def sample(self, i, worker):
-        if i in self.settings.slow:
-            time.sleep(0.002)
-        return [i, worker, noise()]
+class StatefulMapped(Made, datasets.CountingRecords):
+    pass
 
 
-class StatefulIterator:
-    def __init__(self, dataset):
-        self.dataset, self.worker, self.i = dataset, worker_id(), 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.i >= self.dataset.settings.sizes[self.worker]:
-            raise StopIteration
-        self.i += 1
-        return self.dataset.sample(self.i - 1, self.worker)
-
-    def state_dict(self):
-        return {"i": self.i}
-
-    def load_state_dict(self, state):
-        self.i = state["i"]
+class Streamed(Made, datasets.StatelessShards):
+    pass
 
 
-class StatefulStreamed(Streamed):
-    """The iterator has the state."""
-
-    def __iter__(self):
-        return StatefulIterator(self)
+class StatefulStreamed(Made, datasets.Shards):
+    pass
 
 
-class StatefulGenerator(Streamed):
-    """The dataset has the state; its iterator is a generator."""
-
-    def __init__(self, settings):
-        super().__init__(settings)
-        self.i, self.resumed = 0, None
-
-    def __iter__(self):
-        start, self.resumed = self.resumed or 0, None
-        self.i = start
-        return self.counted(start)
-
-    def counted(self, start):
-        for sample in self.samples(start):
-            self.i += 1
-            yield sample
-        self.i = 0
-
-    def state_dict(self):
-        return {"i": self.i}
-
-    def load_state_dict(self, state):
-        self.i = self.resumed = state["i"]
+class StatefulGenerator(Made, datasets.Restarting):
+    pass
 
 
-class DrawingMapped(Mapped):
+class DrawingMapped(Made, datasets.DrawingRecords):
     """Sample i is [i, None, a random number]."""
 
     def __getitem__(self, i):
         return [int(i), None, draw(None)]
-
-    def state_dict(self):
-        return {"generator": torch.get_rng_state()}
-
-    def load_state_dict(self, state):
-        torch.set_rng_state(state["generator"])
 
 
 class DrawingStreamed(StatefulGenerator):
@@ -192,7 +102,7 @@ CLASSES = {
     "map": Mapped,
     "stateful map": StatefulMapped,
     "iterable": Streamed,
-    "stateful iterable": StatefulStreamed,
+    "stateful iterable": functools.partial(StatefulStreamed, with_generator=False),
     "generator": StatefulGenerator,
 }
 BATCH = 3
@@ -239,10 +149,6 @@ def batch_arguments(settings):
     if settings.sampler.startswith("batch sampler"):
         return {}
     return {"batch_size": settings.batch_size, "drop_last": settings.drop_last}
-
-
-def unchanged(samples):
-    return samples
 
 
 def make_loader(settings, generator):
