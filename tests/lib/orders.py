@@ -107,7 +107,8 @@ class Shares(Dataset):
 
     def __init__(self, n, context):
         self.tensor = torch.arange(n)
-        self.lock = context.Lock()
+        self.lock, self.event = context.Lock(), context.Event()
+        self.event.set()
         self.value = context.Value("i", 0)
         self.array = context.Array("i", n)
         self.queue = context.Queue()
@@ -118,6 +119,7 @@ class Shares(Dataset):
     def __getitem__(self, i):
         with self.lock:
             self.value.value += 1
+        self.event.wait(60)
         self.array[i] = i * i
         self.queue.put(i)
         before = self.tensor[i].item()

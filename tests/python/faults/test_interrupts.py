@@ -164,17 +164,6 @@ def test_a_start_that_fails_half_way_is_an_error_and_the_next_one_works(monkeypa
     assert [x.item() for x in loader] == list(range(6))
 
 
-def test_p19_iter_that_times_out_again_and_again_overflows_nothing(tmp_path):
-    dataset = Held(8, 0, tmp_path / "go")
-    loader = DataLoader(dataset, num_workers=2, persistent_workers=True, batch_size=None, timeout=0.05)
-    for _ in range(30):
-        with pytest.raises(RuntimeError, match="timed out"):
-            list(loader)
-    (tmp_path / "go").touch()
-    _, iterator = in_time(iter, loader)
-    assert [in_time(next, iterator) for _ in range(9)] == [*[("value", i) for i in range(8)], ("end",)]
-
-
 def test_p19_the_timeout_is_paused_between_calls_of_next(tmp_path):
     timeout, go = 3, tmp_path / "go"
 

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 from sample_data import Dying, Failing, Held, Numbers
-from support import DataLoader, gone, run_script, rustloader, wait_until, within, worker_pids
+from support import DataLoader, gone, run_script, rustloader, wait_until, worker_pids
 from torch.utils.data import IterableDataset, Subset
 
 pytestmark = pytest.mark.ours
@@ -280,18 +280,3 @@ def test_a_handler_interrupts_an_unpickling_and_the_next_call_returns_the_batch(
     """
     status, out, err = run_script(UNPICKLED + source)
     assert (status, out, err) == (0, f"[0, '{name}', 1, 2, 'end'] [0, 1, 1, 2]\n", "")
-
-
-def test_an_unpickling_that_hangs_can_be_interrupted_at_once():
-    source = """
-    import threading
-    def hook(number):
-        if number == 0 and len(calls) == 1:
-            threading.Timer(0.3, os.kill, (main, signal.SIGINT)).start()
-            time.sleep(600)
-    iterator = start()
-    print([take(iterator) for _ in range(5)], calls)
-    """
-    with within(300):
-        status, out, err = run_script(UNPICKLED + source)
-    assert (status, out, err) == (0, "['KeyboardInterrupt', 0, 1, 2, 'end'] [0, 0, 1, 2]\n", "")

@@ -4,7 +4,6 @@ test_auto_decision.py covers how they are made."""
 import copy
 import dataclasses
 import logging
-import mmap
 import os
 import pickle
 import signal
@@ -26,9 +25,8 @@ if not TORCH_MODE:
     from rustloader import DataLoader, StatefulDataLoader
     from rustloader.auto import arguments, tuner
     from rustloader.auto.decision import Decision
-    from rustloader.metrics import ledger, memory
+    from rustloader.metrics import ledger
     from rustloader.settings import loader_state
-    from rustloader.system.procfs import private
 
     CLASSES = [DataLoader, StatefulDataLoader]
 else:
@@ -53,16 +51,6 @@ class Sharded(Stream):
     @property
     def n_shards(self):
         raise RuntimeError("not known yet")
-
-
-class Frames(torch.utils.data.Dataset):
-    """Tensors of 8 MiB."""
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return torch.full((2 << 20,), float(index))
 
 
 class ForThree(Stream):
@@ -142,35 +130,36 @@ def test_a_text_that_is_set_later_is_refused_at_iter(cls, persistent):
 
 
 @pytest.mark.parametrize(
-    "cores, ranks, memory, wanted",
-    [(8, None, 64, 8), (8, "4", 64, 2), (8, "16", 64, 1), (200, None, 512, 16), (8, "", 1, 4), (8, "2", 1, 2),
-     (8, None, 0, 1), (8, "-2", 64, 8), (8, None, None, 8)],
-)  # fmt: skip
-def test_the_initial_number(monkeypatch, cores, ranks, memory, wanted):
+    "cores, ranks, memory, bound, quota, wanted",
+    [
+        (8, None, 64, False, None, 8),
+        (8, "4", 64, False, None, 2),
+        (8, "16", 64, False, None, 1),
+        (200, None, 512, False, None, 16),
+        (8, "", 1, False, None, 4),
+        (8, "2", 1, False, None, 2),
+        (8, None, 0, False, None, 1),
+        (8, "-2", 64, False, None, 8),
+        (8, None, None, False, None, 8),
+        # Ranks with cores of their own do not divide them. All ranks share a CPU quota, and the memory.
+        (8, "4", 64, True, None, 8),
+        (8, "2", 1, True, None, 2),
+        (8, "4", 64, True, 8.0, 2),
+        (8, "1", 64, True, 8.0, 8),
+        (8, "x", 64, True, 8.0, 8),
+    ],
+)
+def test_the_initial_number(monkeypatch, cores, ranks, memory, bound, quota, wanted):
     """The usable cores divided among the ranks, at most 16, and at most one per 256 MiB of a rank's memory."""
     limits = [] if memory is None else [(False, 1 << 50, 1 << 49), (True, 1 << 40, memory << 30)]
     monkeypatch.setattr("rustloader._core.memory_limits", lambda: limits)
     monkeypatch.setattr("rustloader.system.cores.usable_cores", lambda: cores)
-    monkeypatch.setattr("rustloader.system.local_ranks.are_bound", lambda cores: False)
+    monkeypatch.setattr("rustloader.system.cores.cpu_quota", lambda: quota)
+    monkeypatch.setattr("rustloader.system.local_ranks.are_bound", lambda cores: bound)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if ranks is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     assert arguments.initial_workers() == wanted
-
-
-@pytest.mark.parametrize(
-    ("ranks", "bound", "quota", "wanted"),
-    [("4", False, None, 2), ("4", True, None, 8), ("4", True, 8.0, 2), ("1", True, 8.0, 8), ("x", True, 8.0, 8)],
-)
-def test_ranks_with_cores_of_their_own_do_not_divide_them(monkeypatch, ranks, bound, quota, wanted):
-    """All ranks share a CPU quota, and the memory."""
-    monkeypatch.setattr("rustloader._core.memory_limits", lambda: [(True, 1 << 40, 64 << 30)])
-    monkeypatch.setattr("rustloader.system.cores.usable_cores", lambda: 8)
-    monkeypatch.setattr("rustloader.system.cores.cpu_quota", lambda: quota)
-    monkeypatch.setattr("rustloader.system.local_ranks.are_bound", lambda cores: bound)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    assert arguments.initial_workers() == wanted
-    assert arguments.free_memory() == (64 << 30) // (int(ranks) if ranks.isdecimal() else 1)
 
 
 def test_the_initial_number_on_other_systems(monkeypatch):
@@ -377,28 +366,6 @@ def test_memory_is_read_for_a_part_of_the_time(monkeypatch):
         now[0] += seconds
         subject.note_memory([1, 2, 3])
     assert asked == [1, 1] and subject._memory.maximum == 6
-
-
-def test_pages_of_the_arena_are_no_memory_of_a_worker(decisions, monkeypatch):
-    """The kernel counts those that the main process has not touched as private to the worker."""
-    readings = []
-    monkeypatch.setattr(tuner, "private_bytes", lambda pid: readings.append((private(pid), memory.private_bytes(pid))))
-    monkeypatch.setattr(tuner, "_WORKERS_READ", 1)
-    loader = DataLoader(Frames(), num_workers="auto", batch_size=None)
-    batches = list(loader)
-    assert len(batches) == 8 and readings
-    assert all(by_kernel - own > 20 << 20 for by_kernel, own in readings), readings
-
-
-def test_private_memory_of_a_process():
-    block = os.urandom(1 << 20)
-    before = private(os.getpid())
-    # Mapped directly: the allocator might reuse pages that it already has, or release others when it frees a large one.
-    with mmap.mmap(-1, 32 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as kept:
-        for _ in range(32):
-            kept.write(block)
-        assert private(os.getpid()) - before > 30 << 20
-    assert private(2**22 + 1) is None
 
 
 def test_a_dataset_says_how_many_shards_it_has(decisions, monkeypatch):

@@ -16,7 +16,7 @@ import pytest
 import torch
 from orders import Holds
 from sample_data import Numbers
-from support import DataLoader, epoch, run_script
+from support import DataLoader, run_script
 
 from rustloader.workers import arguments, by_name, definitions
 
@@ -210,46 +210,6 @@ def test_t32_local_classes_and_closures_of_an_imported_module(method):
     with pytest.raises(Failure, match="Caught Failure in DataLoader worker process 1") as caught:
         next(iterator)
     assert type(caught.value) is Failure and not seen
-
-
-class Shares:
-    """Holds objects that multiprocessing's and torch's own reducers send."""
-
-    def __init__(self, context, function):
-        self.function = function
-        self.value, self.lock, self.event = context.Value("i", 0), context.Lock(), context.Event()
-        self.queue, self.tensor = context.Queue(), torch.zeros(4, dtype=torch.int64).share_memory_()
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, i):
-        with self.lock, self.value:
-            self.value.value += 1
-        self.event.wait(60)
-        self.queue.put(i)
-        self.tensor[i] = self.function(i)
-        return i
-
-
-@pytest.fixture(scope="module")
-def heap():
-    """The first shared value creates a heap that multiprocessing never frees."""
-    multiprocessing.get_context("spawn").Value("i", 0)
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("workers", [1, 2])
-def test_t32_what_is_shared_stays_shared(method, workers, heap):
-    context = multiprocessing.get_context(method)
-    dataset = Shares(context, lambda i: 2 * i + 1)
-    dataset.event.set()
-    loader = DataLoader(dataset, batch_size=None, num_workers=workers, multiprocessing_context=context)
-    assert [int(i) for i in epoch(loader)] == [0, 1, 2, 3]
-    assert dataset.value.value == 4 and sorted(dataset.queue.get(timeout=60) for _ in range(4)) == [0, 1, 2, 3]
-    assert dataset.tensor.tolist() == [1, 3, 5, 7]
-    dataset.queue.close()
-    dataset.queue.join_thread()
 
 
 @pytest.mark.filterwarnings("ignore:Got pickle error")

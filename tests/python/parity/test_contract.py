@@ -4,11 +4,8 @@ import contextlib
 import functools
 import inspect
 import itertools
-import multiprocessing
-import types
 
 import pytest
-import torch
 from sample_data import Numbers, Shards, Value
 from support import (
     BOTH,
@@ -318,24 +315,6 @@ def test_the_iterator_reads_of_its_loader_what_torchs_reads():
         assert values(iterator_class(Spy())) == [[0, 1], [2, 3]]
         return read
 
-    # The attributes of options that torch does not have may be missing, as in the namespace below.
+    # The attributes of options that torch does not have may be missing.
     own = {loader_state.GIVEN, loader_state.AUTO}
     assert read_by(LoaderIter, DataLoader) - own <= read_by(TorchIter, TorchDataLoader)
-
-
-def test_t4_a_namespace_of_nothing_but_the_table_serves():
-    """The attributes that torch 2.13's iterator reads suffice."""
-    names = (
-        "_IterableDataset_len_called _auto_collation _dataset_kind _index_sampler collate_fn dataset drop_last "
-        "generator in_order multiprocessing_context num_workers persistent_workers pin_memory pin_memory_device "
-        "prefetch_factor timeout worker_init_fn"
-    )
-    real = DataLoader(Numbers(6), num_workers=2, batch_size=2, shuffle=True)
-    # fastai's loader has the module as its context.
-    for iterator_class, context in itertools.product({LoaderIter, TorchIter}, [None, multiprocessing]):
-        given = {name: getattr(real, name) for name in names.split()} | {"multiprocessing_context": context}
-        torch.manual_seed(4)
-        with from_engine(3 if iterator_class is LoaderIter else 0):
-            batches = values(iterator_class(types.SimpleNamespace(**given)))
-        torch.manual_seed(4)
-        assert batches == values(epoch(real))

@@ -5,16 +5,7 @@ import time
 import pytest
 import torch
 from sample_data import FailingSampler, Held, Numbers, Slow
-from support import DataLoader, in_time, outcome, outcomes
-
-
-@pytest.mark.ours
-def test_t24_an_error_of_the_sampler_costs_no_batch():
-    iterator = iter(DataLoader(Numbers(9), sampler=FailingSampler(9, 5), num_workers=2, batch_size=None))
-    results = outcomes(iterator, 11)
-    assert [o[1] for o in results if o[0] == "value"] == [0, 1, 2, 3, 4, 6, 7, 8]
-    assert [o for o in results if o[0] == "error"] == [("error", KeyError, "sampler")]
-    assert results[-1] == ("end",)
+from support import DataLoader, in_time, outcomes
 
 
 class FailsOften(torch.utils.data.Sampler):
@@ -37,7 +28,7 @@ class FailsOften(torch.utils.data.Sampler):
 
 
 @pytest.mark.ours
-def test_t24_more_errors_of_the_sampler_than_batches_under_way_cost_no_batch():
+def test_t24_errors_of_the_sampler_cost_no_batch():
     iterator = iter(DataLoader(Numbers(12), sampler=FailsOften(), num_workers=2, batch_size=None))
     results = outcomes(iterator, 13)
     assert [o[1] for o in results if o[0] == "value"] == [0, 1, 2, 3, 10, 11]
@@ -56,16 +47,6 @@ def test_t24_an_error_of_the_sampler_that_nobody_has_seen_goes_with_its_epoch():
         next(iterator)
 
 
-def test_p19_a_timeout_loses_nothing(tmp_path):
-    dataset = Held(4, 1, tmp_path / "go")
-    iterator = iter(DataLoader(dataset, num_workers=2, batch_size=None, timeout=0.4))
-    assert in_time(next, iterator) == ("value", 0)
-    for _ in range(2):
-        assert outcome(next, iterator) == ("error", RuntimeError, "DataLoader timed out after 0.4 seconds")
-    (tmp_path / "go").touch()
-    assert [in_time(next, iterator) for _ in range(4)] == [*[("value", i) for i in (1, 2, 3)], ("end",)]
-
-
 # Runs alone: a worker that gets no CPU time for 5 s would be a timeout.
 @pytest.mark.alone
 def test_p19_the_clock_starts_again_at_each_result():
@@ -78,11 +59,14 @@ def test_p19_the_clock_starts_again_at_each_result():
     assert [b.item() for b in iterator] == list(range(1, 12))
 
 
-def test_p19_a_timeout_in_the_resume_handshake(tmp_path):
+@pytest.mark.ours
+def test_p19_timeouts_of_the_resume_handshake_lose_nothing(tmp_path):
     dataset = Held(4, 1, tmp_path / "go")
-    loader = DataLoader(dataset, num_workers=1, batch_size=None, timeout=0.3, persistent_workers=True)
+    loader = DataLoader(dataset, num_workers=2, batch_size=None, timeout=0.1, persistent_workers=True)
     assert in_time(next, iter(loader)) == ("value", 0)
-    with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.3 seconds"):
-        iter(loader)
+    for _ in range(5):
+        with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.1 seconds"):
+            iter(loader)
     (tmp_path / "go").touch()
-    loader._iterator._shutdown_workers()
+    _, iterator = in_time(iter, loader)
+    assert [in_time(next, iterator) for _ in range(5)] == [*[("value", i) for i in range(4)], ("end",)]

@@ -148,8 +148,8 @@ def test_names_and_tuples_of_loaded_modules_are_rebound_and_restored(module):
     assert module.late is TorchIter and module.late_tuple == (TorchIter, 5)
 
 
-def test_a_fake_loader_given_to_a_rebound_class_is_served(module):
-    """As in fastai: a tuple of classes, and an object with the attributes that torch's iterator reads."""
+def test_t4_a_fake_loader_given_to_a_rebound_class_is_served(module):
+    """As in fastai: a tuple of classes, and an object with the attributes that torch 2.13's iterator reads."""
     module._loaders = (ORIGINAL["iterator"], torch_dataloader._SingleProcessDataLoaderIter)
     names = (
         "_IterableDataset_len_called _auto_collation _dataset_kind _index_sampler collate_fn dataset drop_last "
@@ -158,6 +158,7 @@ def test_a_fake_loader_given_to_a_rebound_class_is_served(module):
     ).split()
     real = torch_loader()
     fake = types.SimpleNamespace(**{name: getattr(real, name) for name in names})
+    fake.multiprocessing_context = multiprocessing
     with rustloader.installed(persistent_workers=True, prefetch_factor=3), from_engine(6):
         iterator = module._loaders[fake.num_workers == 0](fake)
         assert iterator._prefetch_factor == 3

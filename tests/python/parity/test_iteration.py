@@ -5,7 +5,6 @@ import time
 import pytest
 from sample_data import Held, Numbers
 from support import (
-    BOTH,
     DataLoader,
     from_engine,
     run_script,
@@ -26,16 +25,6 @@ def test_p15_out_of_order_loses_and_doubles_nothing(persistent, tmp_path):
             go.touch()
             samples += values(iterator)
         assert sorted(samples) == list(range(40))
-
-
-@pytest.mark.parametrize("cls", BOTH)
-def test_p15_out_of_order_passes_the_slow_worker_only_its_fair_share(cls, tmp_path):
-    dataset = Held(30, 0, tmp_path / "go")
-    iterator = iter(cls(dataset, num_workers=2, batch_size=None, in_order=False, prefetch_factor=3))
-    # Worker 0 holds its three tasks, and no more, until its item returns.
-    samples = [next(iterator).item() for _ in range(27)]
-    (tmp_path / "go").touch()
-    assert sorted(samples + values(iterator)) == list(range(30))
 
 
 def test_p21_the_profilers_label():

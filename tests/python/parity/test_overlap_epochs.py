@@ -21,7 +21,6 @@ from support import (
     rustloader,
     values,
     wait_until,
-    while_next_waits,
     within,
     worker_pids,
     workers_report,
@@ -136,23 +135,6 @@ def test_top_shows_early_batch_with_its_number_in_its_epoch(tmp_path, dispatch):
     dataset.open.touch()
     batches += it
     assert [int(batch) for batch in batches] == list(range(4)) and epoch(loader) == list(range(4))
-
-
-@pytest.mark.parametrize("workers, prefetch_factor, size", [(2, 2, 8), (1, 3, 2), (3, 1, 3), (2, 2, 1)])
-def test_no_more_than_the_window_is_under_way(tmp_path, workers, prefetch_factor, size):
-    dataset, most = Logged(size, tmp_path / "log"), workers * prefetch_factor
-    settings = dict(num_workers=workers, prefetch_factor=prefetch_factor, persistent_workers=True)
-    loader = DataLoader(dataset, overlap_epochs=True, **settings)
-    delivered = 0
-    for _ in range(3):
-        for _ in loader:
-            delivered += 1
-            assert dataset.begun() <= delivered + most
-        # The workers complete all tasks that they were sent.
-        expected = delivered + min(size, most)
-        assert wait_until(lambda expected=expected: dataset.begun() >= expected)
-        assert workers_report(loader._iterator, state="idle")
-        assert dataset.begun() == expected
 
 
 # --- a worker that learns of two epochs at once
@@ -293,7 +275,7 @@ def test_sampler_of_another_class_is_not_predicted(caplog):
     assert logged == [f"a DataLoader: overlap_epochs has no effect: {reason}"]
 
 
-# --- deaths, interrupts
+# --- deaths
 
 
 class DiesTheSecondTime(Numbers):
@@ -347,47 +329,6 @@ def test_it_has_no_effect_with_max_restarts(lines):
     for _ in range(3):
         assert values(epoch(loader)) == [[i] for i in range(8)]
     assert lines("overlap_epochs has no effect: with max_restarts")
-
-
-class Interrupt(Exception):
-    pass
-
-
-def test_an_interrupt_at_the_end_of_an_epoch_loses_nothing(tmp_path):
-    class Gate(Numbers):
-        def __getitem__(self, i):
-            if i == 7:
-                assert wait_until(lambda: os.path.exists(tmp_path / "open"), STARTED)
-            return torch.tensor(i)
-
-    def handler(number, frame):
-        (tmp_path / "open").touch()
-        raise Interrupt
-
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        loader = DataLoader(Gate(8), num_workers=2, persistent_workers=True, overlap_epochs=True)
-        for number in range(3):
-            (tmp_path / "open").unlink(missing_ok=True)
-            it, samples, interrupts = iter(loader), [], 0
-            thread = None
-            while True:
-                if len(samples) == 7 and thread is None and number == 0:
-                    thread = while_next_waits(signal.raise_signal, signal.SIGUSR1)
-                elif number:
-                    (tmp_path / "open").touch()
-                try:
-                    samples.append(int(next(it)))
-                except Interrupt:
-                    interrupts += 1
-                except StopIteration:
-                    break
-            if thread is not None:
-                thread.join()
-                assert interrupts == 1
-            assert samples == list(range(8))
-    finally:
-        signal.signal(signal.SIGUSR1, before)
 
 
 # --- the end

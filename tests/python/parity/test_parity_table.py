@@ -100,7 +100,7 @@ def test_p17_options_keep_errors_in_place(DataLoader, option, workers, batch_siz
 
 
 @rows(option=list(OPTIONS)[:5], in_order=BOOLS, persistent=BOOLS, pairs=True)
-def test_p15_options_keep_uneven_shards(DataLoader, option, in_order, persistent):
+def test_p15_t18_options_keep_uneven_shards(DataLoader, option, in_order, persistent):
     settings = dict(num_workers=3, batch_size=None, in_order=in_order, persistent_workers=persistent)
     loader = beyond(DataLoader, OPTIONS[option])(Shards([7, 0, 30]), **settings)
     for _ in range(2):

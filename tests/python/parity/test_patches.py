@@ -29,54 +29,37 @@ def served(loader):
         return values(list(loader))
 
 
-HOOKS = "_next_data _try_put_index _process_data _get_data _try_get_data _reset _shutdown_workers __init__".split()
+def doubling():
+    """A class of its own for each test: install() warns of those that it finds."""
 
-
-@pytest.mark.ours
-@pytest.mark.handover
-@pytest.mark.parametrize("name", HOOKS)
-def test_t15_a_method_replaced_in_torchs_iterator_takes_effect(name, monkeypatch, caplog):
-    calls = []
-    monkeypatch.setattr(TorchIter, name, recorded(getattr(TorchIter, name), calls))
-    assert served(DataLoader(Numbers(5), num_workers=2, batch_size=None)) == list(range(5))
-    assert name in calls
-    assert f"{name} of torch's own iterator was replaced" in caplog.text
-    monkeypatch.undo()
-    assert values(epoch(DataLoader(Numbers(5), num_workers=2, batch_size=None))) == list(range(5))
-
-
-@pytest.mark.ours
-@pytest.mark.handover
-def test_t12_next_replaced_in_torchs_base_class_takes_effect(monkeypatch):
-    calls = []
-    base = torch_dataloader._BaseDataLoaderIter
-    monkeypatch.setattr(base, "__next__", recorded(base.__next__, calls))
-    assert served(DataLoader(Numbers(4), num_workers=1, batch_size=None)) == list(range(4))
-    assert len(calls) == 5
-
-
-@pytest.mark.ours
-@pytest.mark.handover
-def test_t12_get_iterator_replaced_in_torchs_loader_takes_effect(monkeypatch, caplog):
     class Doubling(TorchIter):
         def __next__(self):
             return 2 * super().__next__()
 
-    monkeypatch.setattr(torch.utils.data.DataLoader, "_get_iterator", lambda self: Doubling(self))
-    assert served(DataLoader(Numbers(4), num_workers=2, batch_size=None)) == [0, 2, 4, 6]
-    assert "torch's DataLoader._get_iterator was replaced" in caplog.text
+    return Doubling
+
+
+HOOKS = "_next_data _try_put_index _process_data _get_data _try_get_data _reset _shutdown_workers __init__".split()
+# Owner, attribute, a function that returns its replacement, factor of the batches, text in the log.
+REPLACED = {
+    **{name: (TorchIter, name, recorded, 1, f"{name} of torch's own iterator was replaced") for name in HOOKS},
+    "next": (torch_dataloader._BaseDataLoaderIter, "__next__", recorded, 1, ""),
+    "loader": (TorchDataLoader, "_get_iterator", lambda *_: lambda it: doubling()(it), 2, "_get_iterator was replaced"),
+    "module": (torch_dataloader, TorchIter.__name__, lambda *_: doubling(), 2, f"{TorchIter.__name__} was replaced"),
+}
 
 
 @pytest.mark.ours
 @pytest.mark.handover
-def test_t15_another_iterator_in_torchs_module_takes_effect(monkeypatch, caplog):
-    class Doubling(TorchIter):
-        def _next_data(self):
-            return 2 * super()._next_data()
-
-    monkeypatch.setattr(torch_dataloader, "_MultiProcessingDataLoaderIter", Doubling)
-    assert served(DataLoader(Numbers(4), num_workers=2, batch_size=None)) == [0, 2, 4, 6]
-    assert "_MultiProcessingDataLoaderIter was replaced" in caplog.text
+@pytest.mark.parametrize("name", REPLACED)
+def test_t15_a_method_replaced_in_torchs_iterator_takes_effect(name, monkeypatch, caplog):
+    owner, attribute, replacement, factor, text = REPLACED[name]
+    calls = []
+    monkeypatch.setattr(owner, attribute, replacement(getattr(owner, attribute), calls))
+    assert served(DataLoader(Numbers(5), num_workers=2, batch_size=None)) == [factor * i for i in range(5)]
+    assert (attribute in calls or factor == 2) and text in caplog.text
+    monkeypatch.undo()
+    assert values(epoch(DataLoader(Numbers(5), num_workers=2, batch_size=None))) == list(range(5))
 
 
 @pytest.mark.ours

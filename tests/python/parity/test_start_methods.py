@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from orders import Meeting, MeetsWhenUnpickled, MethodCalls, Shares, collate
-from parity_table import drain, epochs, rows
-from sample_data import Dying, Epochs, Index, Pair, Record, Shards
+from parity_table import drain, rows
+from sample_data import Dying, Index, Pair, Record, WholeIndex, as_list
 from support import TORCH_MODE, DataLoader, children, epoch, in_time, outcome, outcomes, values, worker_pids
 
 METHODS = ["fork", "forkserver", "spawn"]
@@ -110,12 +110,25 @@ INDICES = [
     Pair(1, [Pair(2, None)]),
     Record("a custom object", torch.arange(2)),
 ]
+BATCHES = [
+    *([1, 2], [3]),
+    *((1, 2), (3,)),
+    *np.arange(6).reshape(2, 3),
+    *torch.arange(6).reshape(2, 3),
+    range(3),
+    list(range(100_000)),
+    [np.int64(3), True, 2**70],
+]
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_t25_every_kind_of_index_arrives_as_it_was_yielded(method):
-    loader = DataLoader(Index(), sampler=INDICES, batch_size=None, num_workers=1, multiprocessing_context=method)
+    kw = dict(num_workers=1, multiprocessing_context=method)
+    loader = DataLoader(Index(), sampler=INDICES, batch_size=None, **kw)
     assert epoch(loader) == [[type(index).__name__, repr(index)] for index in INDICES]
+    for dataset in (Index(), WholeIndex()):
+        expected = list(DataLoader(dataset, batch_sampler=BATCHES, collate_fn=as_list))
+        assert epoch(DataLoader(dataset, batch_sampler=BATCHES, collate_fn=as_list, **kw)) == expected
 
 
 @pytest.mark.ours  # torch prints the error in a thread and hangs
@@ -179,16 +192,11 @@ def test_p20_where_the_kernel_keeps_no_status_the_fork_server_has_it(how, text, 
         next(iterator)
 
 
-@rows(method=METHODS)
-def test_iterable_datasets_of_uneven_workers_and_several_epochs(DataLoader, method):
-    options = dict(num_workers=2, multiprocessing_context=torch.multiprocessing.get_context(method))
-    yield from epochs(DataLoader(Epochs(), batch_size=None, persistent_workers=True, **options))
-    if method != "spawn":  # it takes seconds, and nothing in it depends on the method
-        yield from drain(DataLoader(Shards([1, 3]), batch_size=2, **options))
-
-
-def test_t26_datasets_that_hold_tensors_locks_values_arrays_and_queues(context):
+@pytest.mark.parametrize("by_value", [False, pytest.param(True, marks=pytest.mark.ours)])
+def test_t26_datasets_that_hold_tensors_locks_values_arrays_and_queues(context, by_value):
     dataset = Shares(8, context)
+    if by_value:
+        dataset.refused_by_the_standard_pickle = lambda: 0
     loader = DataLoader(dataset, batch_size=None, num_workers=2 if context.get_start_method() != "spawn" else 1)
     loader.multiprocessing_context = context
     assert [int(x) for x in epoch(loader)] == list(range(8))

@@ -1,6 +1,5 @@
-"""Pitfalls that have caused bugs, and that no other file covers (T18 to T27)."""
+"""Pitfalls that have caused bugs, and that no other file covers (T19 to T27)."""
 
-import collections
 import multiprocessing
 import os
 import socket
@@ -8,7 +7,7 @@ import socket
 import pytest
 import torch
 from parity_table import drain, rows
-from sample_data import Failing, Given, Numbers, Shards, key_error, untouched
+from sample_data import Given, Numbers, untouched
 from support import (
     BOTH,
     DataLoader,
@@ -16,27 +15,10 @@ from support import (
     epoch,
     in_arena,
     outcome,
-    outcomes,
     run_script,
     values,
 )
 from torch.utils.data import IterableDataset, default_collate
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("workers", [1, 2, 4])
-def test_t18_no_index_is_dropped_out_of_order(workers, persistent):
-    """With errors, and with iterable datasets whose workers end at different times."""
-    more = dict(num_workers=workers, in_order=False, batch_size=None, persistent_workers=persistent, prefetch_factor=3)
-    errors = dict.fromkeys((0, 5, 6, 29), key_error)
-    lengths = [3, 0, 7, 1][:workers]
-    numbered, sharded = DataLoader(Failing(30, errors), **more), DataLoader(Shards(lengths), **more)
-    for _ in range(2):
-        counts = collections.Counter(o[1] for o in outcomes(iter(numbered), 31) if o[0] != "end")
-        assert counts.pop(KeyError) == len(errors)
-        assert counts == collections.Counter(i for i in range(30) if i not in errors)
-        expected = sorted([w, i] for w in range(workers) for i in range(lengths[w]))
-        assert sorted(values(epoch(sharded))) == expected
 
 
 def test_t19_a_short_batch_behind_a_long_one_shows_nothing_of_it():

@@ -1,14 +1,13 @@
-"""What code in a worker sees: worker info, order of the start, index types (P22 to P26)."""
+"""What code in a worker sees: worker info, order of the start (P22 to P24)."""
 
 import dataclasses
 import os
 import threading
 
-import numpy as np
 import pytest
 import torch
 from parity_table import Raised, drain, epochs, rows, take
-from sample_data import Index, NthDraw, Numbers, Shards, WholeIndex, as_list
+from sample_data import Index, NthDraw, Numbers, Shards, as_list
 from support import DataLoader, epoch, outcomes, worker_pids
 from torch.utils.data import default_collate, get_worker_info
 
@@ -127,25 +126,6 @@ def test_t24_an_error_of_iter_in_a_later_epoch_is_an_error_and_no_death():
     assert all(w.is_alive() for w in iterator._workers)
     iterator = iter(loader)
     assert [b.tolist() for b in iterator] == [[0, 0], [1, 0], [0, 1], [1, 1]]
-
-
-BATCHES = {
-    "lists": [[1, 2], [3]],
-    "tuples": [(1, 2), (3,)],
-    "ndarrays": np.arange(6).reshape(2, 3),
-    "tensors": torch.arange(6).reshape(2, 3),
-    "ranges": [range(3)],
-    "large": [list(range(100_000)), list(range(5))],
-    "int64": [[np.int64(3), True, 2**70]],
-    "empty": [[1]],
-}
-
-
-@pytest.mark.parametrize("kind", BATCHES)
-def test_t25_each_batch_of_indices_arrives_as_it_was_yielded(kind):
-    for dataset in (WholeIndex(), Index()):
-        expected = list(DataLoader(dataset, batch_sampler=BATCHES[kind], collate_fn=as_list))
-        assert epoch(DataLoader(dataset, batch_sampler=BATCHES[kind], num_workers=2, collate_fn=as_list)) == expected
 
 
 class WithoutGetitems(Index):
