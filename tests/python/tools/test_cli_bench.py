@@ -87,7 +87,7 @@ LOADERS = """
         return DataLoader(dataset, batch_size=4, num_workers=2)
     def tiny():
         dataset = Numbers()
-        dataset.length = 16
+        dataset.length = 32
         warnings.warn("a warning of the user's")
         return DataLoader(dataset, batch_size=4, num_workers=1)
     def hanging():
@@ -135,7 +135,7 @@ def test_a_loader_is_measured_on_both_engines(folder, capsys):
 
 
 def test_short_epochs_are_repeated_until_there_are_enough_batches(folder, capfd, monkeypatch):
-    """An epoch has four batches. Each process issues the warning, but it is shown once."""
+    """An epoch has eight batches. Each process issues the warning, but it is shown once."""
     # More epochs would hardly change the result.
     monkeypatch.setattr(rounds.Interval, "narrow", True)
     monkeypatch.setattr(comparison.Comparison, "is_decided", True)
@@ -143,8 +143,8 @@ def test_short_epochs_are_repeated_until_there_are_enough_batches(folder, capfd,
     assert status == 0, err
     alone, point = json.loads(out)["results"]
     assert alone["workers"] == 0 and alone["comparison"] is None
-    assert (point["comparison"]["batches"], point["comparison"]["pairs"]) == (52, 13)
-    assert [epoch["batches"] for epoch in point["torch"]["epochs"]] == [4] * 13
+    assert (point["comparison"]["batches"], point["comparison"]["pairs"]) == (56, 7)
+    assert [epoch["batches"] for epoch in point["torch"]["epochs"]] == [8] * 7
     assert err.count("UserWarning: a warning of the user's") == 1
 
 
@@ -236,13 +236,13 @@ def test_a_dataset_that_needs_a_worker_is_measured_all_the_same(folder, capsys):
 
 
 def test_a_cache_is_another_factory(folder, capfd):
-    status, out, err = run("loaders.py:torchs", "loaders.py:cached", "--epochs", "3", "--json", capsys=capfd)
+    status, out, err = run("loaders.py:torchs", "loaders.py:cached", "--epochs", "2", "--json", capsys=capfd)
     assert status == 0, err
     assert "the user's own words" in err and "the user's own words" not in out
     alone, point = json.loads(out)["results"]
     assert alone["others"] == {} and set(point["others"]) == {"loaders.py:cached"}
     cached = point["others"]["loaders.py:cached"]
-    assert [epoch["batches"] for epoch in cached["epochs"]] == [24] * 3
+    assert [epoch["batches"] for epoch in cached["epochs"]] == [24] * 2
     # The warm-up has filled the cache.
     assert cached["verdict"]["cached_share"] == 1.0 and point["verdict"]["cached_share"] is None
     assert (cached["loader"]["batch_size"], cached["loader"]["remote"]) == (4, False)

@@ -272,13 +272,8 @@ def test_nothing_to_compare(name, cause, check):
     assert status == 2 and "same" not in out
     assert err.startswith(f"rustloader check: nothing to compare: {cause}") and err.count(cause) == 1
     assert "Traceback" not in err
-
-
-def test_a_traceback_on_demand(check):
-    status, _, err = check("failing_at_once", "--verbose")
-    first, empty, *rest = err.splitlines()
-    assert status == 2 and first.startswith("rustloader check: nothing to compare") and empty == ""
-    assert "Original Traceback (most recent call last):" in rest
+    if name == "failing_at_once":
+        assert "\nOriginal Traceback (most recent call last):\n" in check(name, "--verbose")[2]
 
 
 @pytest.mark.handover
@@ -362,9 +357,9 @@ def test_a_batch_that_cannot_be_pickled_is_named_and_not_the_wait_for_it(check):
 @pytest.mark.parametrize(
     ("name", "batch", "text", "place"),
     [
-        ("hanging", 1, "torch: batch 1 did not arrive within 1 s", r"worker 1 \(pid \d+\) is at \S+:\d+ in hangs"),
         ("hanging_in_c_on_us", 1, "rustloader: batch 1 did not", r"worker 1 \(pid \d+\) is at loaders_of"),
         ("hanging_in_a_sampler", 0, "torch: batch 0 did not", r"the main process \(pid \d+\) is at .* in hangs\n"),
+        ("hanging", 1, "torch: batch 1 did not arrive within 1 s", r"worker 1 \(pid \d+\) is at \S+:\d+ in hangs"),
         ("hanging_with_spawn", 1, "torch: batch 1 did not", ""),
         ("hanging_factory", 0, r"torch: calling \S+:hanging_factory took more than 1 s", "the main process"),
     ],
