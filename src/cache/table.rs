@@ -198,6 +198,11 @@ impl Cache {
         self.map.len() as u64
     }
 
+    /// Returns true if no other program has raised the limit since this table was opened.
+    fn maps_all(&self) -> bool {
+        self.header(word::LIMIT).load(Ordering::Relaxed) <= self.limit()
+    }
+
     /// Returns the reason why the cache takes no more samples, or [`Closed::Open`].
     pub fn closed(&self) -> Closed {
         match self.header(word::CLOSED).load(Ordering::Relaxed) {
@@ -247,11 +252,11 @@ impl Cache {
         match at {
             state::ABSENT => Lookup::Absent,
             state::NEVER => Lookup::Never,
-            // Not damage: another program has raised the limit, and this mapping ends before the record.
-            _ if at >= self.limit() && at.is_multiple_of(8) => Lookup::Absent,
             _ => match (self.bounded(at), &self.checks) {
                 (Some(found), None) => Lookup::Whole(found.record),
                 (None, None) => Lookup::Absent,
+                // Not damage: another program has raised the limit, and this mapping ends before the record does.
+                (None, Some(_)) if !self.maps_all() => Lookup::Absent,
                 (found, Some(checks)) => self.checked_record(row, at, found, checks),
             },
         }
@@ -349,8 +354,7 @@ impl Cache {
         let Some(fd) = self.fd() else { return Ok(self.close(Closed::NoRoom)) };
         let Some(at) = self.reserve(size) else {
             // If another program has raised the limit, the file is full only for this program.
-            let maps_all = self.header(word::LIMIT).load(Ordering::Relaxed) <= self.limit();
-            return Ok(if maps_all { self.close(Closed::Full) } else { Put::Closed(false) });
+            return Ok(if self.maps_all() { self.close(Closed::Full) } else { Put::Closed(false) });
         };
         let written = self.write(fd, row, at, len, parts);
         if matches!(written, Ok(true)) && self.publish(row, at) {

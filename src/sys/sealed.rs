@@ -36,7 +36,7 @@ pub fn write_at(fd: BorrowedFd<'_>, mut bytes: &[u8], mut at: u64) -> Result<()>
             }
             Err(Errno::FBIG) => return Err(too_long(end)),
             Err(errno) => {
-                return Err(refused("pwrite", errno, "the memory of a shared object could not be written"));
+                return Err(refused("pwrite", errno, "a shared object or a cached sample could not be written"));
             }
         }
     }
