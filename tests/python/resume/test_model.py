@@ -119,10 +119,13 @@ def test_state_after_death_of_worker_counts_delivered_batches(settings, taken):
 @pytest.mark.parametrize("every", [0, 3])
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 def test_replay_of_dataset_repeats_no_batch(num_workers, every):
-    """Between two snapshots, the dataset replays batches, and the sampler goes to where the replay begins."""
+    """Between two snapshots, the dataset replays batches without their errors, and the sampler goes to where the replay
+    begins."""
     settings = Settings("stateful map", (10, 0, 0, 0), 2, sampler="custom", num_workers=num_workers, every=every)
     for taken in range(5):
-        play.run(Program(settings, (ITER, ("next", taken), SAVE, RESUME, END)))
+        for errors in ((), (4,)):
+            steps = (ITER, ("next", taken), SAVE, RESUME, END)
+            play.run(Program(changed(settings, {"errors": errors}), steps))
 
 
 @pytest.mark.filterwarnings("ignore")
