@@ -258,6 +258,7 @@ def test_install_is_idempotent_and_uninstall_needs_no_install():
     rustloader.install()
     assert torch_dataloader._MultiProcessingDataLoaderIter is LoaderIter
     rustloader.uninstall()
+    torch_dataloader._MultiProcessingDataLoaderIter = LoaderIter  # as a program may do itself
     rustloader.uninstall()
     assert torch_dataloader._MultiProcessingDataLoaderIter is ORIGINAL["iterator"]
 

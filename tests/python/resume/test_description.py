@@ -37,7 +37,7 @@ def state_of(at=120, sampler=None, workers=None, **changes):
         "base_seed": 12345,
         "epoch": 3,
     }
-    return State(low=at, yielded=at, **values | changes).to_torchdata()
+    return State(**{"low": at, "yielded": at} | values | changes).to_torchdata()
 
 
 def line(state, name):
@@ -63,10 +63,13 @@ def test_a_state_with_workers_and_states_of_the_dataset():
         sampler={"kind": "none", "length": None, "drop_last": True, "start": None},
         dataset=DatasetState("iterable", None, True),
         seeds=(9, 4),
+        yielded=122,
+        ahead=(121, 125),
     )
     assert describe(state).splitlines() == [
         "written by: StatefulDataLoader of rustloader, with 3 workers",
-        "position: epoch 3, 120 batches delivered; the next one is batch 120",
+        "position: epoch 3, 122 batches delivered; the next one is batch 120",
+        "ahead: 121, 125 (delivered already, in_order=False)",
         "sampler: none in batches of 32, without an incomplete last batch",
         "dataset: iterable, with a state",
         "random numbers: base seed 12345; seed_by with base seed 9, epoch 4",
