@@ -20,6 +20,7 @@ from failing_samples import (
     negated,
     numbers,
 )
+from pinning_support import pinning
 from sample_data import as_list
 from support import DataLoader, rustloader
 from torch.utils.data import Subset
@@ -195,6 +196,15 @@ def test_without_batches_a_failed_sample_is_replaced(workers):
     torch.manual_seed(3)
     loader = DataLoader(Broken(), batch_size=None, num_workers=workers, on_error="replace")
     assert [int(sample[0]) for sample in loader] == replaced([range(SIZE)], rebuilt_base_seed(3), 0)[0][0]
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader], ids=["plain", "stateful"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_pinned(workers, kind):
+    with pinning() as host:
+        batches = list(kind(Broken(), batch_size=4, num_workers=workers, pin_memory=True, on_error="skip"))
+        assert all(host.owns(batch) for batch in batches) and numbers(batches) == left(index_batches())
+        del batches
 
 
 @pytest.mark.parametrize("kw", [dict(), dict(on_error="raise"), dict(on_error="raise", max_errors=3)], ids=str)

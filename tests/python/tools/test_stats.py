@@ -653,6 +653,18 @@ def test_an_error_of_the_callback_loses_no_batch():
     assert got == [0, 1, 2, 3] and len(calls) > 2
 
 
+def test_the_error_of_the_body_comes_before_that_of_the_last_report():
+    def callback(stats):
+        raise KeyError("of the callback")
+
+    loader = DataLoader(Numbers(1))
+    with pytest.raises(ValueError, match="of the body") as caught, rustloader.report(loader, callback, every=LONG):
+        raise ValueError("of the body")
+    assert "KeyError: 'of the callback'" in caught.value.__notes__[0]
+    with pytest.raises(KeyError, match="of the callback"), rustloader.report(loader, callback, every=LONG):
+        pass
+
+
 def test_workers_report_nothing(tmp_path):
     class Nested(Numbers):
         def __getitem__(self, i):
