@@ -79,12 +79,6 @@ def rollup(pid: int) -> dict[str, int]:
     return amounts(read(f"/proc/{pid}/smaps_rollup"))
 
 
-def private(pid: int) -> int | None:
-    """Returns the resident memory that only this process maps, in bytes (USS); None if unreadable."""
-    sums = rollup(pid)
-    return sums["Private_Clean"] + sums["Private_Dirty"] if sums else None
-
-
 def proportional(pid: int) -> int | None:
     """Returns the resident memory of a process in bytes, counting each page as its size divided by the number of
     processes that map it (PSS); None if unreadable.
