@@ -74,6 +74,19 @@ def test_a_job_goes_to_a_worker_without_the_starts_of_others():
 # Errors
 
 
+@pytest.mark.parametrize("error", [KeyError, StopIteration])
+def test_a_replay_drops_errors_of_a_map_style_dataset(error):
+    """StopIteration is an ordinary error there, and does not end the replay."""
+    fetcher, replayed = fetch._MapDatasetFetcher(Failing(4, {1: error}), False, as_list, False), []
+
+    def fetch_again(index):
+        replayed.append(index)
+        return fetcher.fetch(index)
+
+    resuming.replay(fetcher, [0, 1, 2], _DatasetKind.Map, fetch_again)
+    assert replayed == [0, 1, 2]
+
+
 def test_a_stream_that_failed_goes_on_as_it_did(workers):
     class Broken(Tail):
         def __iter__(self):

@@ -206,6 +206,8 @@ def test_a_sweep_as_json(folder, capsys):
         assert side["cpu_seconds_per_batch"] > 0 and side["first_batch_seconds"] > 0
         # None if no reading fell into an epoch that short.
         assert side["memory_bytes"] is None or side["memory_bytes"] >= 0
+    # The start of workers takes long enough for a reading.
+    assert two["torch"]["memory_bytes"] is not None or two["rustloader"]["memory_bytes"] is not None
     assert two["ratio"]["batches_per_second"] == pytest.approx(two["comparison"]["ratio"])
     # Two epochs are too few for a recommendation.
     assert [parsed["recommendation"][name] for name in ("torch", "rustloader")] == [None, None]
