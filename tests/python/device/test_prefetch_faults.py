@@ -40,15 +40,24 @@ class Interrupted(Exception):
     pass
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, Interrupted])
-@pytest.mark.parametrize("first", range(1, 11))
-def test_handler_that_raises_at_any_call_loses_no_batch(device, first, error):
-    """A signal arrives at the k-th call of a function or return from C, where a handler may run."""
+@pytest.fixture
+def raises_at_a_signal():
+    """A function that sets the error which a signal handler raises."""
+    raised = []
 
     def handler(signum, frame):
-        raise error
+        raise raised[-1]
 
     before = signal.signal(signal.SIGUSR1, handler)
+    yield raised.append
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Interrupted])
+@pytest.mark.parametrize("first", range(1, 11))
+def test_handler_that_raises_at_any_call_loses_no_batch(device, first, error, raises_at_a_signal):
+    """A signal arrives at the k-th call of a function or return from C, where a handler may run."""
+    raises_at_a_signal(error)
     folder = rustloader.__path__[0]
     rounds, where = 0, []
     for at in range(first, 2000, 10):
@@ -86,8 +95,33 @@ def test_handler_that_raises_at_any_call_loses_no_batch(device, first, error):
         rounds += interrupts
         if not interrupts:
             break
-    signal.signal(signal.SIGUSR1, before)
     assert rounds > 10 and counted[0] < at and device.faults == []
+
+
+def test_handler_that_raises_in_the_loader_is_not_an_error_of_the_loader(device, raises_at_a_signal):
+    class Signaled(Raising):
+        is_signaled = False
+
+        def __next__(self):
+            if len(self.items) == 2 and not self.is_signaled:
+                self.is_signaled = True
+                signal.raise_signal(signal.SIGUSR1)
+            return super().__next__()
+
+    raises_at_a_signal(Interrupted)
+    iterator, got, before = iter(prefetch(Signaled(*tensors(5)), depth=2)), [], []
+    while True:
+        try:
+            batch = next(iterator)
+        except Interrupted:
+            before += [len(got)]
+        except StopIteration:
+            break
+        else:
+            device.read(batch, got.append)
+            device.run_all()
+    # The fourth batch was to be drawn. An error of the loader would come after the three that were ahead.
+    assert got == [[n] * 4 for n in range(5)] and len(before) == 1 and before[0] < 3
 
 
 @pytest.mark.parametrize("moment", ["enter", "exit"])

@@ -87,6 +87,12 @@ def test_a_replay_drops_errors_of_a_map_style_dataset(error):
     assert replayed == [0, 1, 2]
 
 
+def test_a_replay_ends_with_an_iterable_dataset():
+    fetcher = fetch._IterableDatasetFetcher(iter([5, 6]), False, as_list, False)
+    resuming.replay(fetcher, [None] * 4, _DatasetKind.Iterable)
+    assert fetcher.ended
+
+
 def test_a_stream_that_failed_goes_on_as_it_did(workers):
     class Broken(Tail):
         def __iter__(self):

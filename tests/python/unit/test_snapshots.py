@@ -349,6 +349,8 @@ def test_the_main_process_does_without_one_that_cannot_be_made():
     with pytest.raises(KeyError):
         maker.first(fetcher, dataset)
     assert maker.after(0, fetcher, dataset) is None
+    dataset.bad = {dataset.asked + 1}
+    assert snapshots.state_of(dataset) is None and snapshots.state_of(dataset) is not None
 
 
 # The pickle
