@@ -43,7 +43,7 @@ demo: build ## Measure the gain on this machine, and check that training losses 
 	$(BIN)/python examples/start/demo $(ARGS)
 
 TEST_RUST := $(CARGO) test --features failpoints
-test: build ## Run the tests: Rust, loom, and a short form of all Python tests (10 minutes on two cores)
+test: build ## Run the tests: Rust, loom, and a short form of all Python tests (8 minutes on two cores)
 	$(TEST_RUST)
 	@$(MAKE) test-loom test-python
 
