@@ -6,12 +6,13 @@ Not covered: the start of the interpreter, PYTHONHASHSEED and PYTHONWARNINGS.
 import logging
 import multiprocessing
 import os
-import stat
 import subprocess
 import sys
 import types
 import warnings
 from multiprocessing import popen_fork
+
+from support import open_files
 
 from rustloader.tools.probe import process
 from rustloader.tools.probe.side import serve
@@ -34,8 +35,8 @@ def fork_probes(monkeypatch):
 
 def _serve(descriptor, environment):
     os.setpgid(0, 0)
-    for number in map(int, os.listdir("/proc/self/fd")):
-        if number != descriptor and _is_socket(number):  # this process's ends of the probes' connections
+    for number, target in open_files().items():
+        if number != descriptor and target.startswith("socket:"):  # the parent's ends of the probes' connections
             os.close(number)
     os.environ.clear()
     os.environ.update(environment)
@@ -56,10 +57,3 @@ def _show_warnings():
     for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
         warnings.simplefilter("ignore", category)
     warnings.showwarning = lambda *warning: print(warnings.formatwarning(*warning[:4]), file=sys.stderr)
-
-
-def _is_socket(number):
-    try:
-        return stat.S_ISSOCK(os.fstat(number).st_mode)
-    except OSError:  # the list's own descriptor
-        return False
